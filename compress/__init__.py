@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from compress.runtime.load.steps import compile_steps
     from compress.search.budget import Allocation, allocate
     from compress.search.candidate import Candidate, grid_of_candidates
-    from compress.search.rows import Sweep
     from compress.search.sensitivity import measure_sensitivity
     from compress.search.sweep import sweep
+    from compress.search.sweep_rows import Sweep
     from compress.search.within import Mixed, quantize_within
     from compress.weights.grid import Grid, Quantized, fake_quantize
 
@@ -91,7 +91,7 @@ _HOMES = {
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
     "Structure": "compress.passes.structure",
-    "Sweep": "compress.search.rows",
+    "Sweep": "compress.search.sweep_rows",
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Train": "compress.passes.train",

@@ -13,13 +13,13 @@ from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
-from compress.evaluation.quality.kept import Note
 from compress.evaluation.quality.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
 from compress.evaluation.quality.predictor import predictor
 from compress.evaluation.quality.quality import measure
+from compress.evaluation.quality.reference_states import Note
 from compress.evaluation.quality.texts import Role, Text, gap, load_text
-from compress.evaluation.reference import Original
-from compress.evaluation.tasks.evaluate import Prepared, ask_tasks, compare_tasks, prepare_tasks, read_tasks
+from compress.evaluation.reference_model import Original
+from compress.evaluation.tasks.evaluate import TokenizedTasks, ask_tasks, compare_tasks, prepare_tasks, read_tasks
 from compress.model.calls import evaluating
 from compress.system.device import find_device
 from compress.system.progress import Counted, Reporter, Silent
@@ -55,7 +55,7 @@ def _texts(
 
 def _tasks(
     tasks: Sequence[str | Path], questions: int | None, tokenizer: Callable[[], Any], *models: Model | None
-) -> Prepared | None:
+) -> TokenizedTasks | None:
     """Tasks as tokens for the models; None where there are none."""
     asked = read_tasks(tasks, questions)
     configs = [config_of(each) for each in models if each is not None]
@@ -152,7 +152,7 @@ def _evaluated(
     ours: Model,
     original: Original | None,
     texts: Sequence[Text],
-    prepared: Prepared | None,
+    prepared: TokenizedTasks | None,
     *,
     noise_floor: bool,
     dtype: torch.dtype | None,
@@ -187,7 +187,7 @@ def _evaluated(
 
 
 def _answers(
-    prepared: Prepared | None, network: nn.Module, original: Original | None, reporter: Reporter
+    prepared: TokenizedTasks | None, network: nn.Module, original: Original | None, reporter: Reporter
 ) -> list[TaskResult]:
     """Results of the tasks: the model's answers, compared with its original's."""
     if prepared is None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.portable_names import command, shown
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.shown import command, shown
 from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
@@ -21,7 +21,7 @@ IN_MEMORY = "the model was in memory, not in files"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """A model as it was given, and the network that it was measured as."""
 
     given: nn.Module | Source
@@ -65,7 +65,7 @@ def missing_of(reference: bool, size: SizeResult | None) -> dict[str, str]:
     return missing if size is not None else {**missing, "size": IN_MEMORY}
 
 
-def evaluation_of(ours: Measured, theirs: Measured | None, device: torch.device) -> Evaluation:
+def evaluation_of(ours: MeasuredModel, theirs: MeasuredModel | None, device: torch.device) -> Evaluation:
     """An evaluation without figures: the model and its reference, their sizes, the run, and the machine."""
     size, (recipe, run) = size_of(ours.given), run_of(ours.given)
     reference_size = None if theirs is None else size_of(theirs.given)

@@ -21,7 +21,7 @@ from compress.kernels.layouts.strips import NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
 from compress.kernels.layouts.words import Planar
-from compress.kernels.layouts.words24 import Sparse24
+from compress.kernels.layouts.words24 import Words24
 from compress.kernels.operators import fp8, fp8_blocks, sparse, tiles
 from compress.kernels.operators import words as ops
 from compress.kernels.operators import words24 as sparse24
@@ -136,7 +136,7 @@ def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, 
     if device.type == "cpu":
         return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
     nothing = torch.empty(0, dtype=dtype, device="meta")
-    weight = Sparse24(nothing, nothing, nothing, None, group_size)
+    weight = Words24(nothing, nothing, nothing, None, group_size)
     reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
     return Route("torch" if reasons else "triton", tuple(reasons))
 

@@ -23,7 +23,7 @@ from compress.weights.terms import FLOATS, Format, Part, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Format):
+class Factors(Format):
     """left [N, rank] times right [rank, K]."""
 
     kind: ClassVar[str] = "svd"
@@ -39,7 +39,7 @@ class LowRank(Format):
         return x @ parts["right"].t() @ parts["left"].t()
 
 
-FORMATS[LowRank.kind] = LowRank
+FORMATS[Factors.kind] = Factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,5 +56,5 @@ class LowRankAndCodes(QuantizeWeights):
     def split(self, weight_NK: Tensor, dtype: torch.dtype) -> Weight:
         u, s, v_transposed = torch.linalg.svd(weight_NK.float(), full_matrices=False)
         parts = {"left": (u * s)[:, : self.rank].to(dtype), "right": v_transposed[: self.rank].to(dtype)}
-        product = LowRank(rank=len(parts["right"])).read(parts, *weight_NK.shape)
+        product = Factors(rank=len(parts["right"])).read(parts, *weight_NK.shape)
         return Weight((quantize(weight_NK - product.dequantize(weight_NK.dtype), self.weight_grid(), dtype), product))

@@ -39,7 +39,7 @@ def _own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is kept of references goes away again, and is not among a person's files."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.evaluation.quality.kept.cache_directory", lambda: folder)
+        patch.setattr("compress.evaluation.quality.reference_states.cache_directory", lambda: folder)
         sensitivities = "compress.checkpoint.sensitivity.cache_directory"
         patch.setattr(sensitivities, lambda: Path(os.environ.get("COMPRESS_CACHE_DIR", folder)))
         yield

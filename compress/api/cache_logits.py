@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.api.opened import Found, check_group
+from compress.api.opened import FoundModel, check_group
 from compress.api.request import Calibration, Data
 from compress.api.shown import training_rows
 from compress.api.teachers import Teachers
@@ -21,7 +21,7 @@ from compress.system.device import find_device
 from compress.system.progress import Reporter, Silent
 from compress.train.inputs.batch import inputs_of
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows, micro_batches
+from compress.train.inputs.samples import Rows, micro_batches
 from compress.train.losses.options import CACHED, ORIGINAL
 from compress.train.losses.top_k import TopK, top_k
 from compress.train.objective.objective import shifted_logits
@@ -76,7 +76,7 @@ def cache_logits(
     source = find_source(str(teacher), trust_remote_code)
     if fsdp:
         check_group()
-    rows = training_rows(data, Found(None, source, read_config(source), None))
+    rows = training_rows(data, FoundModel(None, source, read_config(source), None))
     asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)
     comm = Comm()
     said = _said(asked, rows, top_k, temperature, batch_size, comm, reporter or Silent())

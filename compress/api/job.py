@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compress.api.opened import Opened
+from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.verify import verified
-from compress.checkpoint.shown import shown
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.describe import configuration, quantization_config
 from compress.checkpoint.write.manifest import manifest
@@ -60,7 +60,7 @@ class Job:
     """
 
     request: Request
-    opened: Opened
+    opened: OpenedModel
     run: Run
     tokens: Tokens | None
     identity: dict[str, Any]

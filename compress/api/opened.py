@@ -28,7 +28,7 @@ from compress.weights.masks import Earlier
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """A model of which no weight has been read.
 
     given: the model in memory, None for one that lies at `source`.
@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model in memory, whole.
 
     device, dtype: where and in what its blocks are worked on; dtype None for that of each parameter.
@@ -69,20 +69,20 @@ class Opened:
         return Earlier(not drop_zeros, {} if drop_zeros else recorded(self.source))
 
 
-def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> Found:
+def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
     """Find a model by its name, or take the one that is given. Raises InputError for what cannot be compressed."""
     if isinstance(model, nn.Module):
         check_untouched(model)
         wanted = None if device is None else find_device(device)
-        return Found(model, None, getattr(model, "config", None), wanted)
+        return FoundModel(model, None, getattr(model, "config", None), wanted)
     if not isinstance(model, str | Path):
         raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
     source = find_source(str(model), trust_remote_code)
     check_dense(source)
-    return Found(None, source, read_config(source), find_device(device))
+    return FoundModel(None, source, read_config(source), find_device(device))
 
 
-def opened_model(found: Found, dtype: torch.dtype | None, comm: Comm) -> Opened:
+def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
     """Read the model, where it is not in memory. dtype: to work in, None for the usual one. Raises InputError for a
     damaged model, and for one that is compressed already."""
     notes: list[str] = []
@@ -95,11 +95,11 @@ def opened_model(found: Found, dtype: torch.dtype | None, comm: Comm) -> Opened:
     check_finite(model, comm)
     before = bytes_before(found.source, model)
     device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    return Opened(found.source, model, device, _compute_dtype(model, device, dtype), before, notes)
+    return OpenedModel(found.source, model, device, _compute_dtype(model, device, dtype), before, notes)
 
 
 def residency_of(
-    opened: Opened, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
+    opened: OpenedModel, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
 ) -> Residency:
     """The residency of the weights during the run; shards the model if `fsdp` is set. keep: whether the model itself is
     changed. stores: of parameters that have been widened, the dtype before."""

@@ -40,9 +40,10 @@ from compress.run.restore import hooks_and_buffers, undone, values
 from compress.system.comm import Comm
 from compress.system.lost_ranks import watching
 from compress.system.progress import Reporter, Silent
-from compress.train.inputs.shards import reshard
+from compress.train.inputs.fsdp_shards import reshard
 from compress.train.loop.optimizer import Learned, average_gradients, parameter_groups
-from compress.train.rounding.layers import (
+from compress.train.rounding.quantizers import Scales
+from compress.train.rounding.swapped_layers import (
     attach,
     detach,
     freeze_with_weights,
@@ -55,7 +56,6 @@ from compress.train.rounding.layers import (
     weight_scales,
     weights_outside,
 )
-from compress.train.rounding.quantizers import Scales
 
 OWN_LOOP = "the layers were trained in a loop of their owner's (prepare_qat)"
 

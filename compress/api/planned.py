@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from compress.api.opened import Opened
+from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.shown import Shown
 from compress.checkpoint.files import fingerprint
@@ -19,13 +19,13 @@ from compress.model.layers import find_stacks
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Decide, Gradients, Learn
 from compress.run.plan.batches import check_batches
-from compress.run.plan.loss import check_loss
 from compress.run.plan.plan import Plan, plan, planned
 from compress.run.plan.storable import cache_entry_of, check_halved, check_storable
+from compress.run.plan.task_loss import check_loss
 from compress.run.plan.zeros import check_plan
 from compress.system.comm import Comm
 from compress.system.version import VERSION
-from compress.train.inputs.rows import LABELS
+from compress.train.inputs.samples import LABELS
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 
 
@@ -46,7 +46,7 @@ class Planned:
     notes: list[str]
 
 
-def planned_work(request: Request, opened: Opened, shown: Shown, place: Directory | None, comm: Comm) -> Planned:
+def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Directory | None, comm: Comm) -> Planned:
     """Match passes with layers, and look whether all of it can work. Raises InputError where it cannot."""
     model, extent = opened.model, request.extent
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions, experts=extent.experts)
@@ -63,7 +63,7 @@ def planned_work(request: Request, opened: Opened, shown: Shown, place: Director
     return Planned(plan_, identity, sink, cache, remarks(request, model, plan_, shown, sink))
 
 
-def _identity(request: Request, opened: Opened, shown: Shown, plan_: Plan) -> dict[str, Any]:
+def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan) -> dict[str, Any]:
     """The facts that a run must share with the one that it resumes."""
     found = {
         "version": VERSION,

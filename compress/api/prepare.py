@@ -1,7 +1,7 @@
 """From what was asked for to a job that can run. What can be refused without the model is refused before it is read."""
 
 from compress.api.job import Job
-from compress.api.opened import Found, Opened, check_group, found_model, opened_model, residency_of, widened
+from compress.api.opened import FoundModel, OpenedModel, check_group, found_model, opened_model, residency_of, widened
 from compress.api.planned import Planned, planned_work
 from compress.api.request import Request
 from compress.api.shown import Shown, shown_data
@@ -28,7 +28,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
         return _job(request, opened, shown, planned, comm, reporter)
 
 
-def _found(request: Request) -> Found:
+def _found(request: Request) -> FoundModel:
     """The model, not read yet. Raises InputError for passes that do not go with it whatever its weights are."""
     check_structural(request)
     if request.work.fsdp:
@@ -36,7 +36,7 @@ def _found(request: Request) -> Found:
     return found_model(request.model, request.work.device, request.trust_remote_code)
 
 
-def _job(request: Request, opened: Opened, shown: Shown, planned: Planned, comm: Comm, reporter: Reporter) -> Job:
+def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, comm: Comm, reporter: Reporter) -> Job:
     """All that was settled, in one value, and its remarks said. Where `fsdp` is asked for, the model is sharded now."""
     model, plan, fsdp = opened.model, planned.plan, request.work.fsdp
     record = _record(opened, planned, reporter)
@@ -59,7 +59,7 @@ def _job(request: Request, opened: Opened, shown: Shown, planned: Planned, comm:
     return Job(request, opened, run, shown.tokens, planned.identity, planned.cache, stores)
 
 
-def _record(opened: Opened, planned: Planned, reporter: Reporter) -> RunRecord:
+def _record(opened: OpenedModel, planned: Planned, reporter: Reporter) -> RunRecord:
     """The run's record before any work; reports the remarks that have not been reported yet."""
     record = RunRecord(notes=[*opened.notes, *planned.notes])
     for note in record.notes:
@@ -70,7 +70,7 @@ def _record(opened: Opened, planned: Planned, reporter: Reporter) -> RunRecord:
     return record
 
 
-def _lessons(request: Request, opened: Opened, shown: Shown, planned: Planned) -> Lessons | None:
+def _lessons(request: Request, opened: OpenedModel, shown: Shown, planned: Planned) -> Lessons | None:
     """The model's training data and teachers; None where it is not trained."""
     if shown.rows is None:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compress.api.opened import Found
+from compress.api.opened import FoundModel
 from compress.api.request import Calibration, Data
 from compress.checkpoint.files import checksum, fingerprint
 from compress.checkpoint.read.pretrained import main_input, tokenizer_of
@@ -18,7 +18,7 @@ from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows, rows_of
+from compress.train.inputs.samples import Rows, rows_of
 from compress.train.options import TrainingOptions
 
 WINDOWS = 128  # of calibration text, where nobody says how many
@@ -48,7 +48,7 @@ class Shown:
         return fingerprint({str(i): {k: checksum(v) for k, v in b.items() if isinstance(v, Tensor)} for i, b in named})
 
 
-def shown_data(data: Data, passes: Sequence[Pass], found: Found, ranks: int) -> Shown:
+def shown_data(data: Data, passes: Sequence[Pass], found: FoundModel, ranks: int) -> Shown:
     """Data that the passes show a model. Raises InputError for data that is missing, unread, or of another kind than
     the model takes."""
     calibrated = _calibration(data, passes, found)
@@ -67,7 +67,7 @@ def learning_of(passes: Sequence[Pass]) -> list[TrainingOptions]:
     return [stage.options for p in passes if (stage := p.stage(Learn)) is not None]
 
 
-def calibration_data(data: Data, found: Found, who: str) -> Shown:
+def calibration_data(data: Data, found: FoundModel, who: str) -> Shown:
     """Calibration data alone; of text as many windows as is usual, unless told. who: needs it."""
     calibration = data.calibration
     if calibration is None:
@@ -77,7 +77,7 @@ def calibration_data(data: Data, found: Found, who: str) -> Shown:
     return _shown(data, found, calibration, samples)
 
 
-def training_rows(data: Data, found: Found) -> Rows:
+def training_rows(data: Data, found: FoundModel) -> Rows:
     """Samples to train the model on: all training data that was given, or else all calibration data."""
     given = data.calibration if data.training is None else data.training
     if given is None:
@@ -85,7 +85,7 @@ def training_rows(data: Data, found: Found) -> Rows:
     return rows_of(_shown(data, found, given, None).batches)
 
 
-def _calibration(data: Data, passes: Sequence[Pass], found: Found) -> Shown:
+def _calibration(data: Data, passes: Sequence[Pass], found: FoundModel) -> Shown:
     """Data to calibrate the passes on; empty where no pass is calibrated."""
     needing = next((p for p in passes if p.calibrated), None)
     trains = bool(learning_of(passes))
@@ -100,7 +100,7 @@ def _calibration(data: Data, passes: Sequence[Pass], found: Found) -> Shown:
     return calibration_data(data, found, needing.name)
 
 
-def _first_of_training(data: Data, found: Found, training: Calibration) -> Shown:
+def _first_of_training(data: Data, found: FoundModel, training: Calibration) -> Shown:
     """As many samples of the training data as calibration takes by default, or is told to."""
     samples = WINDOWS if data.samples is None else data.samples
     if isinstance(training, str | Path | Tensor):
@@ -109,7 +109,7 @@ def _first_of_training(data: Data, found: Found, training: Calibration) -> Shown
     return Shown(whole.tokens, whole.batches[: -(-samples // data.batch_size)])
 
 
-def _shown(data: Data, found: Found, given: Calibration, samples: int | None) -> Shown:
+def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | None) -> Shown:
     """The given data, in micro-batches."""
     if not isinstance(given, str | Path | Tensor):
         if data.samples is not None or data.length is not None:
@@ -128,12 +128,12 @@ def _shown(data: Data, found: Found, given: Calibration, samples: int | None) ->
     return Shown(tokens, batches_of(tokens.ids, data.batch_size))
 
 
-def _taken(found: Found) -> str:
+def _taken(found: FoundModel) -> str:
     """The name of what the model is given: token ids, unless transformers says otherwise."""
     return main_input(found.source, found.given) or TOKENS
 
 
-def _what_to_show(found: Found) -> str:
+def _what_to_show(found: FoundModel) -> str:
     """Advice where data is missing, or of another kind than the model takes."""
     taken = _taken(found)
     if taken == TOKENS:

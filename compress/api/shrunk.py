@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from compress.api.opened import Opened
+from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.shown import Shown, learning_of
 from compress.api.verify import probe_of
@@ -42,7 +42,7 @@ def check_structural(request: Request) -> None:
         )
 
 
-def shrunk(request: Request, opened: Opened, shown: Shown, comm: Comm, reporter: Reporter) -> Opened:
+def shrunk(request: Request, opened: OpenedModel, shown: Shown, comm: Comm, reporter: Reporter) -> OpenedModel:
     """Remove what a pass says from the model, which every rank holds as a whole until then."""
     structural, _ = structural_of(request.passes)
     for p in structural:
@@ -51,14 +51,16 @@ def shrunk(request: Request, opened: Opened, shown: Shown, comm: Comm, reporter:
     return opened
 
 
-def undoing(opened: Opened, restore: bool) -> AbstractContextManager[None]:
+def undoing(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
     """Brings back what was removed of a model after a failure, or names its structure as changed."""
     if opened.cut is None:
         return nullcontext()
     return undone(opened.cut.undo) if restore else naming(CHANGED)
 
 
-def _work(request: Request, p: Pass, opened: Opened, shown: Shown, comm: Comm, reporter: Reporter) -> Restructuring:
+def _work(
+    request: Request, p: Pass, opened: OpenedModel, shown: Shown, comm: Comm, reporter: Reporter
+) -> Restructuring:
     """The restructuring that the pass asks for. Raises InputError for a model that nothing can be removed from."""
     assert isinstance(p, Structure)
     model, extent, batches = opened.model, request.extent, shown.batches

@@ -26,8 +26,8 @@ from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
+from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
-from compress.runtime.check.theirs import decompressed_by_block, load_with_transformers
 from compress.runtime.check.twin import compared, watched
 from compress.runtime.load.by_block import run_by_block
 from compress.runtime.load.caches import rounded_cache

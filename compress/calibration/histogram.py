@@ -28,7 +28,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
-class Histogram:
+class MagnitudeHistogram:
     """Counts of values by sign and magnitude: counts [R, 2, B] int64, exponent [R] int64."""
 
     def __init__(self, rows: int, device: torch.device, bins: int = BINS) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.calibration.clipping import bounds, mse_bins, percentile_bins
 from compress.calibration.entropy import kl_bins
-from compress.calibration.histogram import Histogram
+from compress.calibration.histogram import MagnitudeHistogram
 from compress.errors import CompressError
 from compress.system.comm import Comm
 from compress.weights.grid import Grid
@@ -58,7 +58,7 @@ class MinMaxObserver:
         # Infinities mark rows without a value: an infinite value is refused.
         self.lowest = torch.full((self.rows,), float("inf"), device=device)
         self.highest = torch.full((self.rows,), float("-inf"), device=device)
-        self.histogram = Histogram(self.rows, device) if keep_histogram else None
+        self.histogram = MagnitudeHistogram(self.rows, device) if keep_histogram else None
         self.damaged = torch.zeros((), dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -170,7 +170,7 @@ class HistogramObserver(MinMaxObserver):
     ) -> None:
         super().__init__(channels, device, grid, keep_histogram=keep_histogram)
         self.method, self.how = method, how
-        self.histogram = Histogram(self.rows, device, bins)
+        self.histogram = MagnitudeHistogram(self.rows, device, bins)
 
     def choose(self, lowest_R: Tensor, highest_R: Tensor) -> Range:
         assert self.histogram is not None

@@ -3,8 +3,8 @@
 from collections import Counter
 
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.cli import results
-from compress.evaluation.report.content import Table
+from compress.cli import run_results
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 from compress.search.budget import Allocation
 from compress.search.within import Mixed
@@ -16,7 +16,7 @@ def all_of(
 ) -> None:
     """The result of a run where there is one, the allocation, and where the recipe lies."""
     if mixed is not None:
-        results.result(mixed.result, model, str(output))
+        run_results.result(mixed.result, model, str(output))
     allocation(found, made)
     if mixed is not None:
         achieved(mixed)
@@ -38,7 +38,7 @@ def allocation(found: Sensitivity, made: Allocation) -> None:
             bits = 8 * sum(unit.tried[name].bytes for unit in found.units) / found.weights
             lines.append(f"  all layers {name}: {bits:.4g} bits per weight, KL {uniform:.4g}")
     lines += [f"  left as it is: {layer} ({why})" for layer, why in found.left_out.items()]
-    show(Table(("", *used), rows, "layers by what they got"), *lines)
+    show(ReportTable(("", *used), rows, "layers by what they got"), *lines)
 
 
 def achieved(made: Mixed) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from compress.cli.tables import MIB, measured, number
 from compress.evaluation.document import Band, ClassificationResult, EmbeddingResult, Evaluation, Figure, TextResult
 from compress.evaluation.quality.statistics import PERCENTILES
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 
 ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
@@ -18,7 +18,7 @@ GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", 
 def details(found: Evaluation, model: str) -> None:
     """Show the spread over tokens for every text, then the gap, and figures that were asked for but not measured. An
     encoder or a classifier has a row instead."""
-    blocks: list[Table | str] = [_encoder(found, pairs, model) for pairs in found.embeddings]
+    blocks: list[ReportTable | str] = [_encoder(found, pairs, model) for pairs in found.embeddings]
     blocks += [_classifier(found, inputs, model) for inputs in found.classifications]
     for text in found.texts:
         if "kl_mean" in text.figures:
@@ -30,7 +30,7 @@ def details(found: Evaluation, model: str) -> None:
     show(*blocks)
 
 
-def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
+def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> ReportTable:
     """An encoder beside its original: Spearman's correlation, cosine of embeddings."""
     title = f"{pairs.name}: {pairs.pairs} pairs, {pairs.sentences} sentences, {found.model.dtype}"
     columns = {
@@ -43,7 +43,7 @@ def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
     return _beside(found, pairs.figures, title, columns, model)
 
 
-def _classifier(found: Evaluation, inputs: ClassificationResult, model: str) -> Table:
+def _classifier(found: Evaluation, inputs: ClassificationResult, model: str) -> ReportTable:
     """A classifier beside its original: how often it is right, and says the same."""
     title = f"{inputs.name}: {inputs.inputs} inputs, {inputs.classes} classes, {found.model.dtype}"
     columns = {
@@ -57,7 +57,7 @@ def _classifier(found: Evaluation, inputs: ClassificationResult, model: str) -> 
 
 def _beside(
     found: Evaluation, figures: Mapping[str, Figure], title: str, columns: Mapping[str, tuple[str, str]], model: str
-) -> Table:
+) -> ReportTable:
     """A row for the original, which has the first figure alone, and one for the model. columns: {heading: (figure, its
     form)}."""
     rows: list[tuple[str, ...]] = []
@@ -68,16 +68,16 @@ def _beside(
         rows.append((found.reference.name, score, *("-" for _ in others), number(size, ".2f", MIB)))
     forms = (measured(figures.get(name), form) for name, form in columns.values())
     rows.append((model, *forms, number(found.bytes, ".2f", MIB)))
-    return Table(("model", *columns, "MiB"), rows, title)
+    return ReportTable(("model", *columns, "MiB"), rows, title)
 
 
-def _spread(text: TextResult) -> Table:
+def _spread(text: TextResult) -> ReportTable:
     """Percentiles of KL and delta p per token. delta p: the probability of the text's token less the reference's."""
     rows = []
     for name, (title, form) in ROWS.items():
         figures = (text.figures.get(f"{name}_{column}") for column in COLUMNS)
         rows.append((title, *("-" if figure is None else f"{figure.value:{form}}" for figure in figures)))
-    return Table(("", *COLUMNS.values()), rows, f"{text.name}, per token")
+    return ReportTable(("", *COLUMNS.values()), rows, f"{text.name}, per token")
 
 
 def _lines(text: TextResult) -> Iterator[str]:

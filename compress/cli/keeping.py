@@ -12,8 +12,8 @@ from compress.errors import InputError
 from compress.system.terminal import visible
 
 if TYPE_CHECKING:
-    from compress.evaluation.asked import Asked
     from compress.evaluation.document import Evaluation
+    from compress.evaluation.on_request import Asked
 
 KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
 
@@ -35,7 +35,7 @@ def asked_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
     """The options as one value. Raises InputError for prompts that cannot be read: before any work."""
-    from compress.evaluation.asked import Asked
+    from compress.evaluation.on_request import Asked
     from compress.evaluation.quality.generations import read_prompts
 
     given = () if prompts is None else tuple(read_prompts(prompts))
@@ -45,17 +45,17 @@ def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None
 def keep(model: str, found: "Evaluation") -> None:
     """Leave an evaluation in the directory of its run, as JSON, as a page and as text. A directory that no run wrote is
     left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
-    from compress.checkpoint.write.beside import put_beside
     from compress.checkpoint.write.directory import is_checkpoint
+    from compress.checkpoint.write.late_files import put_beside
     from compress.evaluation.report.compose import compose
     from compress.evaluation.report.markdown import as_markdown
     from compress.evaluation.report.page import as_html
-    from compress.evaluation.report.runs import Run
+    from compress.evaluation.report.runs import ReportedRun
 
     path = Path(model)
     if not is_checkpoint(path):
         return
-    made = compose([Run(path.absolute().name, path, found, path)])
+    made = compose([ReportedRun(path.absolute().name, path, found, path)])
     content = (json.dumps(asdict(found), indent=2) + "\n", as_html(made), as_markdown(made))
     try:
         put_beside(path, dict(zip(KEPT, content, strict=True)))

@@ -70,7 +70,7 @@ class TimeLeft(ProgressColumn):
         return Text(str(timedelta(seconds=max(0, round(end - time.monotonic())))))
 
 
-class Bar:
+class ProgressBar:
     """A rich progress bar on standard error."""
 
     def __init__(self, title: str, progress: Progress) -> None:
@@ -124,6 +124,6 @@ def reporting(title: str, quiet: bool) -> Iterator[Reporter]:
         yield Lines(title)
     else:
         with Progress(*columns(), console=terminal) as progress:
-            bar = Bar(title, progress)
+            bar = ProgressBar(title, progress)
             yield bar
             bar.finish()

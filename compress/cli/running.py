@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
-from compress.cli.exits import leave
-from compress.cli.groups import (
+from compress.cli.exit_codes import leave
+from compress.cli.option_groups import (
     calibration_option,
     extent_options,
     group,
@@ -99,7 +99,7 @@ def run(
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
-            from compress.cli import results as show
+            from compress.cli import run_results as show
 
             show.result(result, model, output)
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)

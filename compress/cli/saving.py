@@ -7,7 +7,7 @@ prepared layers take what they took, and `compress prune --structure` removes th
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from compress.cli.exits import fail, leave
+from compress.cli.exit_codes import fail, leave
 from compress.cli.options import given
 from compress.errors import InputError
 

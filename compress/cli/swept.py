@@ -1,10 +1,10 @@
 """The table of a sweep, on standard output."""
 
 from compress.cli.tables import MIB, number
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
-from compress.search.rows import Sweep
 from compress.search.sweep import INDEX, PAGE, TEXT
+from compress.search.sweep_rows import Sweep
 
 
 def rows(made: Sweep, output: str) -> None:
@@ -33,4 +33,4 @@ def rows(made: Sweep, output: str) -> None:
     lines = [f"{output}/{INDEX} has these rows; each recipe has its checkpoint and evaluation beside it"]
     if len(made.failed) < len(made.rows):
         lines.append(f"{output}/{PAGE} and {TEXT} compare all that have figures")
-    show(Table(("recipe", *headings), shown, f"{made.model}, evaluated on {made.text}"), *lines)
+    show(ReportTable(("recipe", *headings), shown, f"{made.model}, evaluated on {made.text}"), *lines)

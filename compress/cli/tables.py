@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from compress.checkpoint.export.write import Offer
 from compress.checkpoint.write.record import RangeRecord
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
-from compress.evaluation.cost.size import Row, Size
+from compress.evaluation.cost.size import Size, SizeRow
 from compress.evaluation.document import Evaluation, Figure, TextResult
 from compress.evaluation.report.calibration import clipped, interval, most_clipped, percent, title_of
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 
 MIB = 2**20
@@ -24,7 +24,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 def curves(rows: Sequence[Sequence[str]]) -> None:
     """Show the losses that each training of a run has measured, step by step."""
-    show(Table(("steps", "loss", "held out", "tokens (samples)/s"), [tuple(row) for row in rows], names=0))
+    show(ReportTable(("steps", "loss", "held out", "tokens (samples)/s"), [tuple(row) for row in rows], names=0))
 
 
 def measured(figure: Figure | None, form: str) -> str:
@@ -42,7 +42,7 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
     show(*(_on_text(rows, reference, i) for i in range(len(rows[-1][1].texts))))
 
 
-def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> Table:
+def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> ReportTable:
     last = rows[-1][1]
     text = last.texts[i]
     errors = ONE_WINDOW if text.windows == 1 else ERRORS
@@ -66,7 +66,7 @@ def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: i
                 number(e.bits_per_weight, ".2f"),
             )
         )
-    return Table(columns, shown, f"{about(text)}, {last.model.dtype}; {errors}")
+    return ReportTable(columns, shown, f"{about(text)}, {last.model.dtype}; {errors}")
 
 
 def about(text: TextResult) -> str:
@@ -91,7 +91,7 @@ def kernels(rows: Sequence[KernelRow], device: str, libraries: Sequence[LibraryR
     if refused:
         why = "; ".join(refused[0].why_not_batch_invariant)
         said = f"{len(refused)} of {len(rows)} layers cannot be batch-invariant: {refused[0].name}, {why}"
-    show(Table(columns, shown, f"kernels on {device}, by tokens", names=len(columns)), *lines, said)
+    show(ReportTable(columns, shown, f"kernels on {device}, by tokens", names=len(columns)), *lines, said)
 
 
 def by(shape: Sequence[int]) -> str:
@@ -115,7 +115,7 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
     ]
     strong = frozenset(i for i, each in enumerate(ranges) if each is worst and each.clipped)
     columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
-    show(Table(columns, rows, names=2, strong=strong), clipped(ranges))
+    show(ReportTable(columns, rows, names=2, strong=strong), clipped(ranges))
 
 
 def exports(offers: Sequence[Offer]) -> None:
@@ -123,10 +123,10 @@ def exports(offers: Sequence[Offer]) -> None:
     rows = [
         (offer.name, offer.about, f"no: {'; '.join(offer.why_not)}" if offer.why_not else "yes") for offer in offers
     ]
-    show(Table(("--to", "writes", "fits"), rows, names=3))
+    show(ReportTable(("--to", "writes", "fits"), rows, names=3))
 
 
-def inspection(rows: Sequence[Row], size: Size) -> None:
+def inspection(rows: Sequence[SizeRow], size: Size) -> None:
     """One row per layer, and a sentence about the whole."""
     columns = ("layer", "shape", "scheme", "bits/weight", "bytes", "remark")
     shown = [(row.name, by(row.shape), row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark) for row in rows]
@@ -139,4 +139,4 @@ def inspection(rows: Sequence[Row], size: Size) -> None:
     else:
         whole += ", not compressed"
     cache = [] if size.cache is None else [f"keys and values: {size.cache}"]
-    show(Table(columns, shown, names=3, left=frozenset({5})), whole, *cache)
+    show(ReportTable(columns, shown, names=3, left=frozenset({5})), whole, *cache)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from compress.evaluation.document import Figure, TaskResult
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 
 TITLE = (
@@ -25,7 +25,7 @@ def answered(results: Sequence[TaskResult]) -> None:
         for i, row in enumerate(_rows(result)):
             cells = (*(_asked(result) if i == 0 else ("", "")), *row)
             rows.append((*cells, *("" for _ in HEADINGS[len(cells) :])))
-    show(Table(HEADINGS, rows, TITLE, left=frozenset({2})))
+    show(ReportTable(HEADINGS, rows, TITLE, left=frozenset({2})))
 
 
 def _asked(result: TaskResult) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from compress.errors import CheckpointError, InputError, first_line
 from compress.system.reading import regular
 from compress.system.schema import misfits
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 from compress.train.losses.options import LossOptions
 
 ENTRY, VERSION = "compress.cached_logits", 1
@@ -30,7 +30,7 @@ ROUNDING = 1e-3  # how far above 0 rounding may put the logarithm of a probabili
 HOW = "write it anew with compress cache-logits TEACHER"
 
 
-class About(TypedDict):
+class TeacherMetadata(TypedDict):
     """The metadata. teacher, training, values: checksums."""
 
     version: int
@@ -108,7 +108,7 @@ def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"{name} holds no cached logits; {HOW}")
     if about.get("version") != VERSION:
         raise CheckpointError(f"{name} is of version {about.get('version')!r}; this release reads {VERSION}: {HOW}")
-    if (misfit := next(misfits(about, About), None)) is not None:
+    if (misfit := next(misfits(about, TeacherMetadata), None)) is not None:
         raise CheckpointError(f"{name} is damaged ({misfit}); {HOW}")
     if about["values"] != {key: checksum(tensor) for key, tensor in tensors.items()}:
         raise CheckpointError(f"{name} is damaged (its checksum differs); {HOW}")

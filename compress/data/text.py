@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import DEMO, path_of
-from compress.checkpoint.shown import shown
 from compress.errors import InputError, first_line
 from compress.model.calls import Batch
 from compress.system.reading import json_line, regular

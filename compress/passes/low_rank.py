@@ -39,9 +39,9 @@ from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
+from compress.solvers.column_sweep import DAMP
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import check_share
-from compress.solvers.sweep import DAMP
 from compress.solvers.targets import aimed, check_drift, drift_correction
 from compress.solvers.whitened import approximated, with_outliers
 from compress.weights.decision import Decision

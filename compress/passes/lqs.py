@@ -97,22 +97,22 @@ class LQS(RankBudget, GPTQ):
             found[name] = approximated(site.comm, owners[name], rest, *how) if rank else None
         return found
 
-    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence[Parts]) -> "Found":
+    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence[Parts]) -> "LQSResult":
         """The turn of least loss of a layer."""
         best, codes_loss = best_turn(alone.target, turns, lambda error: quadratic(site.comm, error, relied.hessian))
         rank = 0 if best.low is None else best.low.held["left"].shape[1]
-        return Found(best.weight, alone.target, alone.drift, codes_loss, rank)
+        return LQSResult(best.weight, alone.target, alone.drift, codes_loss, rank)
 
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
         figures = super().figures(site, name, solved, relied)
-        if not isinstance(solved, Found):
+        if not isinstance(solved, LQSResult):
             return {**figures, "codes_loss": figures["loss"], "rank": 0}
         energy = quadratic(site.comm, solved.target, relied.hessian) or 1.0
         return {**figures, "codes_loss": solved.codes_loss / energy, "rank": solved.rank}
 
 
 @dataclass(frozen=True)
-class Found(Aimed):
+class LQSResult(Aimed):
     """codes_loss: of gptq alone. rank: of the low rank beside the codes, 0 where there is none."""
 
     codes_loss: float

@@ -40,9 +40,9 @@ from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve
+from compress.solvers.column_sweep import ActOrder
 from compress.solvers.outliers import check_share
 from compress.solvers.spqr import price_by_variance, price_in_tiles, round_to_tiles, solve_tiles
-from compress.solvers.sweep import ActOrder
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles

@@ -58,5 +58,5 @@ class Ternary(FewLevels, GPTQ):
 
 def in_bytes(weight: Summand | Weight) -> Summand | Weight:
     """A weight whose ternary codes are stored five in a byte."""
-    packed = [formats.Ternary(grid=t.grid).term(t) if isinstance(t, Quantized) else t for t in summands(weight)]
+    packed = [formats.TernaryCodes(grid=t.grid).term(t) if isinstance(t, Quantized) else t for t in summands(weight)]
     return packed[0] if len(packed) == 1 else Weight(tuple(packed))

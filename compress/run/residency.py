@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from compress.errors import InputError
 from compress.model.layers import Stack
 from compress.model.opened import Opened
-from compress.train.inputs.shards import reshard
+from compress.train.inputs.fsdp_shards import reshard
 
 Stores = MutableMapping[Tensor, torch.dtype]
 

@@ -25,7 +25,7 @@ from compress.checkpoint.sensitivity import Sensitivity, Tried
 from compress.errors import InputError
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
-from compress.solvers.allocation import Option, choose
+from compress.solvers.allocation import UnitOption, choose
 
 By = Literal["kl", "loss"]
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -140,7 +140,7 @@ def _within(
     scores: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[int]], budget: Budget, found: Sensitivity
 ) -> dict[str, int]:
     """{unit: index of its option} with the least sum of scores within a budget. Raises InputError where none fits."""
-    units = {name: [Option(b, s) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
+    units = {name: [UnitOption(b, s) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
     taken = choose(units, budget.of_units(found))
     if taken is None:
         least = sum(min(each) for each in sizes.values())
@@ -170,7 +170,7 @@ def _below(
             middle = (low + high) / 2
             low, high = (middle, high) if predict(middle) <= max_kl else (low, middle)
         high = low
-    units = {name: [Option(s, b) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
+    units = {name: [UnitOption(s, b) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
     taken = choose(units, high)
     assert taken is not None
     return taken

@@ -7,8 +7,8 @@ from pathlib import Path
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, CompressError, InputError
-from compress.evaluation.asked import speed_alone
 from compress.evaluation.document import SpeedResult
+from compress.evaluation.on_request import speed_alone
 from compress.evaluation.speed.side_by_side import surroundings
 from compress.system.device import find_device
 from compress.system.progress import Reporter

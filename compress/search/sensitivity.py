@@ -15,12 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from compress.api.opened import Opened, found_model, opened_model, residency_of
+from compress.api.opened import OpenedModel, found_model, opened_model, residency_of
 from compress.api.planned import remarks_on_data, remarks_on_stacks
 from compress.api.quantize import quantize
 from compress.api.request import Calibration, Data, Extent
 from compress.api.shown import Shown, calibration_data
 from compress.checkpoint.files import fingerprint
+from compress.checkpoint.portable_names import shown as said_name
 from compress.checkpoint.read.pretrained import tokenizer_of
 from compress.checkpoint.sensitivity import (
     FORMAT,
@@ -31,7 +32,6 @@ from compress.checkpoint.sensitivity import (
     keep_sensitivity,
     kept_sensitivity,
 )
-from compress.checkpoint.shown import shown as said_name
 from compress.checkpoint.write.coverage import achieved, remark
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard
@@ -63,7 +63,7 @@ HEADER = 64
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSensitivity:
     """A table of sensitivities and the held-out rows of its KLs. rows: None for a model that predicts no next token."""
 
     table: Sensitivity
@@ -87,7 +87,7 @@ def measure_sensitivity(
     cached: bool = True,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
-) -> Measured:
+) -> MeasuredSensitivity:
     """Apply every candidate to every layer of the original model, and measure the loss.
 
     calibration, samples, length, batch_size, ignore, device: as in `quantize`. text: held-out text, or token ids
@@ -121,12 +121,12 @@ def measure_sensitivity(
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
-        return Measured(found, study.rows)
+        return MeasuredSensitivity(found, study.rows)
     found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", fused))
     if study.rows is not None:
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
-    return Measured(found, study.rows)
+    return MeasuredSensitivity(found, study.rows)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Study:
     """A model to measure and its data. shown: calibration data. rows: held out; None for a model that predicts no next
     token."""
 
-    opened: Opened
+    opened: OpenedModel
     shown: Shown
     rows: Tokens | None
     run: Run
@@ -265,7 +265,7 @@ def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, r
         return {middle.name: divergence_between(study.model, made, batches_of(rows.ids, study.batch_size))}
 
 
-def _held_out(opened: Opened, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens | None]:
+def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens | None]:
     """(Calibration data of the candidates, rows that none of them sees). The rows are windows of `text`, or without it
     the last calibration windows. None for a model that predicts no next token. Raises InputError."""
     config = getattr(opened.model, "config", None)

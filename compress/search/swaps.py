@@ -46,7 +46,7 @@ class Wanted:
 
 
 @dataclass
-class Found:
+class SwapResult:
     """Measured units, the KL of uniform models ({candidate: KL}), and layers left out ({layer: reason})."""
 
     units: list[Unit] = field(default_factory=list)
@@ -70,9 +70,9 @@ class Made:
 OfBlock = dict[str, dict[str, Made]]
 
 
-def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> Found:
+def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> SwapResult:
     """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`)."""
-    found = Found()
+    found = SwapResult()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
     with without_cache(run.model), ExitStack() as entered:
@@ -111,7 +111,7 @@ class _Block:
     """One block of the walk."""
 
     def __init__(
-        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], wanted: Wanted, found: Found
+        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], wanted: Wanted, found: SwapResult
     ) -> None:
         self.run, self.name, self.opened, self.wanted, self.found = run, name, opened, wanted, found
         self.block = run.model.get_submodule(name)

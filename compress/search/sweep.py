@@ -21,8 +21,8 @@ from torch import Tensor
 from compress.api.request import several
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ours import check_replaceable, noted
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.shown import shown
 from compress.errors import InputError
 from compress.evaluation.evaluate import check_asked
 from compress.evaluation.report.compose import compose
@@ -32,7 +32,7 @@ from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import load_recipe, regrouped
 from compress.search.original import OriginalSpeed
-from compress.search.rows import Row, Sweep, ranked
+from compress.search.sweep_rows import Sweep, SweepRow, ranked
 from compress.search.texts import Beside, Text, Texts
 from compress.search.trial import RUN, Common, Trial
 from compress.system.progress import Reporter, Silent
@@ -91,7 +91,7 @@ def sweep(
     beside = Beside(tuple(map(str, tasks)), questions, speed)
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
     common = _common(str(model), texts, beside, original, keep)
-    rows: list[Row] = []
+    rows: list[SweepRow] = []
     for done, (name, passes) in enumerate(steps.items()):
         reporter.step(done, len(steps), "")
         rows.append(Trial(name, passes, place / name, common).row())

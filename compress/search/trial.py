@@ -8,16 +8,16 @@ from typing import Any
 from compress.api.quantize import quantize
 from compress.checkpoint.files import fingerprint, read_json, write_json
 from compress.errors import CheckpointError, CompressError, first_line
-from compress.evaluation.asked import Asked, with_asked
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluate import evaluate
+from compress.evaluation.on_request import Asked, with_asked
 from compress.evaluation.report.runs import EVALUATION
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Learn
 from compress.search.original import OriginalSpeed
-from compress.search.rows import Row, row_of
+from compress.search.sweep_rows import SweepRow, row_of
 from compress.search.texts import Beside, Texts, in_rows
 from compress.system.progress import Reporter
 
@@ -51,7 +51,7 @@ class Trial:
     place: Path
     common: Common
 
-    def row(self) -> Row:
+    def row(self) -> SweepRow:
         """The figures of the recipe, computed or from an earlier sweep; a row with the problem where it failed,
         whatever the error."""
         recipe = describe(self.passes)
@@ -62,9 +62,9 @@ class Trial:
             else:
                 self.common.reporter.note(f"{self.name}: done before")
         except (CompressError, OSError, MemoryError) as error:
-            return Row(self.name, recipe, problem=str(error))
+            return SweepRow(self.name, recipe, problem=str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other recipes are not to suffer from it
-            return Row(self.name, recipe, problem=f"unexpected {type(error).__name__}: {first_line(error)}")
+            return SweepRow(self.name, recipe, problem=f"unexpected {type(error).__name__}: {first_line(error)}")
         return row_of(self.name, recipe, found, f"{self.name}/{EVALUATION}")
 
     @property

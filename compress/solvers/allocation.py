@@ -32,7 +32,7 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Curve:
+class RankCurve:
     """values [R]: what each rank takes off the loss, falling. cost: of a rank. whole: of the layer as it is, infinite
     where that is no choice."""
 
@@ -58,7 +58,7 @@ class Step:
     worth: float
 
 
-def allocate(curves: Mapping[str, Curve], budget: float, least: int = 1) -> dict[str, int | None]:
+def allocate(curves: Mapping[str, RankCurve], budget: float, least: int = 1) -> dict[str, int | None]:
     """{layer: its rank, None where it is left as it is}, each at least `least`, where the budget allows for that."""
     ranks: dict[str, int | None] = {name: min(least, curve.most) for name, curve in curves.items()}
     left = budget - sum(curves[name].cost * (rank or 0) for name, rank in ranks.items())
@@ -83,7 +83,7 @@ def worths(damages: Mapping[str, float], losses: Mapping[str, float]) -> dict[st
     return {name: found.get(name, mean) for name in losses}
 
 
-def hull(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
+def hull(layer: str, curve: RankCurve, rank: int | None) -> Iterator[Step]:
     """The steps from a rank on, each worth at most as much as the one before it; the last leaves the layer as it is."""
     if rank is None:
         return
@@ -97,7 +97,7 @@ def hull(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
     yield Step(layer, None, rest, max(tail, 0.0) / rest)
 
 
-def singly(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
+def singly(layer: str, curve: RankCurve, rank: int | None) -> Iterator[Step]:
     """The ranks from one on, for what no larger step could use of the budget."""
     if rank is not None:
         for i, value in enumerate(curve.values.tolist()[rank : curve.most], rank):
@@ -105,14 +105,14 @@ def singly(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
 
 
 @dataclass(frozen=True)
-class Option:
+class UnitOption:
     """An option of a unit: its cost and its loss, 0 or more."""
 
     cost: float
     loss: float
 
 
-def choose(units: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int] | None:
+def choose(units: Mapping[str, Sequence[UnitOption]], budget: float) -> dict[str, int] | None:
     """{unit: which of its options it gets}: the least sum of losses whose costs are within the budget; None where even
     the cheapest are not. Of options that cost the same and lose the same the first."""
     if sum(min(o.cost for o in options) for options in units.values()) > budget:
@@ -128,7 +128,7 @@ def choose(units: Mapping[str, Sequence[Option]], budget: float) -> dict[str, in
         limit -= over  # the solver allows for more
 
 
-def _undominated(options: Sequence[Option]) -> list[int]:
+def _undominated(options: Sequence[UnitOption]) -> list[int]:
     """Those that nothing beats in both cost and loss, by their cost."""
     kept: list[int] = []
     for i in sorted(range(len(options)), key=lambda i: (options[i].cost, options[i].loss, i)):
@@ -137,7 +137,7 @@ def _undominated(options: Sequence[Option]) -> list[int]:
     return kept
 
 
-def _solved(units: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int]:
+def _solved(units: Mapping[str, Sequence[UnitOption]], budget: float) -> dict[str, int]:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 

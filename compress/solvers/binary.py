@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from compress.solvers.column_sweep import DAMP, damped, ordered
 from compress.solvers.gptq import POLISH_DAMP, Method, Solved, solve_ordered
-from compress.solvers.sweep import DAMP, damped, ordered
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
-from compress.weights.formats.ternary import Binary
+from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import Grid, Quantized
 from compress.weights.terms import Summand, Weight
 
@@ -98,4 +98,6 @@ def with_second(first: Quantized, second: Summand | Weight, column_C: Tensor) ->
     """The sum of both terms, the second in its columns."""
     assert isinstance(second, Quantized)
     columns = first.codes.shape[1]
-    return Weight((first, Columns(column_C.to(column_dtype(columns)), Binary(grid=second.grid).term(second), columns)))
+    return Weight(
+        (first, Columns(column_C.to(column_dtype(columns)), BinaryCodes(grid=second.grid).term(second), columns))
+    )

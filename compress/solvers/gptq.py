@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.columns import Held, Rounding, takes
+from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.solvers.column_sweep import DAMP, ActOrder, Ordered, damped, ordered, sweep
 from compress.solvers.outliers import (
     costs,
     exact_places,
@@ -34,8 +35,7 @@ from compress.solvers.outliers import (
     price_by_trial,
     sampled_rows,
 )
-from compress.solvers.polish import Polish, Settled, members
-from compress.solvers.sweep import DAMP, ActOrder, Ordered, damped, ordered, sweep
+from compress.solvers.polish import Polish, SettledRule, members
 from compress.solvers.targets import settled
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, round_scale, to_quantized
@@ -134,7 +134,7 @@ def solve_ordered(
     polished_KK = damped(seen.hessian_KK, how.polish_damp) if polishes else None
     weight = weight_NK[:, seen.order_K]
 
-    task = Task(weight, seen, known, how, polished_KK, ranges, exact_KN)
+    task = GPTQTask(weight, seen, known, how, polished_KK, ranges, exact_KN)
     found = task.rounded(weight)
     if how.steps and kept_KN is not None and polished_KK is not None:
         # Codes are too far apart to make up later for zeros that lie behind them; what has moved may need wider ranges.
@@ -183,7 +183,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Task:
+class GPTQTask:
     """A weight [N, K] in sweep order and all that rounding it takes. ranges: scales and zero points that are fixed
     beforehand, [N, G] or [N, 1]. exact [K, N]: the exact weights that are chosen beforehand; None: there are to be
     none. polished_KK: H as refit and descent have it; None where there are neither."""
@@ -244,7 +244,7 @@ class Rounded:
 
 
 @dataclass
-class GridRule(Settled):
+class GridRule(SettledRule):
     """Round each target to the grid; scales are fitted when a group begins, or given (group: 0).
 
     codes [K, N], scale and zero_point [G, N], in sweep order. exact [K, N]: the weights that have a value of their own,
@@ -295,13 +295,13 @@ class GridRule(Settled):
     def at(self, column: int) -> tuple[Tensor, ...]:
         return (self.codes[column],)
 
-    def held(self) -> Held | None:
+    def held(self) -> DecidedColumns | None:
         if self.known.grid.type != "int" or not takes(self.codes, self.known.scale_dtype):
             return None
         rounding = Rounding(self.known.grid.qmin, self.known.grid.qmax, self.known.scale_dtype)
         price = None if self.settled or self.exact is None else self.known.price
         decided = (self.codes, self.scale, self.zero_point, self.known.group_of)
-        return Held(*decided, rounding, self.known.kept, self.exact, price, self.known.cost_K)
+        return DecidedColumns(*decided, rounding, self.known.kept, self.exact, price, self.known.cost_K)
 
     def mixed(self, other: "GridRule", from_other_N: Tensor) -> "GridRule":
         """This rule, with the rows in `from_other_N` taken from `other`."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compress.solvers.column_sweep import DAMP, ActOrder, ordered
 from compress.solvers.gptq import POLISH_DAMP, Method, price_by_sweep, solve_ordered
 from compress.solvers.loss import quadratic
-from compress.solvers.sweep import DAMP, ActOrder, ordered
 from compress.solvers.whitened import approximated
 from compress.system.comm import Comm
 from compress.weights.grid import Grid

@@ -12,11 +12,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.columns import Block, Held, SweptBlock, descend_columns, sweep_columns
-from compress.solvers.sweep import BLOCK, ColumnRule
+from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
+from compress.solvers.column_sweep import BLOCK, ColumnRule
 
 
-class Settled(ColumnRule):
+class SettledRule(ColumnRule):
     """A rule whose columns, once each is decided, may be decided again."""
 
     settled: bool
@@ -26,7 +26,7 @@ class Settled(ColumnRule):
         """The tensors that `decide` writes for a column."""
 
     @abstractmethod
-    def held(self) -> Held | None:
+    def held(self) -> DecidedColumns | None:
         """Arguments for the compiled loops to decide as `decide` does; None where they cannot."""
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
@@ -36,7 +36,7 @@ class Settled(ColumnRule):
         else:
             sweep_columns(block, compiled, begin, end)
 
-    def descend(self, block: Block) -> None:
+    def descend(self, block: ColumnBlock) -> None:
         """Each column of a block moves to the grid point nearest its own optimum, one after another.
 
         Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
@@ -47,7 +47,7 @@ class Settled(ColumnRule):
         else:
             descend_columns(block, compiled)
 
-    def _one_by_one(self, block: Block) -> None:
+    def _one_by_one(self, block: ColumnBlock) -> None:
         columns, target = len(block.target), block.target
         for j in range(columns):
             wanted = block.value[j] + target[j] / block.diagonal[j]
@@ -83,7 +83,7 @@ def members(rule: Grouped) -> Sequence[Tensor | slice]:
     return [slice(group * size, (group + 1) * size) for group in range(groups)]
 
 
-R = TypeVar("R", bound=Settled)
+R = TypeVar("R", bound=SettledRule)
 
 
 class Polish(Generic[R]):
@@ -146,5 +146,5 @@ class Polish(Generic[R]):
         own = self.hessian[part, part].contiguous()
         gradient, values = self.gradient[part].clone(), self.values[part].clone()
         change = torch.empty_like(values)
-        self.rule.descend(Block(part.start, gradient, values, change, own, own.diagonal().contiguous()))
+        self.rule.descend(ColumnBlock(part.start, gradient, values, change, own, own.diagonal().contiguous()))
         return change

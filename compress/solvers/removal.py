@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.solvers.sweep import DAMP_GROWTH, DAMP_LIMIT
+from compress.solvers.column_sweep import DAMP_GROWTH, DAMP_LIMIT
 
 
 @dataclass(frozen=True)
-class Consumer:
+class CutConsumer:
     """A layer that reads what goes: the weight [N, K] that it aims at and second moments of its input [K, K], both
     float64, the inputs of each group, and the damping."""
 
@@ -73,7 +73,7 @@ class LeastSquares:
     """tr(W_R ([H^-1]_RR)^-1 W_R^T): the cost where the others make up for what goes. W and H^-1 are those of what is
     left, by block elimination."""
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: CutConsumer) -> None:
         self.columns_Gs = consumer.columns_Gs
         self.weight = consumer.weight.clone()
         self.inverse = torch.cholesky_inverse(regular(consumer.hessian, consumer.damp)[1])
@@ -107,7 +107,7 @@ _TINY = 1e-300  # of float64, in which all of this is computed
 class Zeroing:
     """tr(W_R H_RR W_R^T): the cost where the others stay as they are."""
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: CutConsumer) -> None:
         self.weight, self.hessian, self.columns_Gs = consumer.weight, consumer.hessian, consumer.columns_Gs
         self.lost_NK = torch.zeros_like(self.weight)  # W_R H: what the outputs lack already, seen by each input
 
@@ -142,7 +142,7 @@ def best(scores_G: Tensor, count: int) -> Tensor:
     return scores_G.cpu().argsort(stable=True)[count:].sort().values
 
 
-def compensated(consumer: Consumer, staying_S: Tensor) -> Tensor:
+def compensated(consumer: CutConsumer, staying_S: Tensor) -> Tensor:
     """[N, S] W H_{:,S} H_SS^-1 of the damped H: the weights that do best on what is left."""
     hessian, _ = regular(consumer.hessian, consumer.damp)
     inside_SS = hessian[staying_S][:, staying_S]
@@ -150,7 +150,7 @@ def compensated(consumer: Consumer, staying_S: Tensor) -> Tensor:
     return torch.cholesky_solve(right_SN, torch.linalg.cholesky(inside_SS)).t()
 
 
-def relative_loss(consumer: Consumer, staying_S: Tensor, weight_NS: Tensor) -> float:
+def relative_loss(consumer: CutConsumer, staying_S: Tensor, weight_NS: Tensor) -> float:
     """|X W^T - X_S Q^T|^2 / |X W^T|^2, W being what is aimed at."""
     error = consumer.weight.clone()
     error[:, staying_S] -= weight_NS

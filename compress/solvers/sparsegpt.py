@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.solvers.column_sweep import BLOCK, DAMP, ActOrder, ColumnRule, Ordered, damped, ordered, sweep
 from compress.solvers.gptq import POLISH_DAMP
-from compress.solvers.sweep import BLOCK, DAMP, ActOrder, ColumnRule, Ordered, damped, ordered, sweep
 from compress.solvers.targets import STEPS, settled
 from compress.weights.masks import Choice
 from compress.weights.survivors import Survivors, survivors

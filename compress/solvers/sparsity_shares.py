@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.solvers.allocation import Curve, allocate
+from compress.solvers.allocation import RankCurve, allocate
 from compress.weights.masks import pruned_before, share_of
 from compress.weights.ranking import ScoreHistogram
 
@@ -56,7 +56,7 @@ def by_losses(
 ) -> dict[str, float]:
     """{layer: its share of zeros}. losses [L]: at each of `LEVELS`, as parts of what there is to lose; worth: of all
     of that. Together the layers lose exactly what the share prunes of all of them."""
-    curves = {n: Curve(convex(steps(loss)) * worth[n], sizes[n] / STEPS) for n, loss in losses.items()}
+    curves = {n: RankCurve(convex(steps(loss)) * worth[n], sizes[n] / STEPS) for n, loss in losses.items()}
     everything = sum(sizes.values())
     left = everything - pruned_before(everything, sparsity)
     least = int(left >= sum(curve.cost for curve in curves.values()))  # of no layer nothing, where that can be
@@ -83,7 +83,7 @@ def by_rows(shares: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], 
     return {name: share_of(count, shapes[name][1]) for name, count in counts.items()}
 
 
-def _next(curve: Curve, step: int) -> float:
+def _next(curve: RankCurve, step: int) -> float:
     """The loss that one more step saves per weight; -inf after the last."""
     return float(curve.values[step]) / curve.cost if step < len(curve.values) else -math.inf
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.solvers.column_sweep import DAMP, ActOrder, Ordered, damped, ordered, sweep
 from compress.solvers.gptq import POLISH_DAMP, TRIAL_ROWS, Solved
 from compress.solvers.outliers import price_by_trial, sampled_rows
 from compress.solvers.polish import Polish
-from compress.solvers.sweep import DAMP, ActOrder, Ordered, damped, ordered, sweep
 from compress.solvers.tile_rule import TileRule, refit_tiles, tile_costs
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles

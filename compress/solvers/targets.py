@@ -26,8 +26,8 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
+from compress.solvers.column_sweep import damped
 from compress.solvers.loss import quadratic
-from compress.solvers.sweep import damped
 from compress.system.comm import Comm
 
 STEPS = 64

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.columns import Held, Rounding, takes
+from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.solvers.outliers import by_count, exact_places
-from compress.solvers.polish import Polish, Settled, members
+from compress.solvers.polish import Polish, SettledRule, members
 from compress.weights.formats.tiles import Tiles, fit_tiles, scales_and_zeros
 from compress.weights.grid import encode_unsigned
 from compress.weights.terms import summed
@@ -21,7 +21,7 @@ NEIGHBOURS = (-1, 0, 1)
 
 
 @dataclass
-class TileRule(Settled):
+class TileRule(SettledRule):
     """Round each target to its group's grid; scales are fitted when a group begins.
 
     price [N]: what a weight of its own is worth; None: there are none. leave_one_out: as SpQR chooses them
@@ -106,13 +106,13 @@ class TileRule(Settled):
     def at(self, column: int) -> tuple[Tensor, ...]:
         return self.codes[column], self.extra[column]
 
-    def held(self) -> Held | None:
+    def held(self) -> DecidedColumns | None:
         if not takes(self.codes, self.dtype):
             return None
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)
         decided = (self.codes, self.scale, self.zero, self.group_of)
-        return Held(*decided, rounding, None, exact, None if self.settled else price, self.cost_K, self.extra)
+        return DecidedColumns(*decided, rounding, None, exact, None if self.settled else price, self.cost_K, self.extra)
 
 
 Pair = tuple[Tensor, Tensor]

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from compress.errors import CheckpointError, CompressError, WriteError
-from compress.train.inputs.rows import Order
-from compress.train.inputs.shards import reshard
+from compress.train.inputs.fsdp_shards import reshard
+from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.loop import Training, take_step, untouched
 from compress.train.loop.metrics import RATE, UNFINISHED
 from compress.train.loop.optimizer import optimizer, set_learning_rate
@@ -84,7 +84,7 @@ def range_test(this: Training) -> RangeTest:
     collective."""
     began, options = time.monotonic(), this.options
     seen, _ = this.rows.split(options.held_out)
-    samples = Order(len(seen), options.rows, options.seed).of_step(0)
+    samples = SampleOrder(len(seen), options.rows, options.seed).of_step(0)
     rates, losses = tried(options.steps), list[float]()
     with _as_before(this):
         adamw = optimizer(this.learned, options)

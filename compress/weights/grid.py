@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels.cpu import columns
-from compress.kernels.cpu.columns import Range
+from compress.kernels.cpu import column_sweep
+from compress.kernels.cpu.column_sweep import Range
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
 from compress.weights.few_levels import scale_of_levels
@@ -416,10 +416,10 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     if grid.range_choice == "minmax":
         return scale, zero_point
     importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
-    if grid.type == "int" and columns.takes(x, scale_dtype):
-        rounding = columns.Rounding(grid.qmin, grid.qmax, scale_dtype)
+    if grid.type == "int" and column_sweep.takes(x, scale_dtype):
+        rounding = column_sweep.Rounding(grid.qmin, grid.qmax, scale_dtype)
         x_gN = x.reshape(-1, x.shape[-1]).t()
-        found = columns.search_ranges(x_gN, importance, range_factors(grid), *steps_of_range(grid), rounding)
+        found = column_sweep.search_ranges(x_gN, importance, range_factors(grid), *steps_of_range(grid), rounding)
         return found[0].view_as(scale), found[1].view_as(scale)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point

@@ -23,7 +23,7 @@ METHOD = "compress"
 FORMAT = 1
 
 
-class Entry(TypedDict):
+class SchemeEntry(TypedDict):
     """The JSON of a `Scheme.entry`."""
 
     terms: list[dict[str, Any]]
@@ -32,14 +32,14 @@ class Entry(TypedDict):
     dynamic: bool
 
 
-class Group(Entry):
+class SchemeGroup(SchemeEntry):
     targets: list[str]
 
 
-class Quantization(TypedDict):
+class OwnQuantization(TypedDict):
     format: int
     modules: list[str]
-    groups: list[Group]
+    groups: list[SchemeGroup]
 
 
 def is_own(quantization: Mapping[str, Any] | None) -> bool:
@@ -63,7 +63,7 @@ def groups_of(layers: Mapping[str, Scheme]) -> dict[str, Any]:
 
 def read_groups(quantization: Mapping[str, Any], where: object) -> dict[str, Scheme]:
     """Inverse of `groups_of`: {layer: scheme}. Raises CheckpointError, which names `where`, for unreadable ones."""
-    fits(quantization, Quantization, where)
+    fits(quantization, OwnQuantization, where)
     if quantization["format"] != FORMAT:
         raise CheckpointError(f"{where} is of format {quantization['format']} of compress; readable: {FORMAT}")
     foreign = {str(t.get("kind")) for g in quantization["groups"] for t in g["terms"]} - FORMATS.keys()

@@ -11,7 +11,7 @@ from compress.errors import CheckpointError, InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.registry import read_format
-from compress.weights.formats.ternary import Binary
+from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.likely import likely_scheme
 from compress.weights.roles import Role
@@ -126,7 +126,7 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
     """The format of codes on a grid, in a layer with inputs on a grid (None: not rounded). table: of a token
     embedding."""
     if weights.signs:
-        return Binary(grid=weights)
+        return BinaryCodes(grid=weights)
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
         return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)

@@ -69,7 +69,7 @@ def measure_size(source: Source) -> Size:
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """One line of `compress inspect`: a layer or another tensor. bits: per weight, scales included."""
 
     name: str
@@ -80,7 +80,7 @@ class Row:
     remark: str
 
 
-def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
+def inspect_checkpoint(model: str) -> tuple[list[SizeRow], Size]:
     """Every layer of a checkpoint and its size, from headers, the configuration and the run's record."""
     source = find_source(model)
     layers, caches = stored_in(source).layers, stored_in(source).caches
@@ -99,7 +99,9 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
         total = sum(t.bytes for t in tensors)
         stored = layers.get(name)
         if caches is not None and name in caches.scales:
-            rows.append(Row(name, tensors[0].shape, str(caches.scheme), 8.0, total, "scales of the key-value cache"))
+            rows.append(
+                SizeRow(name, tensors[0].shape, str(caches.scheme), 8.0, total, "scales of the key-value cache")
+            )
             continue
         if stored is None:
             shape, holder = tensors[0].shape, name.removesuffix(".weight")
@@ -107,11 +109,13 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
             if holder in made:
                 remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in made[holder])
                 remark = f"{remark}{_pruned(made[holder])}, stored dense{_losses(made[holder][-1], ': ')}"
-            rows.append(Row(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark))
+            rows.append(
+                SizeRow(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark)
+            )
             continue
         bits = 8 * total / math.prod(stored.shape)
         remark = _loss(made.get(name, [])) if stored.shares is None else f"shares the codes of {stored.shares}"
-        rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, remark))
+        rows.append(SizeRow(name, stored.shape, str(stored.scheme), bits, total, remark))
     return sorted(rows, key=lambda row: _natural(row.name)), measure_size(source)
 
 

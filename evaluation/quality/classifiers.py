@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.checkpoint.files import checksum
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.checkpoint.shown import shown
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
-from compress.evaluation.provenance import Measured, evaluation_of
+from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.language import Model, dense, opened
 from compress.evaluation.quality.shares import difference_of, share_of
 from compress.evaluation.quality.statistics import mean_of_independent
@@ -78,9 +78,9 @@ def evaluate_classifier(
     ours = opened(model, trust_remote_code)
     theirs = None if reference is None else opened(reference, trust_remote_code)
 
-    def asked(who: Model) -> tuple[Measured, Tensor]:
+    def asked(who: Model) -> tuple[MeasuredModel, Tensor]:
         network = dense(who, work, target)
-        return Measured(who, network), _logits(network, inputs, len(labels), batch_size)
+        return MeasuredModel(who, network), _logits(network, inputs, len(labels), batch_size)
 
     model_measured, found_NC = asked(ours)
     original, expected_NC = (None, None) if theirs is None else asked(theirs)

@@ -23,11 +23,11 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.checkpoint.shown import shown
 from compress.errors import CheckpointError, InputError, one_of
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
-from compress.evaluation.provenance import Measured, evaluation_of
+from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.language import Model, dense, first_tokenizer, opened
 from compress.evaluation.quality.statistics import Values, spread
 from compress.model.calls import evaluating
@@ -45,7 +45,7 @@ NAMES = (
 )
 
 
-class Pair(TypedDict):
+class SentencePair(TypedDict):
     """The fields read from a line of a file of pairs. score: the more alike, the larger; any scale."""
 
     sentence1: str
@@ -87,12 +87,12 @@ class Encoder:
         return (hidden_BTD * mask).sum(1) / mask.sum(1)
 
 
-def read_pairs(source: str | Path) -> list[Pair]:
+def read_pairs(source: str | Path) -> list[SentencePair]:
     """The lines of a file of pairs. Raises InputError, naming the line, for one that is not a pair."""
     path = regular(path_of(str(source), "pairs"), "pairs")
     if not path.is_file():
         raise InputError(f"file of pairs {str(source)!r} does not exist; give JSONL of sentence1, sentence2, score")
-    pairs: list[Pair] = []
+    pairs: list[SentencePair] = []
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -101,7 +101,7 @@ def read_pairs(source: str | Path) -> list[Pair]:
         if line.strip():
             value = json_line(line, f"{path} line {number}")
             try:
-                fits(value, Pair, f"{path} line {number}")
+                fits(value, SentencePair, f"{path} line {number}")
             except CheckpointError as error:
                 raise InputError(str(error)) from None
             pairs.append(value)
@@ -110,7 +110,7 @@ def read_pairs(source: str | Path) -> list[Pair]:
 
 def evaluate_encoder(
     model: nn.Module | str | Path,
-    pairs: str | Path | Sequence[Pair],
+    pairs: str | Path | Sequence[SentencePair],
     *,
     reference: nn.Module | str | Path | None = None,
     tokenizer: Any = None,
@@ -141,9 +141,9 @@ def evaluate_encoder(
     places = {sentence: i for i, sentence in enumerate(sentences)}
     at_P2 = np.array([[places[row["sentence1"]], places[row["sentence2"]]] for row in rows])
 
-    def asked(who: Model) -> tuple[Measured, Tensor]:
+    def asked(who: Model) -> tuple[MeasuredModel, Tensor]:
         network = dense(who, work, target)
-        return Measured(who, network), Encoder(network, words, pooling).embeddings(sentences)
+        return MeasuredModel(who, network), Encoder(network, words, pooling).embeddings(sentences)
 
     model_measured, found_SD = asked(ours)
     original, expected_SD = (None, None) if theirs is None else asked(theirs)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.files import checksum
-from compress.checkpoint.shown import shown
+from compress.checkpoint.portable_names import shown
 from compress.data.text import (
     TOKEN_FORMATS,
     check_context,

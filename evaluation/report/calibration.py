@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.shown import shown
 from compress.checkpoint.write.manifest import read_record
 from compress.checkpoint.write.record import RangeRecord
 from compress.errors import CheckpointError, InputError
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Article, Block, Picture, Report, Section, Table, Tile, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Tile, Words
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label, padded, rule, tick
 from compress.evaluation.report.page import write_page
 
@@ -194,9 +194,9 @@ def figure(record: RangeRecord, anchor: str = "") -> Picture:
     ):
         x = across.place(value)
         marks.append(f"<g>{hover(f'{what}: {value:.4g}')}{rule(x, TOP, x, floor, style)}</g>")
-    name = words.name(title_of(record))
+    name = wording.name(title_of(record))
     caption = f"Range {interval(record.low, record.high)}, observed {interval(record.lowest, record.highest)}"
-    caption += "." if record.clipped is None else f", clipped {words.share(record.clipped)}."
+    caption += "." if record.clipped is None else f", clipped {wording.share(record.clipped)}."
     return Picture(name, inline(f"histogram of {name}", HEIGHT, marks), caption, anchor)
 
 
@@ -223,33 +223,33 @@ def report_of(model: str, ranges: Sequence[RangeRecord]) -> Report:
     drawn = [(each, anchor) for each, anchor in zip(ranges, anchors, strict=True) if anchor]
     for block, members in groupby(drawn, key=lambda pair: block_of(pair[0].tensor)):
         pictures: list[Block] = [figure(each, anchor) for each, anchor in members]
-        sections.append(Section(words.name(block) or "Outside the blocks", pictures))
-    name = words.name(shown(model))
+        sections.append(Section(wording.name(block) or "Outside the blocks", pictures))
+    name = wording.name(shown(model))
     run = Article(name, "", clipped(ranges), _tiles(ranges), sections)
     return Report(f"Calibrated ranges of {name}", run.verdict, [run], command="inspect --calibration", footnote="")
 
 
 def _tiles(ranges: Sequence[RangeRecord]) -> list[Tile]:
     worst, tokens = most_clipped(ranges), {each.tokens for each in ranges}
-    calibrators = ", ".join(dict.fromkeys(words.name(each.calibrator) for each in ranges))
+    calibrators = ", ".join(dict.fromkeys(wording.name(each.calibrator) for each in ranges))
     return [
-        Tile("calibrated ranges", words.count(len(ranges)), calibrators),
-        Tile("clipped at most", words.share(None if worst is None else worst.clipped), "of a range's values"),
-        Tile("tokens seen", words.count(max(tokens)), "by every range" if len(tokens) == 1 else "at most"),
+        Tile("calibrated ranges", wording.count(len(ranges)), calibrators),
+        Tile("clipped at most", wording.share(None if worst is None else worst.clipped), "of a range's values"),
+        Tile("tokens seen", wording.count(max(tokens)), "by every range" if len(tokens) == 1 else "at most"),
     ]
 
 
-def _table(ranges: Sequence[RangeRecord], anchors: Sequence[str]) -> Table:
+def _table(ranges: Sequence[RangeRecord], anchors: Sequence[str]) -> ReportTable:
     rows = [
         (
-            words.name(title_of(each)),
-            words.name(each.calibrator),
+            wording.name(title_of(each)),
+            wording.name(each.calibrator),
             interval(each.lowest, each.highest),
             interval(each.low, each.high) + (f" ({each.ranges} ranges)" if each.ranges > 1 else ""),
-            words.NONE if each.clipped is None else words.share(each.clipped),
-            words.count(each.tokens),
+            wording.NONE if each.clipped is None else wording.share(each.clipped),
+            wording.count(each.tokens),
         )
         for each in ranges
     ]
     columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
-    return Table(columns, rows, left=frozenset({1}), links=anchors)
+    return ReportTable(columns, rows, left=frozenset({1}), links=anchors)

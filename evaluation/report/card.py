@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from compress.evaluation.document import Evaluation, TextResult
-from compress.evaluation.report import words
+from compress.evaluation.report import wording
 from compress.evaluation.report.content import Article
 from compress.evaluation.report.markdown import body, plain
 from compress.evaluation.report.verdict import held_out
@@ -25,7 +25,7 @@ def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
     lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
     if found.reference is not None:
         lines += [
-            f"Compressed from {plain(words.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
+            f"Compressed from {plain(wording.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
             "",
         ]
     lines += ["## Use", "", "```python", *_snippet(own_words), "```", ""]
@@ -56,7 +56,7 @@ def _tags(recipe: Mapping[str, Any] | None) -> list[str]:
             if method in ("only", "but"):
                 continue
             told = [options.get(key) for key in OPTIONS] if isinstance(options, dict) else []
-            tags += [words.name(each) for each in (method, *told) if isinstance(each, str) and each]
+            tags += [wording.name(each) for each in (method, *told) if isinstance(each, str) and each]
     return list(dict.fromkeys(tags))
 
 
@@ -68,11 +68,11 @@ def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict
         if (figure := text.figures.get(key)) is not None and math.isfinite(figure.value)
     ]
     task = {"type": kind or "other"}
-    results = [{"task": task, "dataset": {"name": words.name(text.name), "type": "text"}, "metrics": metrics}]
+    results = [{"task": task, "dataset": {"name": wording.name(text.name), "type": "text"}, "metrics": metrics}]
     for each in found.tasks:
         accuracy = [{"type": "accuracy", "value": float(f"{each.accuracy.value:.6g}")}]
         results.append(
-            {"task": task, "dataset": {"name": words.name(each.name), "type": each.kind}, "metrics": accuracy}
+            {"task": task, "dataset": {"name": wording.name(each.name), "type": each.kind}, "metrics": accuracy}
         )
     return results
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from compress.errors import InputError
-from compress.evaluation.report import beside, facts, layers, pareto, quality, sensitivity, words
-from compress.evaluation.report.content import Article, Block, Picture, Report, Section, Table, Words
+from compress.evaluation.report import compared_runs, facts, layer_map, pareto, quality, sensitivity, wording
+from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Words
 from compress.evaluation.report.drawing import alone
-from compress.evaluation.report.runs import Run
+from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import change, held_out, tiles, verdict
 
 
-def compose(runs: Sequence[Run]) -> Report:
+def compose(runs: Sequence[ReportedRun]) -> Report:
     """The report of these runs, in their order."""
     first = runs[0].evaluation
     same = len(runs) > 1 and all(run.evaluation.sensitivity == first.sensitivity for run in runs)
@@ -22,13 +22,13 @@ def compose(runs: Sequence[Run]) -> Report:
     return Report(f"{len(runs)} runs compared", said, articles, [overview, *([] if of_all is None else [of_all])])
 
 
-def title_of(run: Run) -> str:
+def title_of(run: ReportedRun) -> str:
     """The title of a report of one run."""
     recipe = facts.recipe_words(run.evaluation)
-    return words.name(f"{run.name}: {recipe}" if recipe else run.name)
+    return wording.name(f"{run.name}: {recipe}" if recipe else run.name)
 
 
-def article(run: Run, sensitive: bool = True) -> Article:
+def article(run: ReportedRun, sensitive: bool = True) -> Article:
     """Everything about one run. sensitive: include the sensitivity of its original, which several runs may share."""
     found = run.evaluation
     parts: list[Section | None] = [
@@ -36,7 +36,7 @@ def article(run: Run, sensitive: bool = True) -> Article:
         quality.tasks(found.tasks),
         facts.size(found),
         facts.speed(found),
-        None if found.run is None else layers.section(found.run.layers),
+        None if found.run is None else layer_map.section(found.run.layers),
         sensitivity.section(found) if sensitive else None,
         quality.generations(found.generations),
         None if found.run is None else facts.left_alone(found.run),
@@ -45,10 +45,10 @@ def article(run: Run, sensitive: bool = True) -> Article:
         facts.provenance(found),
     ]
     sections = [part for part in parts if part is not None]
-    return Article(words.name(run.name), facts.recipe_words(found), verdict(found), tiles(found), sections)
+    return Article(wording.name(run.name), facts.recipe_words(found), verdict(found), tiles(found), sections)
 
 
-def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]:
+def compared(runs: Sequence[ReportedRun], recipes: Sequence[str]) -> tuple[Section, str]:
     """All runs beside each other, and a sentence that names those on the Pareto front."""
     key, alike, left = pareto.comparable(runs)
     by_run = {id(run): recipe for run, recipe in zip(runs, recipes, strict=True)}
@@ -73,45 +73,45 @@ def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]
     )
     known = {id(run) for run in alike}
     faint = frozenset(i for i, run in enumerate(order) if id(run) in known and id(run) not in best)
-    blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({7, 8}), faint=faint))
-    blocks += beside.tables(order)
-    blocks += [Words(f"Not compared: {words.clean(each)}.", "warning") for each in left]
+    blocks.append(ReportTable(columns, rows, "All runs, smallest first", left=frozenset({7, 8}), faint=faint))
+    blocks += compared_runs.tables(order)
+    blocks += [Words(f"Not compared: {wording.clean(each)}.", "warning") for each in left]
     return Section("Quality against bytes", blocks), _said(points, runs)
 
 
-def _row(run: Run, recipe: str, best: bool) -> tuple[str, ...]:
+def _row(run: ReportedRun, recipe: str, best: bool) -> tuple[str, ...]:
     found = run.evaluation
     text = held_out(found)
     figures = {} if text is None else text.figures
     moved = change(found)
     return (
-        words.name(run.name),
-        words.data(found.bytes),
-        words.with_error(figures.get("kl_mean")),
-        words.number(figures["perplexity"].value) if "perplexity" in figures else words.NOT_MEASURED,
-        words.NONE if moved is None else f"{'+' if moved.value >= 0 else ''}{words.with_error(moved, 100, ' %')}",
-        words.figure_words("same_top", figures.get("same_top")),
-        words.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}",
+        wording.name(run.name),
+        wording.data(found.bytes),
+        wording.with_error(figures.get("kl_mean")),
+        wording.number(figures["perplexity"].value) if "perplexity" in figures else wording.NOT_MEASURED,
+        wording.NONE if moved is None else f"{'+' if moved.value >= 0 else ''}{wording.with_error(moved, 100, ' %')}",
+        wording.figure_words("same_top", figures.get("same_top")),
+        wording.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}",
         "on the front" if best else "",
-        recipe or words.NONE,
+        recipe or wording.NONE,
     )
 
 
-def _said(points: Sequence[pareto.Point], runs: Sequence[Run]) -> str:
+def _said(points: Sequence[pareto.Point], runs: Sequence[ReportedRun]) -> str:
     if not points:
         return f"None of these {len(runs)} runs can be compared with another."
     best = [points[i] for i in sorted(pareto.front(points), key=lambda i: points[i].bytes)]
-    names = ", ".join(words.name(point.name) for point in best)
+    names = ", ".join(wording.name(point.name) for point in best)
     said = (
         f"Of {len(points)} runs that were measured alike, nothing beats {len(best)} in both bytes and quality: {names}."
     )
     if len(best) > 1:
-        smallest, closest = (words.data(point.bytes) for point in (best[0], best[-1]))
+        smallest, closest = (wording.data(point.bytes) for point in (best[0], best[-1]))
         said += f" The smallest takes {smallest}, the closest to the original {closest}."
     return said
 
 
-def picture(runs: Sequence[Run]) -> str:
+def picture(runs: Sequence[ReportedRun]) -> str:
     """Quality against bytes as a file of its own. Raises InputError where there are not two runs to compare."""
     key, alike, left = pareto.comparable(runs)
     if len(alike) < 2:

@@ -23,7 +23,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """rows have as many cells as there are columns; the first `names` columns and those in `left` are words, the others
     figures.
 
@@ -79,7 +79,7 @@ class Tile:
     detail: str = ""
 
 
-Block = Words | Table | Picture | Continuation
+Block = Words | ReportTable | Picture | Continuation
 
 
 @dataclass(frozen=True)

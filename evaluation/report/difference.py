@@ -5,20 +5,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compress.evaluation.document import Evaluation, Figure, SpeedResult
-from compress.evaluation.report import facts, words
-from compress.evaluation.report.content import Block, Report, Section, Table, Words
-from compress.evaluation.report.layers import last_of_each, value_of
-from compress.evaluation.report.runs import Run
+from compress.evaluation.report import facts, wording
+from compress.evaluation.report.content import Block, Report, ReportTable, Section, Words
+from compress.evaluation.report.layer_map import last_of_each, value_of
+from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
 
 MOVED = 10  # layers
 LEAST = 1e-12  # smaller losses count as this one
 
 
-def differences(first: Run, second: Run) -> Report:
+def differences(first: ReportedRun, second: ReportedRun) -> Report:
     """The report of two runs."""
     a, b = first.evaluation, second.evaluation
-    names = words.name(first.name), words.name(second.name)
+    names = wording.name(first.name), wording.name(second.name)
     parts = [
         _quality(a, b, names),
         _size(a, b, names),
@@ -35,13 +35,13 @@ def _said(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
     said = []
     if a.bytes is not None and b.bytes is not None:
         more = b.bytes - a.bytes
-        size = f"{'larger' if more > 0 else 'smaller'} by {words.data(abs(more))} ({_signed(100 * more / a.bytes)} %)"
+        size = f"{'larger' if more > 0 else 'smaller'} by {wording.data(abs(more))} ({_signed(100 * more / a.bytes)} %)"
         said.append(f"{names[1]} is {size if more else 'as large'}.")
     if alike(a, b):
         for key, called in (("perplexity", "Its perplexity"), ("kl_mean", "Its KL to the original")):
             pair = _pair(a, b, key)
             if pair is not None:
-                said.append(f"{called} is {words.number(pair[1].value)} instead of {words.number(pair[0].value)}.")
+                said.append(f"{called} is {wording.number(pair[1].value)} instead of {wording.number(pair[0].value)}.")
     return " ".join(said) or "Nothing of these runs can be compared."
 
 
@@ -60,24 +60,24 @@ def _pair(a: Evaluation, b: Evaluation, key: str) -> tuple[Figure, Figure] | Non
 
 
 def _signed(value: float, digits: int = 3) -> str:
-    return ("+" if value > 0 else "") + words.number(value, digits)
+    return ("+" if value > 0 else "") + wording.number(value, digits)
 
 
 def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     if held_out(a) is None or held_out(b) is None:
         missing = [name for name, each in zip(names, (a, b), strict=True) if held_out(each) is None]
-        return Section("Quality", [Words(f"{words.NOT_MEASURED}: {', '.join(missing)}", "warning")])
+        return Section("Quality", [Words(f"{wording.NOT_MEASURED}: {', '.join(missing)}", "warning")])
     blocks: list[Block] = []
     if not alike(a, b):
         blocks.append(Words("The two were measured on different texts: their figures do not compare.", "warning"))
     rows = []
-    for key in [*words.LABELS]:
+    for key in [*wording.LABELS]:
         pair = _pair(a, b, key)
         if pair is not None:
-            scale = words.scale_of(key)[0]
-            moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else words.NONE
-            rows.append((words.label_of(key), *(words.figure_words(key, each) for each in pair), moved))
-    blocks.append(Table(("figure", *names, "difference"), rows))
+            scale = wording.scale_of(key)[0]
+            moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else wording.NONE
+            rows.append((wording.label_of(key), *(wording.figure_words(key, each) for each in pair), moved))
+    blocks.append(ReportTable(("figure", *names, "difference"), rows))
     blocks.append(Words("Errors are each run's own; of a difference on the same text they are smaller.", "note"))
     return Section("Quality", blocks)
 
@@ -85,34 +85,34 @@ def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
 def _size(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     sizes = a.size, b.size
     if sizes[0] is None or sizes[1] is None:
-        return Section("Size", [Words(words.NOT_MEASURED, "warning")])
+        return Section("Size", [Words(wording.NOT_MEASURED, "warning")])
     rows = [("weight files", *(f"{s.bytes:,}" for s in sizes if s), f"{sizes[1].bytes - sizes[0].bytes:+,}")]
     held = [{part.name: part.bytes for part in s.components} for s in sizes if s]
     for name in dict.fromkeys([*held[0], *held[1]]):
         first, second = held[0].get(name, 0), held[1].get(name, 0)
-        rows.append((words.name(name), f"{first:,}", f"{second:,}", f"{second - first:+,}"))
+        rows.append((wording.name(name), f"{first:,}", f"{second:,}", f"{second - first:+,}"))
     for field, called in (
         ("bits_per_weight", "bits per compressed weight"),
         ("bits_per_parameter", "bits per parameter"),
     ):
         first, second = (getattr(s, field) for s in sizes)
         rows.append((called, f"{first:.3f}", f"{second:.3f}", f"{second - first:+.3f}"))
-    return Section("Size, bytes", [Table(("", *names, "difference"), rows)])
+    return Section("Size, bytes", [ReportTable(("", *names, "difference"), rows)])
 
 
 def _tasks(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | None:
     first, second = ({task.name: task for task in each.tasks} for each in (a, b))
     rows = [
         (
-            words.name(name),
-            words.with_error(first[name].accuracy, 100, " %"),
-            words.with_error(second[name].accuracy, 100, " %"),
+            wording.name(name),
+            wording.with_error(first[name].accuracy, 100, " %"),
+            wording.with_error(second[name].accuracy, 100, " %"),
             _signed(100 * (second[name].accuracy.value - first[name].accuracy.value)),
         )
         for name in first
         if name in second and first[name].sha256 == second[name].sha256
     ]
-    return Section("Tasks", [Table(("task", *names, "points"), rows)]) if rows else None
+    return Section("Tasks", [ReportTable(("task", *names, "points"), rows)]) if rows else None
 
 
 def _speed(a: SpeedResult | None, b: SpeedResult | None, names: tuple[str, str]) -> Section | None:
@@ -127,8 +127,10 @@ def _speed(a: SpeedResult | None, b: SpeedResult | None, names: tuple[str, str])
         ("first_token_ms", "first token, ms"),
     ):
         first, second = (getattr(each.model, field) for each in (a, b))
-        rows.append((called, words.with_error(first), words.with_error(second), _signed(second.value - first.value)))
-    return Section("Speed", [Table(("", *names, "difference"), rows)])
+        rows.append(
+            (called, wording.with_error(first), wording.with_error(second), _signed(second.value - first.value))
+        )
+    return Section("Speed", [ReportTable(("", *names, "difference"), rows)])
 
 
 def _layers(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | None:
@@ -145,10 +147,15 @@ def _layers(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | N
         return Section("Layers", [Words("The error of every layer that both have is the same.", "note")])
     first = sorted(moved, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
     rows = [
-        (words.name(name), words.share(losses[0][name]), words.share(losses[1][name]), f"{ratios[name]:.2f} times")
+        (
+            wording.name(name),
+            wording.share(losses[0][name]),
+            wording.share(losses[1][name]),
+            f"{ratios[name]:.2f} times",
+        )
         for name in first
     ]
-    return Section("Layers whose error moved most", [Table(("layer", *names, "by"), rows)])
+    return Section("Layers whose error moved most", [ReportTable(("layer", *names, "by"), rows)])
 
 
 def _recipes(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
@@ -156,15 +163,17 @@ def _recipes(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
         return Section("Recipes", [Words("Of a run without a record no recipe is known.", "note")])
     flat = dict(_flat(a.recipe)), dict(_flat(b.recipe))
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if _at(flat[0], key) != _at(flat[1], key)]
-    rows = [(words.name(key), *(words.name(_at(each, key)) for each in flat)) for key in keys]
+    rows = [(wording.name(key), *(wording.name(_at(each, key)) for each in flat)) for key in keys]
     said = [facts.recipe_words(each) for each in (a, b)]
     blocks: list[Block] = [Words(f"{names[0]}: {said[0]}. {names[1]}: {said[1]}.")]
-    blocks.append(Table(("option", *names), rows, names=3) if rows else Words("They have the same options.", "note"))
+    blocks.append(
+        ReportTable(("option", *names), rows, names=3) if rows else Words("They have the same options.", "note")
+    )
     return Section("Recipes", blocks)
 
 
 def _at(flat: Mapping[str, Any], key: str) -> str:
-    return str(flat.get(key, words.NONE))
+    return str(flat.get(key, wording.NONE))
 
 
 def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:

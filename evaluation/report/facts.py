@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from compress.evaluation.document import Evaluation, Figure, RunResult, SizeResult, SpeedResult, Timing
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Block, Picture, Section, Table, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Block, Picture, ReportTable, Section, Words
 from compress.evaluation.report.drawing import LETTER, WIDE, hover, inline, label
 
 BAR, GAP = 26.0, 20.0
@@ -21,58 +21,58 @@ def size(found: Evaluation) -> Section:
     own, other = found.size, found.reference_size
     if own is None:
         why = found.missing.get("size", "the model was in memory")
-        return Section("Size", [Words(f"{words.NOT_MEASURED}: {why}", "warning")])
+        return Section("Size", [Words(f"{wording.NOT_MEASURED}: {why}", "warning")])
     rows = [
-        ("weight files", words.data(own.bytes), _data(other, "bytes")),
-        ("parameters", words.count(own.parameters), _count(other, "parameters")),
-        ("of them compressed", _part(own), words.NONE if other is None else _part(other)),
-        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), words.NONE),
-        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), words.NONE),
+        ("weight files", wording.data(own.bytes), _data(other, "bytes")),
+        ("parameters", wording.count(own.parameters), _count(other, "parameters")),
+        ("of them compressed", _part(own), wording.NONE if other is None else _part(other)),
+        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), wording.NONE),
+        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), wording.NONE),
         ("bits per parameter, whole model", _bits(own, "bits_per_parameter"), _bits(other, "bits_per_parameter")),
     ]
     if own.cache is not None:
-        rows.append(("keys and values", words.clean(own.cache), "as they are"))
-    rows.append(("peak memory to load", words.data(own.peak_load_bytes), _data(other, "peak_load_bytes")))
-    rows.append(("peak memory to run", words.data(own.peak_run_bytes), _data(other, "peak_run_bytes")))
-    blocks: list[Block] = [Table(("", "this model", "original"), rows)]
+        rows.append(("keys and values", wording.clean(own.cache), "as they are"))
+    rows.append(("peak memory to load", wording.data(own.peak_load_bytes), _data(other, "peak_load_bytes")))
+    rows.append(("peak memory to run", wording.data(own.peak_run_bytes), _data(other, "peak_run_bytes")))
+    blocks: list[Block] = [ReportTable(("", "this model", "original"), rows)]
     if own.components:
         blocks += [_bars(own, other), _components(own, other)]
     return Section("Size", blocks)
 
 
 def _data(found: SizeResult | None, field: str) -> str:
-    return words.NONE if found is None else words.data(getattr(found, field))
+    return wording.NONE if found is None else wording.data(getattr(found, field))
 
 
 def _count(found: SizeResult | None, field: str) -> str:
-    return words.NONE if found is None else words.count(getattr(found, field))
+    return wording.NONE if found is None else wording.count(getattr(found, field))
 
 
 def _bits(found: SizeResult | None, field: str) -> str:
     value = None if found is None else getattr(found, field)
-    return words.NONE if value is None else f"{value:.3f}"
+    return wording.NONE if value is None else f"{value:.3f}"
 
 
 def _part(found: SizeResult) -> str:
     """The share of the parameters that are compressed."""
-    return words.share(found.compressed_parameters / max(1, found.parameters))
+    return wording.share(found.compressed_parameters / max(1, found.parameters))
 
 
-def _components(own: SizeResult, other: SizeResult | None) -> Table:
+def _components(own: SizeResult, other: SizeResult | None) -> ReportTable:
     theirs = {} if other is None else {each.name: each.bytes for each in other.components}
     names = [*dict.fromkeys([*(each.name for each in own.components), *theirs])]
     ours = {each.name: each.bytes for each in own.components}
     rows = [
         (
-            words.name(name),
+            wording.name(name),
             f"{ours.get(name, 0):,}",
-            words.share(ours.get(name, 0) / max(1, own.bytes)),
-            f"{theirs.get(name, 0):,}" if theirs else words.NONE,
+            wording.share(ours.get(name, 0) / max(1, own.bytes)),
+            f"{theirs.get(name, 0):,}" if theirs else wording.NONE,
         )
         for name in names
     ]
-    rows.append(("together", f"{own.bytes:,}", "100 %", f"{other.bytes:,}" if other is not None else words.NONE))
-    return Table(("bytes", "this model", "share", "original"), rows, "What the bytes are", folded=True)
+    rows.append(("together", f"{own.bytes:,}", "100 %", f"{other.bytes:,}" if other is not None else wording.NONE))
+    return ReportTable(("bytes", "this model", "share", "original"), rows, "What the bytes are", folded=True)
 
 
 def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
@@ -85,11 +85,11 @@ def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
     marks: list[str] = []
     for i, (called, each) in enumerate(models):
         top, x = i * (BAR + GAP) + GAP, 0.0
-        marks.append(label(0, top - 6, f"{called}: {words.data(each.bytes)}", style="strong"))
+        marks.append(label(0, top - 6, f"{called}: {wording.data(each.bytes)}", style="strong"))
         for part in each.components:
             width = (WIDE - 2) * part.bytes / most
-            share = words.share(part.bytes / max(1, each.bytes))
-            said = hover(f"{words.name(part.name)}: {words.data(part.bytes)}, {share}")
+            share = wording.share(part.bytes / max(1, each.bytes))
+            said = hover(f"{wording.name(part.name)}: {wording.data(part.bytes)}, {share}")
             marks.append(_block(x, top, max(0.5, width - 1), BAR, shades.get(part.name, FAINTEST), said))
             x += width
     x, y = 0.0, len(models) * (BAR + GAP) + 14
@@ -97,7 +97,7 @@ def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
         width = LETTER * len(name) + 32
         if x + width > WIDE:
             x, y = 0.0, y + 18
-        marks += [_block(x, y, 10, 10, shade), label(x + 15, y + 9, words.name(name))]
+        marks += [_block(x, y, 10, 10, shade), label(x + 15, y + 9, wording.name(name))]
         x += width
     return Picture("Where the bytes are", inline("bytes by component", y + 16, marks))
 
@@ -111,33 +111,35 @@ def speed(found: Evaluation) -> Section:
     """Tokens per second, and the kernels that computed them."""
     measured = found.speed
     if measured is None:
-        return Section("Speed", [Words(f"{words.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")])
+        return Section(
+            "Speed", [Words(f"{wording.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")]
+        )
     threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     where = f"{measured.device}, {threads}, {measured.dtype}"
-    blocks: list[Block] = [Words(words.clean(where), "note"), _timings(measured)]
+    blocks: list[Block] = [Words(wording.clean(where), "note"), _timings(measured)]
     if measured.kernels:
-        rows = [(words.name(kernel), words.count(layers)) for kernel, layers in measured.kernels.items()]
-        blocks.append(Table(("kernel", "layers"), rows))
+        rows = [(wording.name(kernel), wording.count(layers)) for kernel, layers in measured.kernels.items()]
+        blocks.append(ReportTable(("kernel", "layers"), rows))
     if measured.fallbacks:
-        rows = [(words.clean(reason), words.count(layers)) for reason, layers in measured.fallbacks.items()]
-        blocks.append(Table(("why not a faster kernel", "layers"), rows))
+        rows = [(wording.clean(reason), wording.count(layers)) for reason, layers in measured.fallbacks.items()]
+        blocks.append(ReportTable(("why not a faster kernel", "layers"), rows))
     return Section("Speed", blocks)
 
 
-def _timings(measured: SpeedResult) -> Table:
+def _timings(measured: SpeedResult) -> ReportTable:
     own, other = measured.model, measured.reference
     turns = " in turns" if measured.in_turns else ", the original's taken once for the whole sweep,"
 
     def row(called: str, field: str) -> tuple[str, ...]:
         figure: Figure = getattr(own, field)
         if other is None:
-            return called, words.with_error(figure), words.NONE, words.NONE
+            return called, wording.with_error(figure), wording.NONE, wording.NONE
         theirs: Figure = getattr(other, field)
-        ratio = f"{figure.value / theirs.value:.2f}" if theirs.value else words.NONE
-        return called, words.with_error(figure), words.with_error(theirs), ratio
+        ratio = f"{figure.value / theirs.value:.2f}" if theirs.value else wording.NONE
+        return called, wording.with_error(figure), wording.with_error(theirs), ratio
 
     timing: Timing = own
-    return Table(
+    return ReportTable(
         ("", "this model", "original", "ratio"),
         [
             row(f"prompt of {timing.prompt_tokens}, tokens/s", "prefill"),
@@ -158,9 +160,11 @@ def left_alone(run: RunResult) -> Section | None:
         rows = []
         for why, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            rows.append((words.clean(why), ", ".join(map(words.name, names[:SHOWN])) + more, words.count(len(names))))
-        blocks.append(Table(("why", "which", "layers"), rows, names=2))
-    blocks += [Words(words.clean(note), "note") for note in run.notes]
+            rows.append(
+                (wording.clean(why), ", ".join(map(wording.name, names[:SHOWN])) + more, wording.count(len(names)))
+            )
+        blocks.append(ReportTable(("why", "which", "layers"), rows, names=2))
+    blocks += [Words(wording.clean(note), "note") for note in run.notes]
     return Section("Left alone, and remarks", blocks) if blocks else None
 
 
@@ -177,13 +181,13 @@ def verification(run: RunResult) -> Section:
         said.append(f"transformers: {seen.get('transformers')}.")
     if "cache" in seen:
         said.append(f"Key-value cache: {seen['cache']}.")
-    return Section("Verification", [Words(words.clean(" ".join(said)))])
+    return Section("Verification", [Words(wording.clean(" ".join(said)))])
 
 
 def missing(found: Evaluation) -> Section | None:
     """Measurements that are missing, with reasons."""
-    rows = [(words.name(what), words.clean(why)) for what, why in found.missing.items()]
-    return Section("Not measured", [Table(("what", "why"), rows, names=2)]) if rows else None
+    rows = [(wording.name(what), wording.clean(why)) for what, why in found.missing.items()]
+    return Section("Not measured", [ReportTable(("what", "why"), rows, names=2)]) if rows else None
 
 
 def provenance(found: Evaluation) -> Section:
@@ -198,25 +202,29 @@ def provenance(found: Evaluation) -> Section:
         rows += [("made by", found.run.command or "not recorded")]
         if found.run.seconds is not None:
             rows.append(
-                ("in", f"{found.run.seconds:.1f} s, at most {words.data(found.run.peak_memory_bytes)} of memory")
+                ("in", f"{found.run.seconds:.1f} s, at most {wording.data(found.run.peak_memory_bytes)} of memory")
             )
         if found.run.calibration is not None:
             rows.append(("calibrated on", _pairs(found.run.calibration)))
     for text in found.texts:
         rows.append(("evaluated on", f"{text.name}, sha256 of the tokens {text.sha256[:16]}"))
-    clean = [(words.name(key), words.clean(value)) for key, value in rows] + known(found.provenance)
-    blocks: list[Block] = [Table(("", ""), clean, names=2)]
+    clean = [(wording.name(key), wording.clean(value)) for key, value in rows] + known(found.provenance)
+    blocks: list[Block] = [ReportTable(("", ""), clean, names=2)]
     if found.recipe is not None:
         steps = found.recipe.get("passes")
-        told = [(f"step {i}", words.clean(json.dumps(step))) for i, step in enumerate(steps or [found.recipe], 1)]
-        blocks.append(Table(("", "every option"), told, "The recipe, every option spelled out", names=2, folded=True))
+        told = [(f"step {i}", wording.clean(json.dumps(step))) for i, step in enumerate(steps or [found.recipe], 1)]
+        blocks.append(
+            ReportTable(("", "every option"), told, "The recipe, every option spelled out", names=2, folded=True)
+        )
     return Section("Where this comes from", blocks)
 
 
 def known(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Facts as rows of a table, without unknown ones."""
     return [
-        (words.name(CALLED.get(key, key)), words.clean(said)) for key, value in facts.items() if (said := _said(value))
+        (wording.name(CALLED.get(key, key)), wording.clean(said))
+        for key, value in facts.items()
+        if (said := _said(value))
     ]
 
 
@@ -261,4 +269,4 @@ def _step(step: Mapping[str, Any]) -> str:
     group = options.get("group_size")
     told += [f"g{group}"] if isinstance(group, int) and group > 0 else []
     where = " (some layers)" if {"only", "but"} & step.keys() else ""
-    return words.name(" ".join([method, *told]) + where)
+    return wording.name(" ".join([method, *told]) + where)

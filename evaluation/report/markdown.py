@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from compress.evaluation.report.content import Article, Block, Continuation, Report, Section, Table, Words
-from compress.evaluation.report.words import CODE, clean
+from compress.evaluation.report.content import Article, Block, Continuation, Report, ReportTable, Section, Words
+from compress.evaluation.report.wording import CODE, clean
 
 SPECIAL = re.compile(r"([\\`*\[\]<>|~&$])|(?<!\w)_|_(?!\w)")
 
@@ -23,7 +23,7 @@ def as_markdown(report: Report) -> str:
 
 def body(article: Article, level: int) -> list[str]:
     """The figures that are seen first, and the sections of a run."""
-    tiles = Table(("", "", ""), [(tile.label, tile.value, tile.detail) for tile in article.tiles])
+    tiles = ReportTable(("", "", ""), [(tile.label, tile.value, tile.detail) for tile in article.tiles])
     lines = table(tiles) if article.tiles else []
     for part in article.sections:
         lines += section(part, level)
@@ -41,7 +41,7 @@ def section(part: Section, level: int) -> list[str]:
 def _block(block: Block) -> list[str]:
     if isinstance(block, Words):
         return [plain(block.text), ""]
-    if isinstance(block, Table):
+    if isinstance(block, ReportTable):
         return table(block)
     return list(_continuation(block)) if isinstance(block, Continuation) else []
 
@@ -57,7 +57,7 @@ def _escaped(text: str) -> str:
     return SPECIAL.sub(lambda found: "\\" + found[0], text).replace("://", ":&#47;/")
 
 
-def table(block: Table) -> list[str]:
+def table(block: ReportTable) -> list[str]:
     """Rows between bars; a folded one in `details`."""
     rules = [":--" if block.is_words(i) else "--:" for i in range(len(block.columns))]
     rows = [block.columns, rules, *block.rows]

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from compress.checkpoint.files import write_named
 from compress.evaluation.report.content import Block, Picture, Report
 from compress.evaluation.report.drawing import COLOURS, DARK, INK
-from compress.evaluation.report.words import CODE, clean
+from compress.evaluation.report.wording import CODE, clean
 from compress.system.version import VERSION
 
 HOME = Path(__file__).parent

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.evaluation.document import Figure
-from compress.evaluation.report import words
+from compress.evaluation.report import wording
 from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, padded, rule, tick
 from compress.evaluation.report.front import undominated
-from compress.evaluation.report.runs import Run
+from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330.0, 66.0, 14.0, 16.0, 44.0
@@ -37,9 +37,9 @@ def front(points: Sequence[Point]) -> set[int]:
     return undominated([(point.bytes, point.figure.value) for point in points])
 
 
-def comparable(runs: Sequence[Run]) -> tuple[str, list[Run], list[str]]:
+def comparable(runs: Sequence[ReportedRun]) -> tuple[str, list[ReportedRun], list[str]]:
     """(figure, runs that can be compared by it, why the others are not): the largest set that was measured alike."""
-    groups: dict[tuple[object, ...], list[Run]] = {}
+    groups: dict[tuple[object, ...], list[ReportedRun]] = {}
     left = []
     for run in runs:
         text, size, reference = held_out(run.evaluation), run.evaluation.size, run.evaluation.reference
@@ -61,7 +61,7 @@ def _finite(figure: Figure | None) -> bool:
     return figure is not None and math.isfinite(figure.value)
 
 
-def points_of(runs: Sequence[Run], key: str, recipes: Sequence[str]) -> list[Point]:
+def points_of(runs: Sequence[ReportedRun], key: str, recipes: Sequence[str]) -> list[Point]:
     """The runs of `comparable` as points."""
     made = []
     for run, recipe in zip(runs, recipes, strict=True):
@@ -79,7 +79,7 @@ def drawn(points: Sequence[Point], key: str) -> str:
     values = [point.figure.value for point in points]
     across, up = (_axis(found, i) for i, found in enumerate((sizes, values)))
     best = front(points)
-    marks = _grid(across, up, f"weight files, {words.UNITS[int(math.log2(unit)) // 10]}", dict(MEASURES)[key])
+    marks = _grid(across, up, f"weight files, {wording.UNITS[int(math.log2(unit)) // 10]}", dict(MEASURES)[key])
     spots = [(across.place(x), up.place(y)) for x, y in zip(sizes, values, strict=True)]
     steps = sorted(spots[i] for i in best)
     path = " ".join(f"{'L' if i else 'M'}{x:.1f},{y:.1f}" for i, (x, y) in enumerate(_stairs(steps)))
@@ -88,9 +88,10 @@ def drawn(points: Sequence[Point], key: str) -> str:
     labels, circles = [], []
     for i in sorted(range(len(points)), key=lambda i: (i not in best, i)):
         (x, y), point, style = spots[i], points[i], "main" if i in best else "other"
-        ends = words.bounds(point.figure)
+        ends = wording.bounds(point.figure)
         bar = "" if ends is None else _whisker(x, up, ends, "bar" if i in best else "otherbar")
-        said = f"{words.name(point.name)}\n{point.recipe}\n{words.data(point.bytes)}, {words.with_error(point.figure)}"
+        figures = f"{wording.data(point.bytes)}, {wording.with_error(point.figure)}"
+        said = f"{wording.name(point.name)}\n{point.recipe}\n{figures}"
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" class="{style}"/>'
         circles.append(f"<g>{hover(said)}{bar}{circle}</g>")
         labels += _named(point.name, x, y, taken, "on strong" if i in best else "on")
@@ -140,7 +141,7 @@ def _whisker(x: float, up: Axis, ends: tuple[float, float], style: str) -> str:
 
 def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]], style: str) -> list[str]:
     """A label beside a point where there is room for it; none where there is not (the table has all names)."""
-    said = words.name(name)
+    said = wording.name(name)
     width = (STRONG if "strong" in style else LETTER) * len(said)
     places = [
         (x + 7, y - 7, "start", x + 7),

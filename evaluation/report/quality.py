@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
 from compress.evaluation.quality.statistics import FEW_WINDOWS
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Block, Continuation, Picture, Section, Table, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Block, Continuation, Picture, ReportTable, Section, Words
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label, rule, tick
 from compress.evaluation.report.verdict import outcome, points
 
@@ -19,39 +19,40 @@ def section(found: Evaluation) -> Section:
     blocks: list[Block] = []
     if not found.texts and not found.embeddings and not found.classifications:
         why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
-        blocks.append(Words(f"{words.NOT_MEASURED}: {why}", "warning"))
+        blocks.append(Words(f"{wording.NOT_MEASURED}: {why}", "warning"))
     for text in found.texts:
         blocks += of_text(text)
     for pairs in found.embeddings:
-        said = f"{words.count(pairs.pairs)} pairs of {words.count(pairs.sentences)} sentences"
-        blocks.append(_figures(pairs.figures, f"{words.name(pairs.name)}: {said}"))
+        said = f"{wording.count(pairs.pairs)} pairs of {wording.count(pairs.sentences)} sentences"
+        blocks.append(_figures(pairs.figures, f"{wording.name(pairs.name)}: {said}"))
     for inputs in found.classifications:
-        said = f"{words.count(inputs.inputs)} inputs of {words.count(inputs.classes)} classes"
-        blocks.append(_figures(inputs.figures, f"{words.name(inputs.name)}: {said}"))
+        said = f"{wording.count(inputs.inputs)} inputs of {wording.count(inputs.classes)} classes"
+        blocks.append(_figures(inputs.figures, f"{wording.name(inputs.name)}: {said}"))
     gap = calibration_gap(found.texts)
     if gap is not None:
         blocks.append(gap)
     return Section("Quality", blocks)
 
 
-def _figures(found: Mapping[str, Figure], title: str) -> Table:
+def _figures(found: Mapping[str, Figure], title: str) -> ReportTable:
     """Figures of encoders and classifiers."""
     rows = [
-        (words.label_of(key), words.figure_words(key, f), words.figure_interval(key, f)) for key, f in found.items()
+        (wording.label_of(key), wording.figure_words(key, f), wording.figure_interval(key, f))
+        for key, f in found.items()
     ]
-    return Table(("figure", "value ± standard error", "95 % interval"), rows, title)
+    return ReportTable(("figure", "value ± standard error", "95 % interval"), rows, title)
 
 
 def of_text(text: TextResult) -> list[Block]:
     """The table of a text, and its pictures."""
-    main = [key for key in words.LABELS if key in text.figures]
-    others = [key for key in text.figures if key not in words.LABELS]
+    main = [key for key in wording.LABELS if key in text.figures]
+    others = [key for key in text.figures if key not in wording.LABELS]
     columns: tuple[str, ...] = ("figure", "value ± standard error", "95 % interval")
     columns = (*columns, "noise floor") if text.noise is not None else columns
-    title = f"{words.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
+    title = f"{wording.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
     said = (
-        f"{words.count(text.tokens)} tokens predicted in {words.count(text.windows)} windows of {text.length}"
-        f"{'' if text.stride == text.length else f', {text.stride} apart'}: {words.clean(text.protocol)}."
+        f"{wording.count(text.tokens)} tokens predicted in {wording.count(text.windows)} windows of {text.length}"
+        f"{'' if text.stride == text.length else f', {text.stride} apart'}: {wording.clean(text.protocol)}."
     )
     if text.windows == 1:
         said += " Of a single window no standard error is known: too little text to tell models apart."
@@ -59,9 +60,11 @@ def of_text(text: TextResult) -> list[Block]:
         said += f" Intervals are Student's t of {text.windows} windows."
     if text.noise is not None:
         said += " The noise floor is the original against itself, rounded to its own dtype."
-    blocks: list[Block] = [Table(columns, [_row(text, key) for key in main], title), Words(said, "note")]
+    blocks: list[Block] = [ReportTable(columns, [_row(text, key) for key in main], title), Words(said, "note")]
     if others:
-        blocks.append(Table(columns, [_row(text, key) for key in others], "More figures of this text", folded=True))
+        blocks.append(
+            ReportTable(columns, [_row(text, key) for key in others], "More figures of this text", folded=True)
+        )
     if text.kl_histogram is not None and any(text.kl_histogram.counts):
         blocks.append(_histogram(text.kl_histogram))
     if text.by_confidence:
@@ -72,11 +75,11 @@ def of_text(text: TextResult) -> list[Block]:
 def _row(text: TextResult, key: str) -> tuple[str, ...]:
     """A figure, its interval, and its noise floor where any was measured."""
     figure = text.figures[key]
-    row = (words.label_of(key), words.figure_words(key, figure), words.figure_interval(key, figure))
+    row = (wording.label_of(key), wording.figure_words(key, figure), wording.figure_interval(key, figure))
     if text.noise is None:
         return row
     floor = text.noise.get(key)
-    return (*row, words.NONE if floor is None else words.figure_words(key, floor))
+    return (*row, wording.NONE if floor is None else wording.figure_words(key, floor))
 
 
 def _histogram(found: Histogram) -> Picture:
@@ -91,7 +94,7 @@ def _histogram(found: Histogram) -> Picture:
         x, y = across.place(found.edges[i]), up.place(count)
         width = max(0.8, across.place(found.edges[i + 1]) - x - 1)
         ends = f"{10 ** found.edges[i]:.1e} to {10 ** found.edges[i + 1]:.1e}"
-        said = hover(f"{count:,} tokens ({words.share(count / total)}) with KL {ends}")
+        said = hover(f"{count:,} tokens ({wording.share(count / total)}) with KL {ends}")
         box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
         marks.append(f'<rect {box} class="main">{said}</rect>')
     marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
@@ -109,17 +112,17 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
     measured = [band for band in bands if band.kl_mean is not None and math.isfinite(band.kl_mean.value)]
     rows = [
         (
-            f"{words.share(band.low)} to {words.share(band.high)}",
-            words.count(band.tokens),
-            words.with_error(band.kl_mean),
+            f"{wording.share(band.low)} to {wording.share(band.high)}",
+            wording.count(band.tokens),
+            wording.with_error(band.kl_mean),
         )
         for band in bands
     ]
-    table = Table(("probability of the first choice", "tokens", "KL, mean"), rows, "KL by the original's confidence",
-                  folded=bool(measured))  # fmt: skip
+    columns = ("probability of the first choice", "tokens", "KL, mean")
+    table = ReportTable(columns, rows, "KL by the original's confidence", folded=bool(measured))
     if not measured:
         return [table]
-    ends = [words.bounds(band.kl_mean) or (band.kl_mean.value,) * 2 for band in measured if band.kl_mean is not None]
+    ends = [wording.bounds(band.kl_mean) or (band.kl_mean.value,) * 2 for band in measured if band.kl_mean is not None]
     across = Axis(0, 1, LEFT, WIDE - 8)
     up = Axis(0, max(LEAST, *(high for _, high in ends)), HEIGHT - BOTTOM, TOP)
     marks = []
@@ -130,7 +133,7 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
         assert band.kl_mean is not None
         x, y, width = across.place(band.low), up.place(band.kl_mean.value), across.place(band.high)
         middle = (x + width) / 2
-        said = hover(f"{rows[bands.index(band)][0]}: KL {words.with_error(band.kl_mean)}, {band.tokens:,} tokens")
+        said = hover(f"{rows[bands.index(band)][0]}: KL {wording.with_error(band.kl_mean)}, {band.tokens:,} tokens")
         box = f'height="{HEIGHT - BOTTOM - y:.1f}" class="main" fill-opacity=".55"'
         marks.append(f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{max(1.0, width - x - 2):.1f}" {box}>{said}</rect>')
         marks.append(rule(middle, up.place(max(low, 0)), middle, up.place(high), "bar"))
@@ -143,16 +146,16 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
     return [Picture("KL by the original's confidence", inline(about, HEIGHT, marks), caption), table]
 
 
-def calibration_gap(texts: Sequence[TextResult]) -> Table | None:
+def calibration_gap(texts: Sequence[TextResult]) -> ReportTable | None:
     """Figures on the calibration text beside those on the others; None unless there are both."""
     if not any(text.role == "calibration" for text in texts) or len(texts) < 2:
         return None
     rows = []
     for text in texts:
         moved, kl = text.figures.get("log_perplexity_ratio"), text.figures.get("kl_mean")
-        rows.append((words.name(text.name), text.role, words.with_error(moved), words.with_error(kl)))
-    return Table(
-        ("text", "role", words.LABELS["log_perplexity_ratio"], "KL, mean"), rows, "Calibration against held-out", 2
+        rows.append((wording.name(text.name), text.role, wording.with_error(moved), wording.with_error(kl)))
+    return ReportTable(
+        ("text", "role", wording.LABELS["log_perplexity_ratio"], "KL, mean"), rows, "Calibration against held-out", 2
     )
 
 
@@ -163,17 +166,17 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
     rows = []
     for task in found:
         p = task.p_adjusted if task.p_adjusted is not None else task.p_value
-        flips = words.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}"
+        flips = wording.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}"
         rows.append(
             (
-                words.name(task.name),
-                words.count(task.questions),
-                words.with_error(task.accuracy, 100, " %"),
-                words.with_error(task.reference_accuracy, 100, " %"),
+                wording.name(task.name),
+                wording.count(task.questions),
+                wording.with_error(task.accuracy, 100, " %"),
+                wording.with_error(task.reference_accuracy, 100, " %"),
                 points(task.difference).removesuffix(" points"),
-                words.NONE if task.interval is None else _span(task.interval),
+                wording.NONE if task.interval is None else _span(task.interval),
                 flips,
-                words.NONE if p is None else f"{p:.2g}",
+                wording.NONE if p is None else f"{p:.2g}",
                 outcome(task),
             )
         )
@@ -193,7 +196,7 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
         "McNemar's exact test, after Holm over all tasks where there are several. Intervals of few questions are exact "
         "(Clopper-Pearson, and of a difference from the questions that only one of the two got right)."
     )
-    return Section("Tasks", [Table(columns, rows), Words(note, "note")])
+    return Section("Tasks", [ReportTable(columns, rows), Words(note, "note")])
 
 
 def _span(interval: tuple[float, float]) -> str:
@@ -210,9 +213,11 @@ def generations(found: Sequence[Generation]) -> Section | None:
     ]
     for each in found:
         cut = _cut(each)
-        rest = None if each.reference is None else words.clean(each.reference[cut:])
+        rest = None if each.reference is None else wording.clean(each.reference[cut:])
         blocks.append(
-            Continuation(words.clean(each.prompt), words.clean(each.model[:cut]), rest, words.clean(each.model[cut:]))
+            Continuation(
+                wording.clean(each.prompt), wording.clean(each.model[:cut]), rest, wording.clean(each.model[cut:])
+            )
         )
     return Section("Continuations", blocks)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source, path_of
-from compress.checkpoint.shown import shown
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named
 from compress.evaluation.provenance import run_of
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.system.reading import special
 
 EVALUATION = "evaluation.json"
@@ -23,7 +23,7 @@ NO_EVALUATION = "no evaluation is kept in this directory: run `compress evaluate
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """name: as in the report, as short as possible. path: as it was given; directory: of the weights, None for an
     evaluation alone."""
 
@@ -33,7 +33,7 @@ class Run:
     directory: Path | None = None
 
 
-def open_runs(names: Sequence[str]) -> list[Run]:
+def open_runs(names: Sequence[str]) -> list[ReportedRun]:
     """The runs that the arguments name. Raises InputError or CheckpointError in one line that names the file at
     fault."""
     if not names:
@@ -49,13 +49,13 @@ def open_runs(names: Sequence[str]) -> list[Run]:
     return [replace(run, name=each) for run, each in zip(found, short, strict=True)]
 
 
-def _open(name: str) -> Run:
+def _open(name: str) -> ReportedRun:
     if not name:
         raise InputError("a run is an empty name; give a directory that compress wrote, or a file of `evaluate --json`")
     path = path_of(name, "run")
     kind = special(path)
     if kind is None and path.exists():
-        return Run(name, path, _read(path))
+        return ReportedRun(name, path, _read(path))
     if not path.is_dir():
         raise InputError(
             f"run {name!r} {'is ' + kind if kind else 'does not exist'}; give a directory that compress wrote, or a "
@@ -63,7 +63,7 @@ def _open(name: str) -> Run:
         )
     if not (path / RECORD).exists():
         raise InputError(f"{path} holds no {RECORD}{_unfinished(path)}; give a directory that compress wrote")
-    return Run(name, path, _of_directory(path), path)
+    return ReportedRun(name, path, _of_directory(path), path)
 
 
 def _unfinished(path: Path) -> str:
@@ -124,6 +124,6 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def as_json(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """The data of a report."""
     return [{"name": run.name, "evaluation": asdict(run.evaluation)} for run in runs]

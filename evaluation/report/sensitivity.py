@@ -4,21 +4,21 @@ import math
 
 from compress.checkpoint.write.record import LayerRecord
 from compress.evaluation.document import Evaluation, SensitivityResult, UnitSensitivity
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Block, Section, Table, Words
-from compress.evaluation.report.layers import WORST, Mapped, heat_map, last_of_each
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Block, ReportTable, Section, Words
+from compress.evaluation.report.layer_map import WORST, Mapped, heat_map, last_of_each
 
 KL = Mapped(
     "KL of one layer replaced",
     "KL when one unit alone is replaced",
     "KL, nats per token, of the original with these layers alone replaced; layers that read one tensor together.",
-    words.number,
+    wording.number,
 )
 LOSS = Mapped(
     "Error of one layer replaced",
     "relative output error when one unit alone is replaced",
     "Mean squared error of the layers' output with the original's own inputs, as a share of its mean square.",
-    words.share,
+    wording.share,
 )
 
 
@@ -52,12 +52,12 @@ def nearest(measured: SensitivityResult, bits: float | None) -> str:
 
 def _conditions(measured: SensitivityResult, name: str) -> str:
     shown = [
-        f"{what} {words.name(str(about.get('source')))}"
+        f"{what} {wording.name(str(about.get('source')))}"
         for what, about in (("calibrated on", measured.calibration), ("KL on", measured.held_out or {}))
         if about.get("source")
     ]
     others = [f"{each} {bits:.3g}" for each, bits in measured.bits.items()]
-    return words.clean(
+    return wording.clean(
         f"Each unit alone replaced by {name} in the original ({', '.join(shown) or 'data in memory'}). "
         f"Tried, with bits per weight: {', '.join(others)}."
     )
@@ -65,7 +65,7 @@ def _conditions(measured: SensitivityResult, name: str) -> str:
 
 def worst(
     measured: SensitivityResult, values: dict[str, float], about: Mapped, records: dict[str, LayerRecord]
-) -> Table:
+) -> ReportTable:
     """The units that lose most, by every candidate, and the format that the run stored them in."""
     units = {unit.name: unit for unit in measured.units}
     first = sorted(values, key=lambda name: -values[name])[:WORST]
@@ -73,17 +73,17 @@ def worst(
     rows = []
     for unit in map(units.__getitem__, first):
         found = unit.kl if about is KL else unit.loss
-        cells = [about.said(found[name], 3) if name in found else words.NONE for name in names]
-        rows.append((words.name(unit.name), *cells, *([_stored(unit, records)] if records else [])))
+        cells = [about.said(found[name], 3) if name in found else wording.NONE for name in names]
+        rows.append((wording.name(unit.name), *cells, *([_stored(unit, records)] if records else [])))
     what = "KL alone" if about is KL else "error"
-    columns = ("layers", *(f"{words.name(name)}" for name in names), *(["here"] if records else []))
+    columns = ("layers", *(f"{wording.name(name)}" for name in names), *(["here"] if records else []))
     few = len(rows) if len(rows) < WORST else "ten"
     left = frozenset({len(columns) - 1}) if records else frozenset()
-    return Table(columns, rows, f"The {few} most sensitive: {what} by each candidate", left=left)
+    return ReportTable(columns, rows, f"The {few} most sensitive: {what} by each candidate", left=left)
 
 
 def _stored(unit: UnitSensitivity, records: dict[str, LayerRecord]) -> str:
     kinds = dict.fromkeys(
         records[layer].scheme or records[layer].method if layer in records else "as it was" for layer in unit.layers
     )
-    return words.name(", ".join(kinds))
+    return wording.name(", ".join(kinds))

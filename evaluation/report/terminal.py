@@ -4,18 +4,18 @@ from typing import Literal
 
 import rich.table
 
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.system.terminal import console
 
 
-def show(*blocks: Table | str) -> None:
+def show(*blocks: ReportTable | str) -> None:
     """Print tables and sentences on standard output, from top to bottom."""
     out = console()
     for block in blocks:
-        out.print(drawn(block) if isinstance(block, Table) else block)
+        out.print(drawn(block) if isinstance(block, ReportTable) else block)
 
 
-def drawn(block: Table) -> rich.table.Table:
+def drawn(block: ReportTable) -> rich.table.Table:
     """A table for rich. Cells too wide for their column are folded. A row whose first cell is empty belongs to the row
     above; where there are such rows, rules separate the groups."""
     made = rich.table.Table(title=block.title or None, title_justify="left")

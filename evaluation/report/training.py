@@ -38,14 +38,14 @@ class Line(TypedDict):
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainingCurve:
     """One training: its steps, and the measurements on held-out samples."""
 
     steps: list[Line]
     held_out: list[Line]
 
 
-def curves(model: str) -> list[Curve]:
+def curves(model: str) -> list[TrainingCurve]:
     """The trainings of a model. Raises InputError for a checkpoint without any, CheckpointError for a damaged file."""
     source = find_source(model)
     path = source.path / TRAINING
@@ -59,18 +59,18 @@ def curves(model: str) -> list[Curve]:
     for i, line in enumerate(lines, 1):
         fits(line, Line, f"{path}: line {i}")
     found = [list(group) for _, group in groupby(lines, key=lambda line: line["training"])]
-    made = [Curve([x for x in g if "loss" in x], [x for x in g if "held_out" in x]) for g in found]
+    made = [TrainingCurve([x for x in g if "loss" in x], [x for x in g if "held_out" in x]) for g in found]
     if not made or not all(curve.steps for curve in made):
         raise CheckpointError(f"{path} has a training without steps; it must have a line for each")
     return made
 
 
-def content(found: Sequence[Curve]) -> list[dict[str, Any]]:
+def content(found: Sequence[TrainingCurve]) -> list[dict[str, Any]]:
     """The curves as JSON."""
     return [{"steps": curve.steps, "held_out": curve.held_out} for curve in found]
 
 
-def rows(found: Sequence[Curve]) -> list[tuple[str, ...]]:
+def rows(found: Sequence[TrainingCurve]) -> list[tuple[str, ...]]:
     """A row for each training: steps, losses of the first and last hundredth, held-out losses, tokens a second."""
     told: list[tuple[str, ...]] = []
     for curve in found:
@@ -89,7 +89,7 @@ def total(line: Line) -> float:
     return math.fsum(line["held_out"].values())
 
 
-def drawn(model: str, found: Sequence[Curve]) -> str:
+def drawn(model: str, found: Sequence[TrainingCurve]) -> str:
     """The picture."""
     steps, means, dots, before = [], [], [], 0
     for curve in found:
@@ -115,7 +115,7 @@ def drawn(model: str, found: Sequence[Curve]) -> str:
     return picture(f"{model}: loss of training", [*marks, *key(kinds)])
 
 
-def write_curves(model: str, found: Sequence[Curve], path: Path) -> None:
+def write_curves(model: str, found: Sequence[TrainingCurve], path: Path) -> None:
     """Write the picture. Raises InputError where the file cannot be written."""
     try:
         write_whole(path, noted(drawn(model, found)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
 from compress.evaluation.quality.statistics import FEW_WINDOWS
-from compress.evaluation.report import words
+from compress.evaluation.report import wording
 from compress.evaluation.report.content import Tile
 
 ALPHA = 0.05
@@ -39,12 +39,12 @@ def sample(text: TextResult) -> str:
     if text.windows >= FEW_WINDOWS:
         return ""
     count = "one window" if text.windows == 1 else f"{text.windows} windows"
-    return f" on {words.count(text.tokens)} tokens ({count})"
+    return f" on {wording.count(text.tokens)} tokens ({count})"
 
 
 def in_noise(figure: Figure) -> bool:
     """True where the 95 % interval holds zero."""
-    found = words.bounds(figure)
+    found = wording.bounds(figure)
     return found is not None and found[0] <= 0 <= found[1]
 
 
@@ -54,7 +54,7 @@ def at_floor(text: TextResult) -> bool:
     if kl is None or floor is None or kl.error is None:
         return False
     error = math.hypot(kl.error or 0.0, floor.error or 0.0)
-    return kl.value - floor.value <= words.Z95 * error
+    return kl.value - floor.value <= wording.Z95 * error
 
 
 def smaller(found: Evaluation) -> float | None:
@@ -76,15 +76,13 @@ def _size(found: Evaluation) -> list[str]:
     times, bits = smaller(found), f"{found.size.bits_per_weight:.2f} bits per compressed weight"
     if times is None:
         bits = bits if found.size.compressed_parameters else f"{found.size.bits_per_parameter:.2f} bits per parameter"
-        return [f"{words.data(found.size.bytes)} on disk, {bits}."]
+        return [f"{wording.data(found.size.bytes)} on disk, {bits}."]
     if times < 1:
-        return [f"{1 / times:.2f} times as large as the original ({words.data(found.size.bytes)})."]
+        return [f"{1 / times:.2f} times as large as the original ({wording.data(found.size.bytes)})."]
     assert found.reference_size is not None
     bits = f", {bits}" if found.size.compressed_parameters else ""
-    return [
-        f"{times:.2f} times smaller: {words.data(found.size.bytes)} instead of {words.data(found.reference_size.bytes)}"
-        f"{bits}."
-    ]
+    before, after = (wording.data(size.bytes) for size in (found.reference_size, found.size))
+    return [f"{times:.2f} times smaller: {after} instead of {before}{bits}."]
 
 
 def _perplexity(found: Evaluation) -> list[str]:
@@ -95,14 +93,14 @@ def _perplexity(found: Evaluation) -> list[str]:
         return others if others or found.tasks else ["Quality was not measured."]
     reference = text.figures.get("reference_perplexity")
     if reference is None or moved is None:
-        return [f"Perplexity {words.with_error(own)}{sample(text)}; there is no original to hold it against."]
-    pair = f"{words.number(own.value)} against {words.number(reference.value)}"
+        return [f"Perplexity {wording.with_error(own)}{sample(text)}; there is no original to hold it against."]
+    pair = f"{wording.number(own.value)} against {wording.number(reference.value)}"
     if moved.error is None:
         return [f"Too little text to tell what it cost: perplexity {pair}{sample(text)}."]
     if in_noise(moved):
         return [f"Perplexity is the original's within noise: {pair}, {_signed(moved)}{sample(text)}."]
     more = "higher" if moved.value > 0 else "lower"
-    by = words.with_error(Figure(abs(moved.value), moved.error), 100, " %")
+    by = wording.with_error(Figure(abs(moved.value), moved.error), 100, " %")
     return [f"Perplexity is {by} {more}: {pair}{sample(text)}."]
 
 
@@ -110,19 +108,21 @@ def _encoded(found: Evaluation) -> Iterator[str]:
     """Sentences on an encoder's correlation with people's scores of pairs of sentences."""
     for pairs in found.embeddings:
         own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
-        beside = "" if moved is None else f", the original's {words.number(own.value - moved.value, 3)}"
-        said = f"Spearman's correlation with people's scores of {words.count(pairs.pairs)} pairs"
-        yield f"{said} {words.with_error(own)}{beside}."
+        beside = "" if moved is None else f", the original's {wording.number(own.value - moved.value, 3)}"
+        said = f"Spearman's correlation with people's scores of {wording.count(pairs.pairs)} pairs"
+        yield f"{said} {wording.with_error(own)}{beside}."
 
 
 def _classified(found: Evaluation) -> Iterator[str]:
     """Sentences on a classifier's accuracy, and on its agreement with the original."""
     for inputs in found.classifications:
         figures = inputs.figures
-        said = [f"Right on {words.with_error(figures['accuracy'], 100, ' %')} of {words.count(inputs.inputs)} inputs"]
+        said = [
+            f"Right on {wording.with_error(figures['accuracy'], 100, ' %')} of {wording.count(inputs.inputs)} inputs"
+        ]
         if "accuracy_difference" in figures:
             said.append(f"{points(figures['accuracy_difference'])} beside the original")
-            said.append(f"the same class for {words.share(figures['agreement'].value)}")
+            said.append(f"the same class for {wording.share(figures['agreement'].value)}")
         yield ", ".join(said) + "."
 
 
@@ -132,14 +132,14 @@ def _divergence(found: Evaluation) -> list[str]:
     if text is None or kl is None:
         return []
     top = text.figures.get("same_top")
-    same = "" if top is None else f", the same first choice for {words.share(top.value)} of the tokens"
+    same = "" if top is None else f", the same first choice for {wording.share(top.value)} of the tokens"
     floor = " (that is the noise floor)" if at_floor(text) else ""
-    return [f"KL to the original {words.with_error(kl)} nats per token{floor}{same}."]
+    return [f"KL to the original {wording.with_error(kl)} nats per token{floor}{same}."]
 
 
 def _signed(figure: Figure) -> str:
     sign = "+" if figure.value >= 0 else ""
-    return sign + words.with_error(figure, 100, " %")
+    return sign + wording.with_error(figure, 100, " %")
 
 
 def _tasks(tasks: list[TaskResult]) -> list[str]:
@@ -156,7 +156,7 @@ def _tasks(tasks: list[TaskResult]) -> list[str]:
         one = f"{_named(others[0])} does not differ from the original beyond noise."
         made.append(one if len(others) == 1 else f"No task of {len(others)} differs from the original beyond noise.")
     if unclear:
-        said = ", ".join(f"{words.name(task.name)} ({words.count(task.questions)})" for task in unclear)
+        said = ", ".join(f"{wording.name(task.name)} ({wording.count(task.questions)})" for task in unclear)
         made.append(f"Too few questions to tell: {said}.")
     return made
 
@@ -164,12 +164,12 @@ def _tasks(tasks: list[TaskResult]) -> list[str]:
 def _named(task: TaskResult) -> str:
     """A task, with the number of its questions where they are few."""
     few = task.questions < FEW_QUESTIONS
-    return f"{words.name(task.name)} ({words.count(task.questions)} questions)" if few else words.name(task.name)
+    return f"{wording.name(task.name)} ({wording.count(task.questions)} questions)" if few else wording.name(task.name)
 
 
 def too_few(task: TaskResult) -> bool:
     """True for a task whose interval is unknown, or too wide to rule out a difference that matters."""
-    found = task.interval or words.bounds(task.difference)
+    found = task.interval or wording.bounds(task.difference)
     return found is None or found[1] - found[0] > UNCLEAR
 
 
@@ -185,22 +185,22 @@ def significant(task: TaskResult) -> bool:
     p = task.p_adjusted if task.p_adjusted is not None else task.p_value
     if p is not None:
         return p < ALPHA
-    return words.bounds(task.difference) is not None and task.difference is not None and not in_noise(task.difference)
+    return wording.bounds(task.difference) is not None and task.difference is not None and not in_noise(task.difference)
 
 
 def points(difference: Figure | None) -> str:
     """A difference of shares, in percentage points."""
     if difference is None:
-        return words.NOT_MEASURED
+        return wording.NOT_MEASURED
     sign = "+" if difference.value >= 0 else ""
-    return f"{sign}{words.with_error(difference, 100)} points"
+    return f"{sign}{wording.with_error(difference, 100)} points"
 
 
 def _speed(found: Evaluation) -> list[str]:
     speed = found.speed
     if speed is None:
         return []
-    own = f"Decodes {words.number(speed.model.decode.value, 3)} tokens/s on {words.name(speed.device)}"
+    own = f"Decodes {wording.number(speed.model.decode.value, 3)} tokens/s on {wording.name(speed.device)}"
     if speed.reference is None or not speed.reference.decode.value:
         return [own + "."]
     return [f"{own}, {speed.model.decode.value / speed.reference.decode.value:.2f} times the original's speed."]
@@ -214,7 +214,7 @@ def tiles(found: Evaluation) -> list[Tile]:
         detail = (
             "" if times is None else f"{times:.2f} times smaller" if times >= 1 else f"{1 / times:.2f} times larger"
         )
-        made.append(Tile("size", words.data(found.size.bytes), detail or f"{found.size.bits_per_parameter:.2f} bits"))
+        made.append(Tile("size", wording.data(found.size.bytes), detail or f"{found.size.bits_per_parameter:.2f} bits"))
     text, moved = held_out(found), change(found)
     figures = {} if text is None else text.figures
     if "perplexity" in figures:
@@ -224,16 +224,16 @@ def tiles(found: Evaluation) -> list[Tile]:
             detail = "one window: too little text to tell"
         elif text is not None:
             detail += sample(text)
-        made.append(Tile("perplexity", words.number(figures["perplexity"].value), detail))
+        made.append(Tile("perplexity", wording.number(figures["perplexity"].value), detail))
     if "kl_mean" in figures:
         error = figures["kl_mean"].error
         detail = "nats per token" if error is None else f"± {error:.1g} nats per token"
-        made.append(Tile("KL to the original", words.number(figures["kl_mean"].value, 3), detail))
+        made.append(Tile("KL to the original", wording.number(figures["kl_mean"].value, 3), detail))
     if "same_top" in figures:
-        made.append(Tile("same first choice", words.share(figures["same_top"].value), "of the tokens"))
+        made.append(Tile("same first choice", wording.share(figures["same_top"].value), "of the tokens"))
     if found.speed is not None:
         own, other = found.speed.model.decode, found.speed.reference
         times = None if other is None or not other.decode.value else own.value / other.decode.value
         detail = "tokens/s, one sequence" if times is None else f"tokens/s, {times:.2f} times the original's"
-        made.append(Tile("decoding", words.number(own.value, 3), detail))
+        made.append(Tile("decoding", wording.number(own.value, 3), detail))
     return made

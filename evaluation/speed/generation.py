@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer
 from compress.kernels.measure.timing import elapsed_ms
 
 
-class Generation:
+class GenerationTimer:
     """One model at one batch size: `prefill`, then as many calls of `step` as there is room for."""
 
     def __init__(self, model: Any, batch: int, prompt: int, new: int) -> None:

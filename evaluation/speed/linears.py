@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compress.evaluation.speed.options import LinearOptions
-from compress.evaluation.speed.report import Report
+from compress.evaluation.speed.report import SpeedReport
 from compress.kernels import workspace
 from compress.kernels.measure import benchmark
 from compress.kernels.measure.ceilings import measure_ceilings
@@ -14,7 +14,7 @@ from compress.system.progress import Reporter
 TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8, -1))
 
 
-def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) -> None:
+def bench_linears(options: LinearOptions, report: SpeedReport, reporter: Reporter) -> None:
     """Fill a report, saving it after every shape and number of tokens."""
     steps = 1 + options.tune + len(options.shapes) * len(options.tokens)
     if options.device.type == "cuda":

@@ -6,11 +6,11 @@ A result is one variant at one batch size:
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
     layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
-    share               of what is possible, `kernels.roofline`: weights and cache moved once, the products of the
-                        blocks' linear layers computed; attention and the head's products are left out
+    share               of what is possible, `kernels.measure.roofline`: weights and cache moved once, the products of
+                        the blocks' linear layers computed; attention and the head's products are left out
 
 On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
-round, as in `kernels.timing`.
+round, as in `kernels.measure.timing`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from torch import nn
 from compress.checkpoint.read.source import find_source
 from compress.errors import CompressError, InputError
 from compress.evaluation.speed import check, decoder, dense, memory
-from compress.evaluation.speed.generation import Generation
+from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.options import ModelOptions, default_schemes
-from compress.evaluation.speed.report import Report
+from compress.evaluation.speed.report import SpeedReport
 from compress.kernels import workspace
 from compress.kernels.measure.ceilings import measure_ceilings
-from compress.kernels.measure.roofline import INT8, Cost, achieved
+from compress.kernels.measure.roofline import INT8, CallCost, achieved
 from compress.kernels.measure.timing import summary
 from compress.runtime.layers.linear import QuantLinear
 from compress.runtime.layers.walk import compressed_layers
@@ -41,7 +41,7 @@ COMPARED = 32
 STORED = "compressed"
 
 
-def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> None:
+def bench_model(options: ModelOptions, report: SpeedReport, reporter: Reporter) -> None:
     """Fill a report, saving it after every variant."""
     variants = list(find_variants(options, report.notes))
     report.settings["variants"] = [name for name, _ in variants]
@@ -50,7 +50,7 @@ def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> No
         workspace.prepare(options.device)
     report.ceilings |= measure_ceilings(options.device, options.quick)
     reporter.step(1, steps, "ceilings")
-    waiting: list[tuple[dict[str, Any], Generation]] = []
+    waiting: list[tuple[dict[str, Any], GenerationTimer]] = []
     for done, (name, build) in enumerate(variants, 2):
         entries = [{"variant": name, "batch": batch} for batch in options.batches]
         report.results += entries
@@ -67,7 +67,7 @@ def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> No
         explain(entry, options, report)
 
 
-def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report) -> None:
+def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: SpeedReport) -> None:
     """Record on entries without figures why they have none; any reason but a lack of memory is a failure."""
     line = next(iter(str(reason).splitlines()), "")
     for entry in entries:
@@ -80,8 +80,8 @@ def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report)
 
 
 def measure_variant(
-    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
-) -> list[tuple[dict[str, Any], Generation]]:
+    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: SpeedReport
+) -> list[tuple[dict[str, Any], GenerationTimer]]:
     """Make and check one variant, and on a GPU time it. Returns the entries still to be timed."""
     prepared = prepare(entries, build, options, report)
     if options.device.type == "cpu":
@@ -157,8 +157,8 @@ def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Modul
 
 
 def prepare(
-    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
-) -> Iterator[tuple[dict[str, Any], Generation]]:
+    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: SpeedReport
+) -> Iterator[tuple[dict[str, Any], GenerationTimer]]:
     """Make one variant, record its memory, check it at every batch size. Yields the correct ones, ready to be timed."""
     device = options.device
     base = memory.settled_bytes(device)
@@ -175,7 +175,7 @@ def prepare(
         }
         entry |= {"build_peak_bytes": building.bytes, "read_bytes": memory.read_bytes(model)}
     for entry in entries:
-        generation = Generation(model, entry["batch"], options.prompt, options.new)
+        generation = GenerationTimer(model, entry["batch"], options.prompt, options.new)
         memory.settled_bytes(device)
         with memory.watched_memory(device, base) as running:
             generation.start()
@@ -213,7 +213,7 @@ def _arithmetic(model: nn.Module, dtype: torch.dtype) -> str:
     return INT8 if rounded and all(rounded) else str(dtype).removeprefix("torch.")
 
 
-def check_variant(entry: dict[str, Any], generation: Generation) -> str:
+def check_variant(entry: dict[str, Any], generation: GenerationTimer) -> str:
     """Add the errors of a compressed model to its entry. Returns the problem in a line, or an empty string."""
     model = generation.model
     with check.watched_layers(model) as errors:
@@ -231,7 +231,7 @@ def check_variant(entry: dict[str, Any], generation: Generation) -> str:
     return ""
 
 
-def time_rounds(ready: list[tuple[dict[str, Any], Generation]], rounds: int) -> None:
+def time_rounds(ready: list[tuple[dict[str, Any], GenerationTimer]], rounds: int) -> None:
     """Time generations in turns, and add the times to their entries."""
     times: list[list[tuple[float, float]]] = [[] for _ in ready]
     for _, generation in ready:
@@ -245,7 +245,7 @@ def time_rounds(ready: list[tuple[dict[str, Any], Generation]], rounds: int) -> 
             entry[part] = summary([pair[i] for pair in found], generation.device)
 
 
-def explain(entry: dict[str, Any], options: ModelOptions, report: Report) -> None:
+def explain(entry: dict[str, Any], options: ModelOptions, report: SpeedReport) -> None:
     """Add to a timed entry its tokens per second, its ratio to dense, and its share of what is possible."""
     if "decode" not in entry:
         return
@@ -257,7 +257,7 @@ def explain(entry: dict[str, Any], options: ModelOptions, report: Report) -> Non
         figures["tokens_per_s"] = tokens / figures["time_ms"] * 1e3
         if baseline is not None and entry is not baseline:
             figures["speedup_over"] = {decoder.DENSE: baseline[part]["time_ms"] / figures["time_ms"]}
-        need = Cost(
+        need = CallCost(
             entry["read_bytes"] + entry["cache_bytes"], 2 * entry["linear_weights"] * tokens, entry["arithmetic"]
         )
         figures |= achieved(need, figures["time_ms"], report.ceilings)

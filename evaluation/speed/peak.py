@@ -55,7 +55,7 @@ def _most(device: torch.device) -> int:
 
 def main(model: str, where: str, trusted: bool) -> None:
     """Measure in this process, and print."""
-    from compress.evaluation.speed.generation import Generation
+    from compress.evaluation.speed.generation import GenerationTimer
     from compress.weights.formats.registry import import_plugin
 
     warnings.filterwarnings("ignore")
@@ -68,7 +68,7 @@ def main(model: str, where: str, trusted: bool) -> None:
     if not getattr(network, "can_generate", lambda: False)():
         raise InputError(f"{type(network).__name__} does not generate text")
     context = getattr(network.config.get_text_config(), "max_position_embeddings", None) or PROMPT + NEW
-    running = Generation(network, 1, min(PROMPT, max(1, context - NEW)), NEW)
+    running = GenerationTimer(network, 1, min(PROMPT, max(1, context - NEW)), NEW)
     running.start()
     for _ in range(NEW - 1):
         running.step()

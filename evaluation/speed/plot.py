@@ -8,12 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Article, Block, Picture, Report, Section, Table, Tile, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Tile, Words
 from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
 from compress.evaluation.report.facts import known
 from compress.evaluation.report.page import write_page
-from compress.evaluation.speed import report, table
+from compress.evaluation.speed import report, speed_tables
 
 BAR, ROW, HEADING = 12.0, 20.0, 26.0  # heights: of a bar, of its row, of the line above a group
 APART = 8.0  # between a name, its bar and its figure
@@ -28,7 +28,7 @@ MODELS = (
 
 
 @dataclass(frozen=True)
-class Bar:
+class SpeedBar:
     """value: its length, None for no bar. figure: text at its end. about: tooltip. style: `main` or `other`."""
 
     name: str
@@ -38,31 +38,31 @@ class Bar:
     style: str = "main"
 
 
-def write_plots(found: report.Report, path: Path) -> None:
+def write_plots(found: report.SpeedReport, path: Path) -> None:
     """Write the page; it appears when it is complete. Raises InputError where the file cannot be written."""
     write_page(path, page_of(found))
 
 
-def page_of(found: report.Report) -> Report:
+def page_of(found: report.SpeedReport) -> Report:
     """The content of the page."""
     of_linears = found.what == "linears"
     sections = linear_sections(found.results) if of_linears else model_sections(found.results)
-    told = [*table.slower(found.results), *dict.fromkeys(found.notes)]
+    told = [*speed_tables.slower(found.results), *dict.fromkeys(found.notes)]
     if told:
-        sections.append(Section("Remarks", [Words(words.clean(line), "note") for line in told]))
+        sections.append(Section("Remarks", [Words(wording.clean(line), "note") for line in told]))
     left = [f"{name}: {entry['skipped']}" for name, entry in found.ceilings.items() if "skipped" in entry]
-    left += table.skipped(found.results)
+    left += speed_tables.skipped(found.results)
     if left:
-        sections.append(Section("Not measured", [Words(words.clean(line), "note") for line in left]))
+        sections.append(Section("Not measured", [Words(wording.clean(line), "note") for line in left]))
     kept = {key: value for key, value in found.facts.items() if key != "versions"}
     settings = {**found.settings, **shapes_of(found.settings)}
     rows = known({**kept, **settings, "versions": found.facts["versions"]})
-    sections.append(Section("Where this comes from", [Table(("", ""), rows, names=2)]))
-    what = "linear layers" if of_linears else words.name(found.settings["model"])
-    verdict = f"On {found.facts['device']}: {table.title_of(found)}."
+    sections.append(Section("Where this comes from", [ReportTable(("", ""), rows, names=2)]))
+    what = "linear layers" if of_linears else wording.name(found.settings["model"])
+    verdict = f"On {found.facts['device']}: {speed_tables.title_of(found)}."
     return Report(
         f"Speed of {what}",
-        words.clean(verdict),
+        wording.clean(verdict),
         [Article(what, "", verdict, _ceilings(found.ceilings), sections)],
         command="bench",
         footnote="What is wrong is not timed.",
@@ -79,7 +79,7 @@ def _ceilings(ceilings: Mapping[str, Mapping[str, Any]]) -> list[Tile]:
     tiles = []
     for name, entry in ceilings.items():
         if "skipped" not in entry:
-            value, unit = table.rate(entry["per_s"], entry["unit"], "int" in name).split(" ")
+            value, unit = speed_tables.rate(entry["per_s"], entry["unit"], "int" in name).split(" ")
             tiles.append(Tile(name, value, f"{unit} at best"))
     return tiles
 
@@ -98,10 +98,10 @@ def linear_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
             groups = [("", [_candidate(entry) for entry in entries])]
             blocks.append(Picture(title, drawn(f"speed over dense of {N} x {K}, {title}", groups, most, mark=1.0)))
         names = dict.fromkeys(entry["candidate"] for entry in here)
-        times = {(entry["candidate"], entry["M"]): words.number(1e3 * entry["time_ms"]) for entry in here}
-        rows = [(name, *(times.get((name, M), words.NONE) for M in by_tokens)) for name in names]
+        times = {(entry["candidate"], entry["M"]): wording.number(1e3 * entry["time_ms"]) for entry in here}
+        rows = [(name, *(times.get((name, M), wording.NONE) for M in by_tokens)) for name in names]
         columns = ("microseconds", *(f"M = {M}" for M in by_tokens))
-        blocks.append(Table(columns, rows, "Time of one product, by tokens M", folded=True))
+        blocks.append(ReportTable(columns, rows, "Time of one product, by tokens M", folded=True))
         sections.append(Section(f"{N} outputs x {K} inputs", blocks))
     return sections
 
@@ -114,11 +114,11 @@ def over_dense(entry: Mapping[str, Any]) -> float | None:
     return ratio
 
 
-def _candidate(entry: Mapping[str, Any]) -> Bar:
+def _candidate(entry: Mapping[str, Any]) -> SpeedBar:
     ratio, name = over_dense(entry), entry["candidate"]
-    figure = f"{table.ratio(ratio)}, {table.percent(entry['share'])}"
-    about = f"{name}: {1e3 * entry['time_ms']:,.1f} microseconds, {table.percent(entry['share'])} of the ceiling"
-    return Bar(name.removeprefix("torch._"), ratio, figure, about, "main" if entry.get("ours") else "other")
+    figure = f"{speed_tables.ratio(ratio)}, {speed_tables.percent(entry['share'])}"
+    about = f"{name}: {1e3 * entry['time_ms']:,.1f} microseconds, {speed_tables.percent(entry['share'])} of the ceiling"
+    return SpeedBar(name.removeprefix("torch._"), ratio, figure, about, "main" if entry.get("ours") else "other")
 
 
 def model_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -135,31 +135,31 @@ def model_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
 
 
 def _grouped(
-    title: str, entries: Sequence[Mapping[str, Any]], bars: Callable[[Mapping[str, Any]], list[Bar]]
+    title: str, entries: Sequence[Mapping[str, Any]], bars: Callable[[Mapping[str, Any]], list[SpeedBar]]
 ) -> Picture:
     """A group of bars per variant."""
     groups = [
-        (words.name(variant), [bar for entry in members for bar in bars(entry)])
+        (wording.name(variant), [bar for entry in members for bar in bars(entry)])
         for variant, members in groupby(entries, key=lambda entry: str(entry["variant"]))
     ]
     most = longest(bar.value for _, bars_of in groups for bar in bars_of if bar.value is not None)
     return Picture(title, drawn(title, groups, most))
 
 
-def _rate(part: str, entry: Mapping[str, Any]) -> list[Bar]:
+def _rate(part: str, entry: Mapping[str, Any]) -> list[SpeedBar]:
     figures = entry[part]
     ratio = figures.get("speedup_over", {}).get("dense")
-    beside = ([] if ratio is None else [table.ratio(ratio)]) + [table.percent(figures["share"])]
+    beside = ([] if ratio is None else [speed_tables.ratio(ratio)]) + [speed_tables.percent(figures["share"])]
     style = "other" if entry["variant"] == "dense" else "main"
     about = f"{entry['variant']}, batch {entry['batch']}: {figures['time_ms']:.4g} ms"
-    figure = f"{words.number(figures['tokens_per_s'])} ({', '.join(beside)})"
-    return [Bar(f"batch {entry['batch']}", figures["tokens_per_s"], figure, about, style)]
+    figure = f"{wording.number(figures['tokens_per_s'])} ({', '.join(beside)})"
+    return [SpeedBar(f"batch {entry['batch']}", figures["tokens_per_s"], figure, about, style)]
 
 
-def _memory(entry: Mapping[str, Any]) -> list[Bar]:
+def _memory(entry: Mapping[str, Any]) -> list[SpeedBar]:
     style = "other" if entry["variant"] == "dense" else "main"
     parts = (("weights", entry["weights_bytes"]), ("peak", entry["peak_bytes"]))
-    return [Bar(name, value, words.data(value), style=style) for name, value in parts]
+    return [SpeedBar(name, value, wording.data(value), style=style) for name, value in parts]
 
 
 def longest(values: Iterable[float]) -> float:
@@ -167,7 +167,7 @@ def longest(values: Iterable[float]) -> float:
     return max((value for value in values if math.isfinite(value) and value > 0), default=1.0)
 
 
-def drawn(about: str, groups: Sequence[tuple[str, Sequence[Bar]]], most: float, mark: float | None = None) -> str:
+def drawn(about: str, groups: Sequence[tuple[str, Sequence[SpeedBar]]], most: float, mark: float | None = None) -> str:
     """Bars from left to right, each with its name before it and its figure behind it. groups: (heading or nothing,
     bars). most: the value of a bar of full length. mark: a value with a line across all bars."""
     every = [bar for _, bars in groups for bar in bars]
@@ -189,7 +189,7 @@ def drawn(about: str, groups: Sequence[tuple[str, Sequence[Bar]]], most: float, 
     return inline(about, height + 2, marks)
 
 
-def _bar(bar: Bar, across: Axis, y: float) -> str:
+def _bar(bar: SpeedBar, across: Axis, y: float) -> str:
     end = across.start if bar.value is None or not math.isfinite(bar.value) else across.place(bar.value)
     inside = hover(bar.about) if bar.about else ""
     box = f'x="{across.start:.1f}" y="{y + (ROW - BAR) / 2:.1f}" width="{end - across.start:.1f}" height="{BAR:.0f}"'

@@ -7,8 +7,8 @@
      "tuned": [...], "notes": [...], "failures": [...],
      "results": [{...} with figures, or with "skipped": why]}
 
-Results are in `kernels.benchmark.measure` (linears) and `bench.models` (model). While the work goes on they are in
-FILE.partial, which becomes FILE at the end: FILE is never half a report.
+Results are in `kernels.measure.benchmark.measure` (linears) and `speed.models` (model). While the work goes on they are
+in FILE.partial, which becomes FILE at the end: FILE is never half a report.
 """
 
 import json
@@ -28,7 +28,7 @@ IDLE = 0.5
 
 
 @dataclass
-class Report:
+class SpeedReport:
     """Grows during the work; `file` is its destination."""
 
     what: Literal["linears", "model"]

@@ -16,7 +16,7 @@ import torch
 from compress.errors import InputError
 from compress.evaluation.cost.routes import kernel_rows
 from compress.evaluation.document import Figure, SpeedResult, Timing
-from compress.evaluation.speed.generation import Generation
+from compress.evaluation.speed.generation import GenerationTimer
 from compress.kernels.measure.provenance import cpu_name
 from compress.runtime.layers.walk import compressed_layers
 
@@ -50,7 +50,7 @@ def measure_speed(
         if not getattr(each, "can_generate", lambda: False)():
             raise InputError(f"{type(each).__name__} does not generate text; speed is of decoders")
     prompt, new = _room(both, prompt, new)
-    ready = [Generation(each, 1, prompt, new) for each in both]
+    ready = [GenerationTimer(each, 1, prompt, new) for each in both]
     times: list[list[tuple[float, float]]] = [[] for _ in ready]
     for generation in ready:
         generation.capture()

@@ -11,7 +11,7 @@ from torch import nn
 from compress.data.text import check_vocabulary
 from compress.errors import InputError
 from compress.evaluation.document import Figure, TaskResult
-from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelihoods, window_of
+from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of
 from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness
 from compress.evaluation.tasks.questions import Task, read_task
 from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
@@ -49,12 +49,12 @@ def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> lis
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedTasks:
     """Tasks as tokens: pairs of a context and a choice for those from files, None for those of lm-eval."""
 
     tasks: Sequence[Task | Harness]
     tokenizer: Any
-    pairs: Sequence[list[Pair] | None]
+    pairs: Sequence[list[ContinuationPair] | None]
 
     @property
     def total(self) -> int:
@@ -67,7 +67,7 @@ class Prepared:
         return task.total if isinstance(task, Harness) else len(self.pairs[i] or [])
 
 
-def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequence[Any]) -> Prepared:
+def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequence[Any]) -> TokenizedTasks:
     """Tasks for models of these configurations, which are shown the same tokens: the smallest window counts.
 
     Raises InputError for answers longer than that window, and for tokens that are not in the vocabulary.
@@ -75,11 +75,11 @@ def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequ
     window = min((found for each in configs if (found := window_of(each)) is not None), default=None)
     vocabulary = min(each.vocab_size for each in configs)
     pairs = [_encoded(task, tokenizer, window, vocabulary) if isinstance(task, Task) else None for task in tasks]
-    return Prepared(tasks, tokenizer, pairs)
+    return TokenizedTasks(tasks, tokenizer, pairs)
 
 
 @torch.no_grad()
-def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
+def ask_tasks(prepared: TokenizedTasks, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
     """The results of all tasks, with a model's answers. step(n, name): n more of `total` steps are done, of that task.
 
     Raises CompressError for a model that gives no numbers.
@@ -88,7 +88,7 @@ def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], N
 
 
 @torch.no_grad()
-def ask_task(prepared: Prepared, i: int, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
+def ask_task(prepared: TokenizedTasks, i: int, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
     """The results of task i alone; a task of lm-eval may have several."""
     task, pairs = prepared.tasks[i], prepared.pairs[i]
     with evaluating(model):
@@ -106,7 +106,7 @@ def compare_tasks(ours: Sequence[Asked], theirs: Sequence[Asked] | None = None) 
     return adjusted([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
 
 
-def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:
+def _ask(task: Task, pairs: Sequence[ContinuationPair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:
     """The result of a file of questions, with a model's answers."""
     asked = TaskResult(
         name=task.name,
@@ -121,7 +121,7 @@ def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[in
     return asked, answers_of(task, likelihoods(model, pairs, lambda more: step(more, task.name)))
 
 
-def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[Pair]:
+def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[ContinuationPair]:
     """The tokens of context and choice, for every choice of every question."""
     behind = appended(tokenizer, task.questions[0].context)
     pairs = [
@@ -134,7 +134,7 @@ def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) ->
     return pairs
 
 
-def _truncated(task: Task, pairs: Sequence[Pair]) -> int:
+def _truncated(task: Task, pairs: Sequence[ContinuationPair]) -> int:
     """The number of questions that lost a part of their context."""
     lost = iter(pair.lost > 0 for pair in pairs)
     return sum(sum(next(lost) for _ in question.choices) > 0 for question in task.questions)

@@ -31,7 +31,7 @@ WINDOWS = ("n_positions", "max_position_embeddings", "n_ctx")  # names of the wi
 
 
 @dataclass(frozen=True)
-class Pair:
+class ContinuationPair:
     """Token ids of a context and of its continuation. lost: tokens of the context that the window has no room for."""
 
     context: list[int]
@@ -64,7 +64,9 @@ def appended(tokenizer: Any, text: str) -> int:
     return next((len(whole) - i - len(bare) for i in starts), 0)
 
 
-def encode(tokenizer: Any, context: str, continuation: str, window: int | None, where: str, behind: int = 0) -> Pair:
+def encode(
+    tokenizer: Any, context: str, continuation: str, window: int | None, where: str, behind: int = 0
+) -> ContinuationPair:
     """Context and continuation as tokens. where: named in messages. behind: `appended`. Raises InputError for a
     continuation without tokens of its own, and for one longer than the window."""
     stripped = context.rstrip()
@@ -80,12 +82,12 @@ def encode(tokenizer: Any, context: str, continuation: str, window: int | None, 
             "leave this one out"
         )
     lost = 0 if window is None else max(0, len(before) + len(found) - 1 - window)
-    return Pair(before[lost:], found, lost)
+    return ContinuationPair(before[lost:], found, lost)
 
 
 @torch.no_grad()
 def likelihoods(
-    model: nn.Module, pairs: Sequence[Pair], step: Callable[[int], None] = lambda more: None
+    model: nn.Module, pairs: Sequence[ContinuationPair], step: Callable[[int], None] = lambda more: None
 ) -> list[Likelihood]:
     """The likelihood of each pair, in their order. step(n) is called after every batch: n more are done.
 
@@ -115,7 +117,9 @@ def _batches(lengths: Sequence[int], tokens: int) -> Iterator[slice]:
         first += count
 
 
-def _batch(model: nn.Module, head: OutputHead | None, pairs: Sequence[Pair], device: torch.device) -> list[Likelihood]:
+def _batch(
+    model: nn.Module, head: OutputHead | None, pairs: Sequence[ContinuationPair], device: torch.device
+) -> list[Likelihood]:
     longest = max(len(pair.read) for pair in pairs)
     # Its own last token again: no id that a model takes for padding, and asks for a mask.
     ids_BT = torch.tensor([pair.read + pair.read[-1:] * (longest - len(pair.read)) for pair in pairs], device=device)

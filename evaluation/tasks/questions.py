@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LineKind:
     """A form of lines. keys: identify it; label: the key of the right answer, which may lie in a file beside it. parse:
     returns the context, the choices and the index of the right one. protocol: its wording and scoring."""
 
@@ -71,7 +71,7 @@ class Task:
     """Questions of one file. available: how many the file has."""
 
     name: str
-    kind: Kind
+    kind: LineKind
     questions: tuple[Question, ...]
     available: int
 
@@ -129,7 +129,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
         yield number, row
 
 
-def _kind_of(row: Row, where: str) -> Kind:
+def _kind_of(row: Row, where: str) -> LineKind:
     for kind in KINDS:
         if set(kind.keys) <= row.keys():
             return kind
@@ -150,7 +150,7 @@ def _labels(path: Path, label: str, rows: int) -> list[str]:
     return labels
 
 
-def _question(kind: Kind, row: Row, where: str) -> Question:
+def _question(kind: LineKind, row: Row, where: str) -> Question:
     for key in kind.needed:
         if key not in row:
             raise _WrongError(f"no key {key!r}; its first line makes this a file of {kind.name}, which needs it")
@@ -226,9 +226,11 @@ def _cloze(row: Row) -> tuple[str, Sequence[str], int]:
 _CHOSEN = "chosen: the highest log-probability (accuracy), or the highest per character (accuracy_norm)"
 _WORD = "the last word behind the text before it; right where each of its tokens is the most probable one"
 KINDS = (
-    Kind("piqa", MULTIPLE_CHOICE, ("goal", "sol1", "sol2"), "label", f"'Question: GOAL\\nAnswer:'; {_CHOSEN}", _piqa),
-    Kind("hellaswag", MULTIPLE_CHOICE, ("ctx", "endings"), "label", f"'ACTIVITY: CTX'; {_CHOSEN}", _hellaswag),
-    Kind(
+    LineKind(
+        "piqa", MULTIPLE_CHOICE, ("goal", "sol1", "sol2"), "label", f"'Question: GOAL\\nAnswer:'; {_CHOSEN}", _piqa
+    ),
+    LineKind("hellaswag", MULTIPLE_CHOICE, ("ctx", "endings"), "label", f"'ACTIVITY: CTX'; {_CHOSEN}", _hellaswag),
+    LineKind(
         MULTIPLE_CHOICE,
         MULTIPLE_CHOICE,
         ("question", "choices"),
@@ -236,5 +238,5 @@ KINDS = (
         f"'Question: QUESTION\\nAnswer:'; {_CHOSEN}",
         _choices,
     ),
-    Kind(CLOZE, CLOZE, ("text",), None, _WORD, _cloze),
+    LineKind(CLOZE, CLOZE, ("text",), None, _WORD, _cloze),
 )

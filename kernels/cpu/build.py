@@ -6,7 +6,8 @@ build, or the reason why there is none, is logged once (`compress.kernels.notes`
 
 The library lies in a private folder of the cache directory (`compress.kernels.private`) under a name that is a hash of
 everything it depends on: sources, flags, compiler and processor (a home directory may be shared by machines that
-differ). `kept.py` has its checksum, or why it could not be built, which is not tried again until one of these changes.
+differ). `compiled_libraries.py` has its checksum, or why it could not be built, which is not tried again until one of
+these changes.
 
     COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built
     COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; avx2-vnni: and dot products of bytes
@@ -31,13 +32,13 @@ from typing import NamedTuple
 import torch
 
 from compress.errors import InputError
-from compress.kernels.cpu import kept
+from compress.kernels.cpu import compiled_libraries
 from compress.kernels.cpu.compiling import CompileError, jobs, run_all
 from compress.kernels.notes import note_once
 from compress.kernels.private import candidates, make_private, why_not_private
 
 
-class Unit(NamedTuple):
+class CompileUnit(NamedTuple):
     """A file to compile, and the macros defined for it."""
 
     source: Path
@@ -133,11 +134,11 @@ def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[
     return None, tuple(refused)
 
 
-def units(name: str) -> list[Unit]:
+def units(name: str) -> list[CompileUnit]:
     """The compilations that make a library."""
     here = Path(__file__).resolve()
     return [
-        Unit(here.with_name(f"cpu_{file}.cpp"), (f"-D{defined}",) if defined else ())
+        CompileUnit(here.with_name(f"cpu_{file}.cpp"), (f"-D{defined}",) if defined else ())
         for file, times in LIBRARIES[name].files.items()
         for defined in times
     ]
@@ -235,7 +236,7 @@ def _load(path: Path, name: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        kept.keep_failure(path, f"{path.name} cannot be loaded: {error}")
+        compiled_libraries.keep_failure(path, f"{path.name} cannot be loaded: {error}")
         raise CompileError(f"{path.name} cannot be loaded: {error}") from None
     if name == "gemm":
         library.instructions.restype = ctypes.c_char_p
@@ -247,23 +248,23 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
     it cannot be made, now or at an earlier try."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"cpu_{name}-{_key(command, flags, name)}.so"
-    if kept.is_whole(path):
+    if compiled_libraries.is_whole(path):
         return path
     waiting = "another process compiles kernels for this CPU: waiting for it"
-    with kept.locked(directory, lambda: note_once(waiting)) as beat:
-        if kept.is_whole(path):
+    with compiled_libraries.locked(directory, lambda: note_once(waiting)) as beat:
+        if compiled_libraries.is_whole(path):
             return path
-        earlier = kept.failure(path)
+        earlier = compiled_libraries.failure(path)
         if earlier is not None and os.environ.get("COMPRESS_CPU_KERNELS") != "retry":
             raise CompileError(earlier)
         seconds = -(-LIBRARIES[name].seconds // jobs())
         note_once(f"compiling kernels for this CPU, once: {LIBRARIES[name].about} (about {seconds} s)")
         try:
-            with kept.scratch(directory) as folder:
-                kept.keep(_compiled(folder, command, flags, name, beat), path)
+            with compiled_libraries.scratch(directory) as folder:
+                compiled_libraries.keep(_compiled(folder, command, flags, name, beat), path)
         except CompileError as failed:
             if not failed.passes:
-                kept.keep_failure(path, str(failed))
+                compiled_libraries.keep_failure(path, str(failed))
             raise
     return path
 

@@ -13,7 +13,7 @@
 //           first-level cache, with one broadcast per dword of x. Sums wait in memory from chunk to chunk.
 //               slab [CHUNK][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
 //
-// weight_only     the values of `pack.planar_weight`, rounded to the type of the scales, times x: fp32 products and
+// weight_only     the values of `layouts.words.planar_weight`, rounded to the type of the scales, times x: fp32 products and
 //                 sums, or pairs of bf16 with fp32 sums. 4-bit values come from a table of 16 per row and group.
 // int8_activation x to int8 codes as `reference` rounds them. Unsigned bytes of the weight times signed bytes of x,
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every

@@ -1,6 +1,6 @@
 // Scales and zero points that are codes themselves (SpQR; pack_tiles.py draws the layout), decoded as fp32 for the
 // loops over strips when the turn of their rows comes: scale = lowest + step * code, and the zero point likewise, in the
-// order of `pack_tiles.tile_scales`. A tile's range is that of some lanes of a strip, mostly of all.
+// order of `layouts.tiles.tile_scales`. A tile's range is that of some lanes of a strip, mostly of all.
 
 #pragma once
 

@@ -110,8 +110,8 @@ def linear(
     group_size: int,
     input_group: int | None,
 ) -> Tensor:
-    """[..., N] = x weight^T + bias; only where `serves` is true. The weight is the parts of a `pack.Planar`, or of a
-    `pack_strips.Strips`; input_group as in `strips.strips_linear`."""
+    """[..., N] = x weight^T + bias; only where `serves` is true. The weight is the parts of a `layouts.words.Planar`,
+    or of a `layouts.strips.Strips`; input_group as in `strips.strips_linear`."""
     out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group)
     return out
 
@@ -126,7 +126,8 @@ def w8a8(
     input_zero: Tensor | None,
     symmetric: bool,
 ) -> Tensor:
-    """[..., N] = quantize(x) weight^T scaled + bias; only where `serves` is true; arguments as of `ops.w8a8_linear`."""
+    """[..., N] = quantize(x) weight^T scaled + bias; only where `serves` is true; arguments as of
+    `operators.words.w8a8_linear`."""
     sums = (weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
     out: Tensor = _operators.cpu_w8a8.default(x, weight, *sums)
     return out

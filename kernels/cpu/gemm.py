@@ -1,6 +1,7 @@
 """The CPU products of `cpu_gemm.cpp` on tensors, and the choice among its loops for given sizes.
 
-Both loops read the words that every device reads (`pack.Planar`), strips of them (`pack_strips.Strips`) or plain int8.
+Both loops read the words that every device reads (`layouts.words.Planar`), strips of them (`layouts.strips.Strips`) or
+plain int8.
 The crossovers were measured on processors with AVX-512, and with AVX2 alone: rows and strips are read front to back
 until the arithmetic of that loop costs more than unpacking a slab.
 """

@@ -3,7 +3,8 @@
 N outputs, K inputs, G groups.
 
     held       [N, K / 2]                  what is kept of each quad, in order: numbers, or unsigned codes (uint8)
-    position   int32 [N, ceil(K / 32)]     the column of each within its quad, 0 to 3, two bits each (`pack.pack_rows`)
+    position   int32 [N, ceil(K / 32)]     the column of each within its quad, 0 to 3, two bits each
+    (`layouts.words.pack_rows`)
     scale      [G, N], zero uint8 [G, N]   of codes, whose value is (code - zero) * scale
 
 The positions of a quad rise, so a quad that keeps fewer than two has a zero among its pair. This is the layout on

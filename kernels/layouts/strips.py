@@ -8,7 +8,7 @@ Sixteen rows side by side, 8 columns of each (of 8 bits: 4) in every line of 64 
 so that a vector of a line has one dword of every row, scales of the rows of a strip are one vector, too, and a weight
 is read once and in the order of memory. u: unsigned codes, 0 where a row is padded to 32 columns.
 
-It takes the place of planar words (`pack.Planar`), never stands beside them; both ways are exact.
+It takes the place of planar words (`layouts.words.Planar`), never stands beside them; both ways are exact.
 """
 
 from typing import NamedTuple

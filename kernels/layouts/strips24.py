@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.kernels.layouts.pairs24 import Pairs, pack_positions, positions_of, spread, take, unpack_positions
 from compress.kernels.layouts.strips import BLOCK, BYTE, LINE_BYTES, NIBBLE, ROWS, by_row, by_strip
-from compress.kernels.layouts.words24 import KEPT, MIDDLE, QUAD, Sparse24, unpack24, words24
+from compress.kernels.layouts.words24 import KEPT, MIDDLE, QUAD, Words24, unpack24, words24
 
 NUMBERS = 16  # "bits" of what is no code
 
@@ -80,7 +80,7 @@ def unpack_pairs(weight: Strips24, columns: int) -> Pairs:
     return Pairs(_rows(weight.held, weight.bits, columns), position, scale, zero, weight.group_size)
 
 
-def pack_words24(weight: Sparse24, columns: int) -> Strips24:
+def pack_words24(weight: Words24, columns: int) -> Strips24:
     """A weight of 4-bit codes, from their words; a quad that keeps fewer than two has codes of zero beside them."""
     codes, kept = unpack24(weight.codes, weight.kept, columns)
     zero_GN = torch.full_like(weight.scale, MIDDLE, dtype=torch.uint8) if weight.zero is None else weight.zero
@@ -91,10 +91,10 @@ def pack_words24(weight: Sparse24, columns: int) -> Strips24:
     return pack_pairs(pairs)._replace(held=_lines(held, NIBBLE), bits=NIBBLE)
 
 
-def unpack_words24(weight: Strips24, columns: int) -> Sparse24:
+def unpack_words24(weight: Strips24, columns: int) -> Words24:
     """Inverse of `pack_words24` where every quad keeps two; of others the second is a code of zero."""
     pairs = unpack_pairs(weight, columns)
     assert pairs.scale is not None
     at = unpack_positions(pairs.position, columns)
     words = words24(spread(pairs.held, at), spread(torch.ones_like(pairs.held, dtype=torch.bool), at))
-    return Sparse24(*words, pairs.scale, None if weight.zero is None else pairs.zero, weight.group_size)
+    return Words24(*words, pairs.scale, None if weight.zero is None else pairs.zero, weight.group_size)

@@ -2,7 +2,7 @@
 
 N outputs, K inputs, g inputs a group, G = K / g groups, T tiles of R rows of one group each.
 
-    words    int16 [N, W]       unsigned codes in planar words of 4 or 8 bits (`pack.pack_planar`)
+    words    int16 [N, W]       unsigned codes in planar words of 4 or 8 bits (`layouts.words.pack_planar`)
     levels   uint8 [1, N, G]    code of the scale | code of the zero point << 4, where both have at most 4 bits;
              uint8 [2, N, G]    else the codes of the scales, then those of the zero points
     ranges   float [T, 4, G]    s_step, s_lowest, z_step, z_lowest; of any dtype beside any input

@@ -41,7 +41,7 @@ MIDDLE = 8
 TOP_BIT = (15, 7, 14, 6)
 
 
-class Sparse24(NamedTuple):
+class Words24(NamedTuple):
     """A weight as the kernel reads it; scale [G, N] in the dtype of the activations, zero uint8 [G, N] or None where
     every code is centred on 8; group_size in columns, -1 for one scale per output channel (G = 1)."""
 
@@ -127,7 +127,7 @@ def to_sparse24(
     zero_NG: Tensor | None,
     dtype: torch.dtype,
     kept_NK: Tensor | None = None,
-) -> Sparse24:
+) -> Words24:
     """Lay out a quantized weight; `dtype` is the activations', which the scales are cast to.
 
     codes [N, K] int8 or uint8, 4 bits; scale and zero [N, G], [N, 1] or [1, 1], zero in the dtype of the codes. kept
@@ -145,10 +145,10 @@ def to_sparse24(
     codes, kept = pack24(raised, kept_NK)
     centred = zero_NG is None and offset == MIDDLE
     zero_GN = None if centred else zero_NG8.t().contiguous()
-    return Sparse24(codes, kept, scale_NG.to(dtype).t().contiguous(), zero_GN, -1 if groups == 1 else columns // groups)
+    return Words24(codes, kept, scale_NG.to(dtype).t().contiguous(), zero_GN, -1 if groups == 1 else columns // groups)
 
 
-def sparse24_weight(weight: Sparse24, columns: int) -> Tensor:
+def sparse24_weight(weight: Words24, columns: int) -> Tensor:
     """[N, columns] values that a weight stands for, in the dtype of its scale; the kernel's reference."""
     codes, kept = unpack24(weight.codes, weight.kept, columns)
     zero = torch.full_like(weight.scale, MIDDLE) if weight.zero is None else weight.zero

@@ -20,7 +20,7 @@ from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.strips import NIBBLE
 from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.layouts.words24 import BLOCK
-from compress.kernels.measure.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
+from compress.kernels.measure.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, CompiledCost, compile_for, cost
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.triton.fp8_block_gemm import (
     BLOCKS_AT_ONCE,
@@ -78,24 +78,24 @@ def instruction_budget(bits_per_weight: float) -> float:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """One compiled configuration: its name, its resources, and thread instructions per weight against the budget."""
 
     name: str
     arch: int
-    cost: Cost
+    cost: CompiledCost
     per_weight: float
     budget: float
 
 
 def weight_only(
     arch: int, bits: int, group: int, zero: bool, dtype: str, M: int | None, N: int, K: int = 4096, experts: int = 0
-) -> Report:
+) -> CompileReport:
     """Compile the weight-only kernel as it would run for these sizes; M None: batch-invariant; experts: that of so
     many, for M pairs of each."""
     device = Device(capability=arch)
     if M is None:
-        shape = invariant(table.Kind("weight_only", bits, group, zero, dtype), N, K, device)
+        shape = invariant(table.ProductKind("weight_only", bits, group, zero, dtype), N, K, device)
     else:
         shape = fused(M, N, K, bits, group, device)
     if experts and M is not None:
@@ -129,16 +129,16 @@ def weight_only(
     whose = f"{experts} experts " if experts else ""
     name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     name += " batch-invariant" if M is None else ""
-    return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+    return CompileReport(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
 
 
 def int8_activation(
     arch: int, bits: int, group: int, zero: bool, M: int | None, N: int = 4096, K: int = 4096, x_group: int = -1
-) -> Report:
+) -> CompileReport:
     """Compile the product of planar words with int8 tokens as it would run for these sizes; M None: batch-invariant;
     x_group: columns of a token that share a scale."""
     device = Device(capability=arch)
-    kind = table.Kind("int8_activation", bits, group, zero, "bf16")
+    kind = table.ProductKind("int8_activation", bits, group, zero, "bf16")
     shape = invariant(kind, N, K, device) if M is None else derived(kind, M, N, K, device)
     sizes = ("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "blocks_per_split")
     types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
@@ -165,10 +165,10 @@ def int8_activation(
         f"int8 inputs{'' if x_group == -1 else f' by {x_group}'} w{bits} group {group}{' zero points' if zero else ''}"
     )
     name += f" tile {shape.block_m}x{shape.block_n} split {shape.split_k}{' batch-invariant' if M is None else ''}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
 
 
-def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
+def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> CompileReport:
     """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
     shape = fused24(M, N, K // BLOCK, Device(capability=arch))
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
@@ -192,10 +192,10 @@ def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 409
     overhead = 0 if group == -1 else (16 + 8 * zero) / group
     kind = f"{dtype} group {group}{' zero points' if zero else ''}"
     name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
 
 
-def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> Report:
+def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> CompileReport:
     """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for these sizes; experts: that of so
     many, for M pairs of each."""
     device = Device(capability=arch)
@@ -218,10 +218,10 @@ def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> R
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
     whose = f"{experts} experts " if experts else ""
     name = f"{whose}w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(8), 2))
 
 
-def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:
+def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> CompileReport:
     """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
     are counted per weight of a tile that takes one step: only to be compared with themselves."""
     types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
@@ -234,10 +234,10 @@ def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> 
     read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
     per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
     name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
-    return Report(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
+    return CompileReport(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
 
 
-def quantize_rows(arch: int, symmetric: bool) -> Report:
+def quantize_rows(arch: int, symmetric: bool) -> CompileReport:
     """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
     types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
     types |= {"K": "i32", "stride_xm": "i32"}
@@ -245,20 +245,22 @@ def quantize_rows(arch: int, symmetric: bool) -> Report:
     read = cost(compile_for(quantize_tokens_kernel, arch, types, constants, ("K", "stride_xm"), ROW_WARPS))
     per_element = round(read.per_element(ROW_WARPS, ROW_BLOCK), 2)
     name = f"quantize tokens {'symmetric' if symmetric else 'asymmetric'}"
-    return Report(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
+    return CompileReport(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
 
 
-def quantize_fixed(arch: int) -> Report:
+def quantize_fixed(arch: int) -> CompileReport:
     """Compile the static quantization; the program has no loop, so all of its instructions are counted."""
     types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
     types |= {"K": "i32", "stride_xm": "i32"}
     constants = {"BLOCK_K": STATIC_BLOCK, "HAS_ZERO": True}
     read = cost(compile_for(quantize_static_kernel, arch, types, constants, ("K", "stride_xm"), STATIC_WARPS))
     per_element = round(read.per_element(STATIC_WARPS, STATIC_BLOCK), 2)
-    return Report("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+    return CompileReport("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
 
 
-def fp8_blocks(arch: int, M: int, dtype: str = "bf16", N: int = 4096, K: int = 4096, even: bool = True) -> Report:
+def fp8_blocks(
+    arch: int, M: int, dtype: str = "bf16", N: int = 4096, K: int = 4096, even: bool = True
+) -> CompileReport:
     """Compile the float8 product with scales of blocks, with bias, as it would run for these sizes; even: of whole
     blocks of columns, else of units of 16."""
     shape = fused_fp8_blocks(M, N, K, Device(capability=arch))
@@ -273,10 +275,10 @@ def fp8_blocks(arch: int, M: int, dtype: str = "bf16", N: int = 4096, K: int = 4
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * SCALE_BLOCK), 2)
     edge = "" if even else " and an edge"
     name = f"fp8 blocks{edge} {dtype} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(8), 2))
 
 
-def quantize_fp8_blocks(arch: int) -> Report:
+def quantize_fp8_blocks(arch: int) -> CompileReport:
     """Compile the rounding of inputs to float8 in blocks of columns; the program has no loop, so all of its
     instructions are counted."""
     types = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
@@ -284,10 +286,10 @@ def quantize_fp8_blocks(arch: int) -> Report:
     constants = {"BLOCK_K": SCALE_BLOCK, "COUNT": BLOCKS_AT_ONCE}
     read = cost(compile_for(quantize_blocks_kernel, arch, types, constants, ("K", "stride_xm"), QUANTIZE_WARPS))
     per_element = round(read.per_element(QUANTIZE_WARPS, BLOCKS_AT_ONCE * SCALE_BLOCK), 2)
-    return Report("quantize fp8 blocks", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+    return CompileReport("quantize fp8 blocks", arch, read, per_element, round(instruction_budget(16 + 8), 2))
 
 
-def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
+def dequantize(arch: int, bits: int, group: int, dtype: str) -> CompileReport:
     """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
     types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
     types |= {"words_ptr": "*i16", "scale_ptr": f"*{dtype}", "zero_ptr": "*u8", "out_ptr": f"*{dtype}"}
@@ -296,10 +298,12 @@ def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
     read = cost(compile_for(dequantize_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
     per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
     name = f"dequantize w{bits} {dtype} group {group}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2))
+    return CompileReport(
+        name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2)
+    )
 
 
-def sparse_product(arch: int, dtype: str, M: int) -> Report:
+def sparse_product(arch: int, dtype: str, M: int) -> CompileReport:
     """Compile the product with sparse rows; the instructions of its loop are per entry, of 32 bits."""
     types = dict.fromkeys(("M", "N", "stride_xm"), "i32") | dict.fromkeys(
         ("x_ptr", "value_ptr", "out_ptr"), f"*{dtype}"
@@ -308,23 +312,23 @@ def sparse_product(arch: int, dtype: str, M: int) -> Report:
     constants = {"BLOCK_M": M, "BLOCK_E": BLOCK_E}
     read = cost(compile_for(product_kernel, arch, types, constants, ("N", "stride_xm"), WARPS))
     per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
-    return Report(f"sparse rows {dtype} {M} tokens", arch, read, per_entry, round(instruction_budget(32), 2))
+    return CompileReport(f"sparse rows {dtype} {M} tokens", arch, read, per_entry, round(instruction_budget(32), 2))
 
 
-def sparse_add(arch: int, dtype: str) -> Report:
+def sparse_add(arch: int, dtype: str) -> CompileReport:
     """Compile the addition of entries to dense blocks; per entry, of which 32 bits are read, and 32 for its place."""
     types = dict.fromkeys(("first_row", "first_column", "last_column", "stride_on"), "i32")
     types |= {"row_start_ptr": "*i32", "column_ptr": "*i16", "value_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
     read = cost(compile_for(add_kernel, arch, types, {"BLOCK_E": BLOCK_E}, ("stride_on",), WARPS))
     per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
-    return Report(f"entries added {dtype}", arch, read, per_entry, round(instruction_budget(64), 2))
+    return CompileReport(f"entries added {dtype}", arch, read, per_entry, round(instruction_budget(64), 2))
 
 
 def _tile_constants(bits: int, group: int) -> dict[str, int]:
     return {"BITS": bits, "PLANE": PLANE, "GROUP": group, "TILE_ROWS": TILE_ROWS, "LEVEL_BITS": NIBBLE}
 
 
-def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int = 4, group: int = 16) -> Report:
+def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int = 4, group: int = 16) -> CompileReport:
     """Compile the product with codes in tiles as it would run for these sizes."""
     shape = fused(M, N, K, bits, PLANE, Device(capability=arch))
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
@@ -342,10 +346,10 @@ def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int
     read = cost(compile_for(tile_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
     name = f"tiles w{bits} {dtype} group {group} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
-    return Report(name, arch, read, per_weight, round(instruction_budget(bits + 12 / group), 2))
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + 12 / group), 2))
 
 
-def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> Report:
+def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> CompileReport:
     """Compile the dequantization of codes in tiles; all instructions, per weight that is read and written."""
     sizes = ("first_row", "first_block", "rows", "last_column", "N", "K", "stride_wn", "stride_on")
     types = dict.fromkeys(sizes, "i32") | {"words_ptr": "*i16", "levels_ptr": "*u8"}
@@ -355,12 +359,12 @@ def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> R
     read = cost(compile_for(dequantize_tiles_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
     per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
     need = bits + 12 / group + DTYPES[dtype].primitive_bitwidth
-    return Report(
+    return CompileReport(
         f"dequantize tiles w{bits} {dtype} group {group}", arch, read, per_weight, round(instruction_budget(need), 2)
     )
 
 
-def sums(arch: int) -> Iterator[Report]:
+def sums(arch: int) -> Iterator[CompileReport]:
     """Compile the additional kernels for sums of codes and sparse rows, beside the products of the codes."""
     for M in (1, MAX_BLOCK_M):
         yield sparse_product(arch, "bf16", M)
@@ -369,7 +373,7 @@ def sums(arch: int) -> Iterator[Report]:
     yield dequantize_tiles(arch, "bf16")
 
 
-def selection() -> Iterator[Report]:
+def selection() -> Iterator[CompileReport]:
     """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
     for M, N in SIZES:
         yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
@@ -418,7 +422,7 @@ def selection() -> Iterator[Report]:
         yield from sums(arch)
 
 
-def quick() -> Iterator[Report]:
+def quick() -> Iterator[CompileReport]:
     """Every kernel on both architectures, every tile of the small product once; half of the selection's time."""
     for M, N in SIZES:
         yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
@@ -448,7 +452,7 @@ def quick() -> Iterator[Report]:
     yield from sums(HOPPER)
 
 
-def everything() -> Iterator[Report]:
+def everything() -> Iterator[CompileReport]:
     """The product of all shapes and variants, on both architectures."""
     for arch, bits, group, zero, dtype, (M, N) in itertools.product(
         (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES

@@ -63,7 +63,7 @@ WITHOUT = {"w4a16 + 1% sparse": "w4a16", "spqr + 1% sparse": "w4a16", **HALVED}
 TILE_BITS = 3
 
 
-class Operands:
+class BenchmarkOperands:
     """One quantized weight in the layouts of every candidate, and its dequantized values."""
 
     def __init__(self, N: int, K: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -150,7 +150,7 @@ def _tiles(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> TileWords:
     return TileWords(pack.pack_planar(codes(K), 4), levels, ranges.to(dtype), 4, TILE_GROUP, TILE_ROWS)
 
 
-def int4pack(weight: Operands, x: Tensor) -> Call:
+def int4pack(weight: BenchmarkOperands, x: Tensor) -> Call:
     """torch's own 4-bit product: value = (code - 8) scale + zero, here with zero 0."""
     unsigned = (weight.codes + 8).to(torch.int32)
     scales = torch.stack([weight.scale.t(), torch.zeros_like(weight.scale.t())], -1).contiguous()
@@ -164,13 +164,13 @@ def int4pack(weight: Operands, x: Tensor) -> Call:
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
 
 
-def dense_fp32(weight: Operands, x: Tensor) -> Call:
+def dense_fp32(weight: BenchmarkOperands, x: Tensor) -> Call:
     """The product of a model in fp32: twice the memory of half precision, and no instructions for it."""
     given, dense = x.float(), weight.dense.float()
     return lambda: torch.nn.functional.linear(given, dense)
 
 
-def gemlite(weight: Operands, x: Tensor) -> Call:
+def gemlite(weight: BenchmarkOperands, x: Tensor) -> Call:
     """GemLite's Triton product, where the package is installed."""
     core = import_module("gemlite.core")
     dtype = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[x.dtype]
@@ -182,7 +182,7 @@ def gemlite(weight: Operands, x: Tensor) -> Call:
     return lambda: layer(x)
 
 
-def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
+def candidates(x: Tensor) -> dict[str, tuple[Callable[[BenchmarkOperands], Call], str]]:
     """name -> (builder of a call on one weight, which product it computes: a kind of `roofline.WEIGHTS`)."""
     codes, _, _ = reference.quantize_tokens(x)
     return {
@@ -210,7 +210,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
     }
 
 
-def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
+def error_of(out: Tensor, x: Tensor, weight: BenchmarkOperands, kind: str) -> float:
     """Largest distance from the true product over the tolerance: above 1 is a wrong kernel."""
     rows = slice(0, min(len(x), 64))
     given, values = x[rows].double(), weight.values(kind)
@@ -236,7 +236,7 @@ def measure(
     """For each M of `tokens` one entry per candidate: its times and their evaluation, or the reason why it was not
     timed."""
     count = min(MAX_COPIES, max(2, -(-CACHE_BYTES // (N * K // 2))))
-    first = Operands(N, K, dtype, device, 0)
+    first = BenchmarkOperands(N, K, dtype, device, 0)
     weights = [first, *(deepcopy(first) for _ in range(count - 1))]
     for M in tokens:
         x = torch.randn(M, K, generator=torch.Generator(device=device).manual_seed(M), device=device).to(dtype)

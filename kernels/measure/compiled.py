@@ -22,7 +22,7 @@ AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE = 80, 89, 90, 100, 120
 
 
 @dataclass(frozen=True)
-class Cost:
+class CompiledCost:
     """Resources of one compiled kernel. Bytes, except the counts of PTX instructions and the instructions per
     weight."""
 
@@ -100,7 +100,7 @@ def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
     return max(products or loops, key=len, default=[name for _, name, _ in code])
 
 
-def cost(compiled: CompiledKernel) -> Cost:
+def cost(compiled: CompiledKernel) -> CompiledCost:
     """Read a compiled kernel. Raises RuntimeError where the resource report cannot be parsed."""
     report = _disassemble(compiled, "-res-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
@@ -108,7 +108,7 @@ def cost(compiled: CompiledKernel) -> Cost:
         raise RuntimeError(f"no resource usage in the report of cuobjdump: {report[:200]!r}")
     loop = main_loop(instructions(_disassemble(compiled, "-sass")))
     ptx = compiled.asm["ptx"]
-    return Cost(
+    return CompiledCost(
         registers=int(match[1]),
         stack=int(match[2]),
         local=int(match[3]),

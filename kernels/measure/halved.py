@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.kernels.layouts.pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
 from compress.kernels.layouts.strips24 import Strips24
-from compress.kernels.layouts.words24 import KEPT, QUAD, Sparse24, sparse24_weight, to_sparse24
+from compress.kernels.layouts.words24 import KEPT, QUAD, Words24, sparse24_weight, to_sparse24
 from compress.kernels.operators.pairs24 import pairs24_linear
 from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
 from compress.kernels.operators.words24 import sparse24_linear
@@ -21,20 +21,20 @@ class Halved(NamedTuple):
     """Numbers, codes of 8 bits with one scale per output, codes of 4 bits in groups, by the kinds of
     `roofline.HALVED_KINDS`."""
 
-    rows: dict[str, Pairs | Sparse24]
+    rows: dict[str, Pairs | Words24]
     laid: dict[str, Strips24]  # the same in strips, as `compress.load` lays them out on a CPU
 
     def values(self, kind: str, columns: int) -> Tensor:
         """[N, K] the dequantized weight of a kind."""
         weight = self.rows[kind]
-        return sparse24_weight(weight, columns) if isinstance(weight, Sparse24) else pairs_weight(weight)
+        return sparse24_weight(weight, columns) if isinstance(weight, Words24) else pairs_weight(weight)
 
     def product(self, kind: str, x: Tensor) -> Tensor:
         """[M, N] x times that weight."""
         laid, weight = self.laid.get(kind), self.rows[kind]
         if laid is not None:
             return strips24_linear(x, *laid[:4], None, *laid[4:])
-        product = sparse24_linear if isinstance(weight, Sparse24) else pairs24_linear
+        product = sparse24_linear if isinstance(weight, Words24) else pairs24_linear
         return product(x, *weight[:4], None, weight.group_size)
 
 
@@ -49,7 +49,7 @@ def halve(
     scale8_1N = scale8_N1.to(dtype).t().contiguous()
     middle = torch.full_like(scale8_1N, MIDDLE, dtype=torch.uint8)
     unsigned = codes8_NK.view(torch.uint8) ^ MIDDLE
-    rows: dict[str, Pairs | Sparse24] = {
+    rows: dict[str, Pairs | Words24] = {
         "2:4": Pairs(take(dense_NK, position), words, None, None, -1),
         "2:4 w8": Pairs(take(unsigned, position), words, scale8_1N, middle, -1),
         "2:4 w4": to_sparse24(codes4_NK, scale4_NG, None, dtype, kept),

@@ -21,7 +21,7 @@ TILE_GROUP, TILE_ROWS = 16, 16
 
 
 @dataclass(frozen=True)
-class Cost:
+class CallCost:
     """The least work of one call. arithmetic: the name of the ceiling that its operations run under."""
 
     bytes: int
@@ -50,7 +50,7 @@ SPARSE_KINDS = ("w4 sparse", "spqr")
 HALVED_KINDS = ("2:4", "2:4 w8", "2:4 w4")
 
 
-def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> Cost:
+def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> CallCost:
     """The cost of a product [M, K] x [N, K] -> [M, N]. width: bytes of x; dtype: its name; group: columns per scale."""
     bits, scale_bytes, grouped = WEIGHTS[kind]
     kept = bits or 8 * width
@@ -67,7 +67,7 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
         scales += round(N * K * OUTLIERS) * (2 + width) + 4 * N
     if kind == "int32":  # int8 in, int32 out, no scales
         scales, inputs, outputs = 0, M * K, M * N * 4
-    return Cost(weight + scales + inputs + outputs, 2 * M * N * K, INT8 if kind in INT8_KINDS else dtype)
+    return CallCost(weight + scales + inputs + outputs, 2 * M * N * K, INT8 if kind in INT8_KINDS else dtype)
 
 
 def bandwidth(ceilings: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -86,7 +86,7 @@ def peak(ceilings: Mapping[str, Mapping[str, Any]], arithmetic: str) -> float | 
 Bound = Literal["memory", "compute"]
 
 
-def limit(need: Cost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
+def limit(need: CallCost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
     """(least milliseconds, the binding resource); None where a ceiling could not be measured."""
     memory, compute = bandwidth(ceilings), peak(ceilings, need.arithmetic)
     if memory is None or compute is None:
@@ -95,7 +95,7 @@ def limit(need: Cost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float,
     return (moving, "memory") if moving >= computing else (computing, "compute")
 
 
-def achieved(need: Cost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def achieved(need: CallCost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The evaluation of a time: bytes and operations per second, the binding resource and the share of its limit
     reached."""
     found = {

@@ -30,7 +30,7 @@ from compress.kernels.measure.provenance import provenance
 from compress.kernels.measure.timing import time_gpu
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device_of, kind_of
-from compress.kernels.tuning.table import DEQUANTIZE, Choice, Entry, Kind, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, TunedEntry
 
 Call = Callable[[], Tensor]
 Calls = dict[Choice, list[Call]]
@@ -65,7 +65,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ProductKind:
         return kind_of(self.op, self.bits, self.group_size, self.zero, self.dtype)
 
     def derived(self, device: Device) -> Shape:
@@ -128,7 +128,7 @@ def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list
     return reasons
 
 
-class Operands:
+class TuningOperands:
     """Copies of one quantized weight, enough to be out of the cache when their turn comes, and the true product."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
@@ -203,7 +203,7 @@ def time_graphs(calls: Calls) -> dict[Choice, float]:
     return {choice: float(timed[name]["median_ms"]) for name, choice in names.items()}
 
 
-def checked(operands: Operands, choice: Choice) -> tuple[list[Call], str]:
+def checked(operands: TuningOperands, choice: Choice) -> tuple[list[Call], str]:
     """(the calls of a configuration, "") where its product is right, or (none, the reason why it is left out)."""
     try:
         calls = operands.calls(choice)
@@ -213,7 +213,7 @@ def checked(operands: Operands, choice: Choice) -> tuple[list[Call], str]:
     return (calls, "") if worst <= 1 else ([], f"wrong result: {worst:.3g} of the tolerance")
 
 
-def tune_one(problem: Problem, operands: Operands, device: Device, shared: int, timer: Timer) -> Entry:
+def tune_one(problem: Problem, operands: TuningOperands, device: Device, shared: int, timer: Timer) -> TunedEntry:
     """The entry of one problem. Raises CompressError where not even the derived configuration runs."""
     tried: dict[Choice, tuple[list[Call], str]] = {}
 
@@ -239,7 +239,7 @@ def tune_one(problem: Problem, operands: Operands, device: Device, shared: int, 
     measured["left_out"] = sorted({reason for _, reason in tried.values() if reason})
     name = device.names[0] if device.names else "none"
     sizes = (table.bucket(problem.M), problem.N, problem.K)
-    return Entry(problem.kind, name, *sizes, run=best, measured=measured)
+    return TunedEntry(problem.kind, name, *sizes, run=best, measured=measured)
 
 
 def tune(
@@ -248,14 +248,14 @@ def tune(
     timer: Timer = time_graphs,
     path: Path | None = None,
     say: Callable[[str], object] = print,
-) -> list[Entry]:
+) -> list[TunedEntry]:
     """Measure every problem; after each, add its entry to a table, the user's by default."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     shared = int(getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED))
     origin = source(device)
     found = []
     for problem in problems:
-        entry = tune_one(problem, Operands(problem, device), device_of(device), shared, timer)
+        entry = tune_one(problem, TuningOperands(problem, device), device_of(device), shared, timer)
         entry = replace(entry, measured=entry.measured | origin)
         table.write(path or table.user_table(), [entry], "Measured by compress.kernels.measure.tune.")
         found.append(entry)

@@ -9,8 +9,9 @@ Shapes: M tokens of T experts each (top-k), P = M T pairs, sorted by expert; E e
 A token may go to an expert twice, an expert may have no token. Expert E is none: its pairs come last, as zeros.
 
 Two paths, the same numbers up to the order of the sums: one launch of Triton for all experts (`triton.grouped_gemm`),
-where it has nothing against the weights (`ops.why_not_weight_only`, `ops.why_not_w8a8`); else a loop over the experts
-that have tokens, each by the operator of `ops`, which on a CPU are compiled products. Only x gets a gradient.
+where it has nothing against the weights (`operators.words.why_not_weight_only`, `operators.words.why_not_w8a8`); else a
+loop over the experts that have tokens, each by the operator of `ops`, which on a CPU are compiled products. Only x gets
+a gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -108,8 +109,8 @@ def grouped_weight_only(
 ) -> Tensor:
     """[P, N] = x_token(p) weight_e(p)^T + bias_e(p), in the dtype of x [M, K], of pairs sorted by expert.
 
-    words int16 [E, N, W], scale [E, G, N], zero uint8 [E, G, N] or None, bias [E, N]: the parts of one `pack.Planar`
-    per expert, stacked. token and start as in `Routing`.
+    words int16 [E, N, W], scale [E, G, N], zero uint8 [E, G, N] or None, bias [E, N]: the parts of one
+    `layouts.words.Planar` per expert, stacked. token and start as in `Routing`.
     """
     _check(x, words.shape[2], planar_words(x.shape[-1], bits), len(words), start)
     weight = Planar(words, scale, zero, group_size, bits)
@@ -218,7 +219,7 @@ def grouped_w8a8(
     expert.
 
     weight int8 [E, N, K]; weight_scale fp32, row_sum int32 and bias [E, N]; input_scale, input_zero and symmetric as in
-    `ops.w8a8_linear`; token and start as in `Routing`. A token is rounded once, whatever its experts.
+    `operators.words.w8a8_linear`; token and start as in `Routing`. A token is rounded once, whatever its experts.
     """
     _check(x, weight.shape[2], x.shape[-1], len(weight), start)
     if row_sum is None and (input_zero is not None or (input_scale is None and not symmetric)):

@@ -70,7 +70,7 @@ def int8_activation_linear(
     input_group: int,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`.
+    """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `layouts.words.Planar`.
 
     x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
     batch_invariant: as in `ops`, by every path.

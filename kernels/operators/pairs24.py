@@ -1,5 +1,5 @@
-"""The linear of 2:4 weights as pairs (`pack_pairs24.Pairs`) as a torch operator, which makes a block of rows dense at a
-time.
+"""The linear of 2:4 weights as pairs (`layouts.pairs24.Pairs`) as a torch operator, which makes a block of rows dense
+at a time.
 
 No GPU kernel reads pairs, and a CPU has another layout (`strips24`), in which nothing is made dense.
 

@@ -1,8 +1,8 @@
 """Sparse rows as torch operators: alone, or added to codes.
 
     sparse_linear               x times a weight that is `Entries` and nothing else
-    weight_only_sparse_linear   x times the sum of a `pack.Planar` and `Entries`
-    strips_sparse_linear        the same of a `pack_strips.Strips`
+    weight_only_sparse_linear   x times the sum of a `layouts.words.Planar` and `Entries`
+    strips_sparse_linear        the same of a `layouts.strips.Strips`
 
 Like those of `ops`: weights are frozen, x gets a gradient, one path runs by device and by reasons.
 
@@ -141,7 +141,8 @@ def weight_only_sparse_linear(
     column: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """[..., N] = x (weight + entries)^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`."""
+    """[..., N] = x (weight + entries)^T + bias, in the dtype of x. The weight is the parts of a
+    `layouts.words.Planar`."""
     _check_words(x, words, bits)
     weight, entries = Planar(words, scale, zero, group_size, bits), Entries(row_start, column, value)
     x_MK = _rows(x)

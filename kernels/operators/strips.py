@@ -1,9 +1,9 @@
-"""The linear of codes in strips (`pack_strips.Strips`) as a torch operator: CPUs use it in place of planar words, where
-the weight can be laid out so (`lay_in_strips`).
+"""The linear of codes in strips (`layouts.strips.Strips`) as a torch operator: CPUs use it in place of planar words,
+where the weight can be laid out so (`lay_in_strips`).
 
-The numbers are those of `ops.weight_only_linear` and `int8_activation_linear` on the same codes, up to the order of
-the sums, and with values of the weight in fp32 that those round to the type of the scales. Where no loop of `cpu_gemm`
-takes a call, the codes are laid out in planar words again for it, and those operators have it.
+The numbers are those of `operators.words.weight_only_linear` and `int8_activation_linear` on the same codes, up to the
+order of the sums, and with values of the weight in fp32 that those round to the type of the scales. Where no loop of
+`cpu_gemm` takes a call, the codes are laid out in planar words again for it, and those operators have it.
 
 Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs.
 """

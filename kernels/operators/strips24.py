@@ -1,5 +1,5 @@
-"""The linear of 2:4 weights in strips (`pack_strips24.Strips24`) as a torch operator: CPUs use it in place of pairs and
-of the words of `pack24`, where the weight can be laid out so (`lay_in_strips24`).
+"""The linear of 2:4 weights in strips (`layouts.strips24.Strips24`) as a torch operator: CPUs use it in place of pairs
+and of the words of `pack24`, where the weight can be laid out so (`lay_in_strips24`).
 
 The numbers are those of `pairs24_linear` and `sparse24_linear`, up to the order of the sums, and with values of codes
 that are not rounded to the type of their scales. Where no loop of `cpu_gemm` takes a call, pairs are laid out for it.
@@ -17,7 +17,7 @@ from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts.pairs24 import Pairs
 from compress.kernels.layouts.strips import BLOCK, ROWS
 from compress.kernels.layouts.strips24 import Strips24, pack_pairs, pack_words24, unpack_pairs, why_not_strips24
-from compress.kernels.layouts.words24 import Sparse24
+from compress.kernels.layouts.words24 import Words24
 from compress.kernels.operators.blocks import gradient_of_blocks
 from compress.kernels.operators.pairs24 import dense_blocks, pairs24_linear
 from compress.kernels.operators.register import operator
@@ -28,12 +28,12 @@ def why_not_lay_in_strips24(rows: int, columns: int, group_size: int) -> list[st
     return [*why_not_strips24(rows), *cpu_gemm.why_not_sizes("sparse24", columns, group_size)] or [*cpu.why_not()]
 
 
-def lay_in_strips24(weight: Pairs | Sparse24, columns: int) -> Strips24 | None:
+def lay_in_strips24(weight: Pairs | Words24, columns: int) -> Strips24 | None:
     """A weight of `columns` columns on a CPU in strips; None where it is better off as it is."""
     held = weight[0]
     if held.device.type != "cpu" or why_not_lay_in_strips24(len(held), columns, weight.group_size):
         return None
-    return pack_words24(weight, columns) if isinstance(weight, Sparse24) else pack_pairs(weight)
+    return pack_words24(weight, columns) if isinstance(weight, Words24) else pack_pairs(weight)
 
 
 @operator("compress::strips24_linear")

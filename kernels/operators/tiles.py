@@ -1,7 +1,8 @@
-"""The linear of codes in tiles (`pack_tiles.TileWords`), with or without sparse rows beside them, as a torch operator.
+"""The linear of codes in tiles (`layouts.tiles.TileWords`), with or without sparse rows beside them, as a torch
+operator.
 
 Like those of `ops` and `sparse`, and by the same paths: Triton for few tokens (codes, then entries) and for many
-(blocks of the weight dequantized, entries added, cuBLAS); C++ on a CPU for codes in strips (`pack_tiles.TileStrips`,
+(blocks of the weight dequantized, entries added, cuBLAS); C++ on a CPU for codes in strips (`layouts.tiles.TileStrips`,
 `lay_tiles_in_strips`), one pass over codes and entries; torch elsewhere.
 
 Shapes: x [..., K], M tokens once flattened, N outputs, E entries.

@@ -1,6 +1,7 @@
 """The low-bit linears as torch operators: schema, shapes for tracing, input gradient, and which path runs.
 
-    weight_only_linear       w4a16, w8a16: x times a weight in planar words (`pack.Planar`); its gradient is one, too
+    weight_only_linear       w4a16, w8a16: x times a weight in planar words (`layouts.words.Planar`); its gradient is
+    one, too
     w8a8_linear              x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
 
 Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs, G groups. Weights are frozen: only x gets a
@@ -9,7 +10,7 @@ gradient, grad W for a weight-only linear and the straight-through grad W where 
 Four paths, the same numbers up to the order of the sums:
 
     triton       on CUDA, and on the CPU under TRITON_INTERPRET=1, when `why_not_...` has nothing against it
-    dequantize   there too: the weight block by block in the dtype of x, then cuBLAS; for many tokens (`shapes.choose`),
+    dequantize   there too: the weight block by block in the dtype of x, then cuBLAS; for many tokens (`tuning.choose`),
                  and for what only the fused kernel refuses, such as groups of 96
     cpu          `cpu_gemm`, compiled on first use; where it cannot be (`cpu.why_not`), torch's own products, the
                  weight unpacked a block of rows at a time
@@ -182,7 +183,7 @@ def weight_only_linear(
     group_size: int,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`."""
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `layouts.words.Planar`."""
     _check_words(x, words, bits)
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)

@@ -1,4 +1,4 @@
-"""The linear of 4-bit 2:4 weights as a torch operator: x times a weight in the words of `pack24.Sparse24`.
+"""The linear of 4-bit 2:4 weights as a torch operator: x times a weight in the words of `layouts.words24.Sparse24`.
 
 Like those of `ops`: a Triton path and a reference, chosen by `why_not_sparse24`; a CPU has another layout (`strips24`).
 Weights are frozen, only x gets a gradient. The reference makes a block of rows dense at a time. Shapes: x [..., K],
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels.layouts.words import PLANE
-from compress.kernels.layouts.words24 import QUAD, Sparse24, blocks_of, quad_planar, sparse24_weight
+from compress.kernels.layouts.words24 import QUAD, Words24, blocks_of, quad_planar, sparse24_weight
 from compress.kernels.operators.blocks import gradient_of_blocks, product_of_blocks, row_blocks
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.words import HALF, _rows, _why_not_triton
 
 
-def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
+def why_not_sparse24(x: Tensor, weight: Words24) -> list[str]:
     """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can."""
     reasons = [*_why_not_triton(x.device)]
     if x.dtype not in HALF:
@@ -31,11 +31,11 @@ def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
     return reasons
 
 
-def _blocks(weight: Sparse24, columns: int) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(weight: Words24, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their values) of a weight, by torch alone: a gradient is traced through it."""
     for rows in row_blocks(len(weight.codes), columns):
         zero = None if weight.zero is None else weight.zero[:, rows]
-        part = Sparse24(weight.codes[rows], weight.kept[rows], weight.scale[:, rows], zero, weight.group_size)
+        part = Words24(weight.codes[rows], weight.kept[rows], weight.scale[:, rows], zero, weight.group_size)
         yield rows, sparse24_weight(part, columns)
 
 
@@ -43,11 +43,11 @@ def _blocks(weight: Sparse24, columns: int) -> Iterator[tuple[slice, Tensor]]:
 def sparse24_linear(
     x: Tensor, codes: Tensor, kept: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int
 ) -> Tensor:
-    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `Sparse24`."""
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `Words24`."""
     columns = x.shape[-1]
     if kept.shape[1] != blocks_of(columns) * PLANE:
         raise InputError(f"x has {columns} columns; {kept.shape[1]} words of kept bits do not hold as many")
-    weight = Sparse24(codes, kept, scale, zero, group_size)
+    weight = Words24(codes, kept, scale, zero, group_size)
     x_MK = _rows(x)
     if not why_not_sparse24(x, weight):
         from compress.kernels.triton.sparse24_gemm import sparse24_gemm
@@ -75,7 +75,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     codes, kept, scale, zero = ctx.saved_tensors
     group_size, columns = ctx.layout
-    blocks = _blocks(Sparse24(codes, kept, scale, zero, group_size), columns)
+    blocks = _blocks(Words24(codes, kept, scale, zero, group_size), columns)
     return gradient_of_blocks(grad, blocks, columns), *(None,) * 6
 
 

@@ -2,8 +2,8 @@
 
 A block of rows of the weight at a time is written to a workspace of at most WORKSPACE_BYTES, and multiplied from there
 (mostly from the L2 cache) by torch.mm. The input gradient, grad W, does the same by blocks of columns, so that every
-element of it is one sum too. Values are those of `pack.planar_weight`, rounded once to the dtype of the scales; the
-entries of sparse rows are added to them there, rounded once more.
+element of it is one sum too. Values are those of `layouts.words.planar_weight`, rounded once to the dtype of the
+scales; the entries of sparse rows are added to them there, rounded once more.
 
 The kernel is bound by what it writes, 2 or 4 bytes per weight: masking and shifting in plain Triton keeps up, so that
 there is no inline assembly here. Any group size: a plane of 32 columns that lies in one group reads one scale per row,

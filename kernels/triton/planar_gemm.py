@@ -252,8 +252,8 @@ def planar_kernel(
 def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
-    x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype. `ops.why_not_weight_only` refuses
-    other inputs, with reasons; here they are asserted.
+    x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype.
+    `operators.words.why_not_weight_only` refuses other inputs, with reasons; here they are asserted.
     """
     (M, K), N = x_MK.shape, weight.words.shape[0]
     assert x_MK.stride(-1) == 1

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.layouts.words import PLANE
-from compress.kernels.layouts.words24 import BLOCK, QUARTER, Sparse24
+from compress.kernels.layouts.words24 import BLOCK, QUARTER, Words24
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups
 from compress.kernels.triton.split import partials
 from compress.kernels.triton.unpack import power4, unpack4
@@ -195,12 +195,12 @@ def scales_sums(shape: Shape, group_size: int, zero: bool) -> bool:
 
 
 def sparse24_gemm(
-    x_MK: Tensor, K: int, weight: Sparse24, bias_N: Tensor | None = None, shape: Shape | None = None
+    x_MK: Tensor, K: int, weight: Words24, bias_N: Tensor | None = None, shape: Shape | None = None
 ) -> Tensor:
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
-    x fp16 or bf16 [M, 512 blocks], contiguous, K columns in the order of `pack24.quad_planar`; weight with scales of
-    the same dtype.
+    x fp16 or bf16 [M, 512 blocks], contiguous, K columns in the order of `layouts.words24.quad_planar`; weight with
+    scales of the same dtype.
     """
     M, N, blocks = len(x_MK), len(weight.codes), x_MK.shape[1] // BLOCK
     for tensor, words in ((x_MK, BLOCK), (weight.codes, 2 * PLANE), (weight.kept, PLANE)):

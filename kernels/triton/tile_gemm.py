@@ -1,4 +1,4 @@
-"""Products with codes in tiles (`pack_tiles.TileWords`): a fused kernel for few tokens, dequantization for many.
+"""Products with codes in tiles (`layouts.tiles.TileWords`): a fused kernel for few tokens, dequantization for many.
 
 Both kernels decode a block of words at a time, 16 / bits planes of 32 columns. Of a plane's two halves of 16 columns,
 each in one group, they read the codes of scale and zero point and the range of the tile [BLOCK_N, 2], and spread them

@@ -30,7 +30,7 @@ from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.words import planar_block
 from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.tuning import table
-from compress.kernels.tuning.table import DEQUANTIZE, Choice, Kind, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape
 
 # Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
 PROCESSORS = 132
@@ -63,12 +63,12 @@ class Device:
         return self.capability // 10 in (10, 11)
 
 
-def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> Kind:
+def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> ProductKind:
     """The key of the tuning table for such a product; `table` explains the fields."""
-    return Kind(op, bits, group_size, zero, str(dtype).removeprefix("torch."))
+    return ProductKind(op, bits, group_size, zero, str(dtype).removeprefix("torch."))
 
 
-def choose(kind: Kind, M: int, N: int, K: int, device: Device) -> Choice:
+def choose(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Choice:
     """The configuration that runs the product of [M, K] and [N, K]: measured if there is one, else derived."""
     found = table.lookup(kind, device.names, M, N, K)
     if found is not None and (found == DEQUANTIZE or _counted(found, M, N)):
@@ -78,19 +78,19 @@ def choose(kind: Kind, M: int, N: int, K: int, device: Device) -> Choice:
     return derived(kind, M, N, K, device)
 
 
-def choose_shape(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
+def choose_shape(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
     """The configuration of a product that only a fused kernel computes: w8a8, 2:4."""
     chosen = choose(kind, M, N, K, device)
     assert isinstance(chosen, Shape)
     return chosen
 
 
-def invariant(kind: Kind, N: int, K: int, device: Device) -> Shape:
+def invariant(kind: ProductKind, N: int, K: int, device: Device) -> Shape:
     """The configuration of a batch-invariant product, the same for any number of tokens."""
     return derived(kind, INVARIANT_TOKENS, N, K, replace(device, processors=device.processors // 2))
 
 
-def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
+def derived(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
     """The derived configuration of the fused kernel, from sizes and device alone."""
     if kind.op == "w8a8":
         return fused_w8a8(M, N, K, device)

@@ -70,7 +70,7 @@ Choice = Shape | Literal["dequantize"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductKind:
     """The properties shared by products that can use one entry: one compiled kernel, apart from its configuration."""
 
     op: str
@@ -80,14 +80,14 @@ class Kind:
     dtype: str
 
 
-Key = tuple[Kind, str, int]
+Key = tuple[ProductKind, str, int]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedEntry:
     """The configuration that runs a product of these sizes on a device; M is a bucket."""
 
-    kind: Kind
+    kind: ProductKind
     device: str
     M: int
     N: int
@@ -120,7 +120,7 @@ def user_table() -> Path:
     return cache_directory() / "tuned.json"
 
 
-def parse(text: str, source: Path) -> list[Entry]:
+def parse(text: str, source: Path) -> list[TunedEntry]:
     """Entries of a table. Raises InputError, naming the entry, for anything that could not run."""
 
     def refuse(problem: str) -> InputError:
@@ -141,9 +141,9 @@ def parse(text: str, source: Path) -> list[Entry]:
         if problem:
             raise refuse(f"entry {i}: {problem}")
         run = given["run"] if given["run"] == DEQUANTIZE else Shape(**given["run"])
-        kind = Kind(**{f.name: given[f.name] for f in fields(Kind)})
+        kind = ProductKind(**{f.name: given[f.name] for f in fields(ProductKind)})
         sizes = (given["device"], given["M"], given["N"], given["K"])
-        entries.append(Entry(kind, *sizes, run, given.get("measured", {})))
+        entries.append(TunedEntry(kind, *sizes, run, given.get("measured", {})))
     return entries
 
 
@@ -190,7 +190,7 @@ def _problem(given: object) -> str | None:
     return None
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[TunedEntry]:
     """Entries of the table in a file; none where there is no file. Raises InputError."""
     try:
         return parse(path.read_text(encoding="utf-8"), path)
@@ -200,7 +200,7 @@ def read(path: Path) -> list[Entry]:
         raise InputError(f"{path} cannot be read: {reason}") from None
 
 
-def write(path: Path, entries: Iterable[Entry], about: str) -> None:
+def write(path: Path, entries: Iterable[TunedEntry], about: str) -> None:
     """Add entries to the table in a file, replacing those of the same device and sizes. Raises InputError where the
     file holds something other than a table."""
     merged = {(e.key, e.N, e.K): e for e in [*read(path), *entries]}
@@ -213,7 +213,7 @@ def write(path: Path, entries: Iterable[Entry], about: str) -> None:
 
 
 @cache
-def _tables() -> tuple[dict[Key, list[Entry]], ...]:
+def _tables() -> tuple[dict[Key, list[TunedEntry]], ...]:
     """The user's table and the shipped one, by key."""
     tables = []
     for path in (user_table(), SHIPPED):
@@ -228,7 +228,7 @@ def _tables() -> tuple[dict[Key, list[Entry]], ...]:
 
 
 @cache
-def _nearest(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
+def _nearest(kind: ProductKind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
     found = [table.get((kind, name, M), []) for name in devices for table in _tables()]
     for entries in found:
         for entry in entries:
@@ -241,7 +241,7 @@ def _nearest(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Ch
     return None
 
 
-def lookup(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
+def lookup(kind: ProductKind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
     """The fastest measured configuration for a product of M tokens, N outputs and K inputs. devices: names of one
     device, the most specific first. None where no similar product was measured."""
     if not any(_tables()) or not min(M, N, K):

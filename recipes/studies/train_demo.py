@@ -99,7 +99,7 @@ def perplexity(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
     return math.exp(total / len(rows))
 
 
-class Texts(NamedTuple):
+class DemoTexts(NamedTuple):
     """The texts that the model reads, in shuffled order, and those held out."""
 
     prose: list[str]
@@ -107,14 +107,14 @@ class Texts(NamedTuple):
     held_out: list[str]
 
 
-def gathered() -> Texts:
+def gathered() -> DemoTexts:
     prose, sources = documents()
     read = [text for name, text in prose.items() if not held_out(name)]
     more = [text for name, text in sources.items() if not held_out(name)]
     kept = [text for name, text in prose.items() if held_out(name)]
     random.shuffle(read)
     random.shuffle(kept)
-    return Texts(read, more, kept)
+    return DemoTexts(read, more, kept)
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:

@@ -37,7 +37,7 @@ from compress.evaluation.report.calibration import calibrated_ranges
 from compress.passes.protocol.recipe import load_recipe
 from compress.passes.protocol.stages import Learn
 from compress.recipes.low_rank import LowRankAndCodes
-from compress.train.inputs.rows import rows_of
+from compress.train.inputs.samples import rows_of
 
 pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 5000 + "]" * 5000

@@ -9,7 +9,7 @@ import compress
 from compress.errors import InputError
 from compress.passes.train import Train
 from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 
 IDS = {"calibration": tokens(4), "batch_size": 4}
 ALONE = {"teacher": "none", "logits": 0, "task": 1}

@@ -23,7 +23,7 @@ from thread_ranks import synced
 from compress.calibration.calibrators import OPTIONS, calibrator, scale_and_zero_point
 from compress.calibration.clipping import bin_values, bounds, mse_bins, squared_errors, widest_of_least
 from compress.calibration.entropy import _Prefix
-from compress.calibration.histogram import Histogram, folded, in_order, merged, merged_edge, pooled, used_bins
+from compress.calibration.histogram import MagnitudeHistogram, folded, in_order, merged, merged_edge, pooled, used_bins
 from compress.calibration.observers import Range
 from compress.errors import CompressError, InputError
 from compress.system.comm import Comm
@@ -350,7 +350,7 @@ def test_mse_tries_no_step_that_is_narrower_than_a_bin():
     x[0] = 30
     kept = {}
     for bins in (512, 4096):
-        histogram = Histogram(1, CPU, bins)
+        histogram = MagnitudeHistogram(1, CPU, bins)
         histogram.update(x, x.abs().amax(0))
         counts = torch.where(histogram.counts > 0, histogram.counts * 1000, 0)
         counts[0, 1, 30 * bins // 32] = 1
@@ -439,7 +439,7 @@ def test_two_processes_find_what_one_does(tmp_path: Path):
 
 def test_bins_are_half_open_and_mirror_each_other():
     edges = torch.arange(1, 512) / 512  # each the first value of its bin
-    histogram = Histogram(1, CPU, 512)
+    histogram = MagnitudeHistogram(1, CPU, 512)
     histogram.update(torch.cat([edges, -edges])[:, None], torch.tensor([511 / 512]))
     assert histogram.width.item() == 1 / 512
     assert histogram.counts[0].tolist() == [[0] + [1] * 511] * 2
@@ -449,7 +449,7 @@ def test_bins_are_half_open_and_mirror_each_other():
 
 
 def test_a_value_that_is_a_power_of_two_needs_the_next_range():
-    histogram = Histogram(2, CPU, 512)
+    histogram = MagnitudeHistogram(2, CPU, 512)
     histogram.update(torch.tensor([[1.0, -0.0]]), torch.tensor([1.0, 0.0]))
     assert histogram.width[0].item() == 2 / 512
     assert histogram.counts[0, 1].nonzero().item() == 256
@@ -465,7 +465,7 @@ def test_a_histogram_grows_exactly(values, cuts):
     x = torch.tensor(values, dtype=torch.float32)[:, None]
     negative, positive, width = reference_histogram(x.numpy()[:, 0], 512)
     places = [0, *sorted(min(c, len(x)) for c in cuts), len(x)]
-    histogram = Histogram(1, CPU, 512)
+    histogram = MagnitudeHistogram(1, CPU, 512)
     for first, last in pairwise(places):
         if last > first:
             histogram.update(x[first:last], x[first:last].abs().amax(0))
@@ -476,7 +476,7 @@ def test_a_histogram_grows_exactly(values, cuts):
 
 def test_many_values_are_counted_in_pieces(monkeypatch):
     x = columns()
-    whole, pieces = Histogram(COLUMNS, CPU, 512), Histogram(COLUMNS, CPU, 512)
+    whole, pieces = MagnitudeHistogram(COLUMNS, CPU, 512), MagnitudeHistogram(COLUMNS, CPU, 512)
     whole.update(x, x.abs().amax(0))
     monkeypatch.setattr("compress.calibration.histogram.CHUNK", 700)
     pieces.update(x, x.abs().amax(0))
@@ -487,7 +487,7 @@ def test_many_values_are_counted_in_pieces(monkeypatch):
 @every("bins", [512, 2048])
 def test_a_histogram_merges_to_a_sixteenth_of_every_magnitude(bins):
     values = columns()[:, [5, 0, 30]].flatten()
-    histogram = Histogram(1, CPU, bins)
+    histogram = MagnitudeHistogram(1, CPU, bins)
     histogram.update(values[:, None], values.abs().max()[None])
     width = histogram.width.item()
     edges = [*range(16), *(k << octave for octave in range(bins.bit_length() - 5) for k in range(16, 32)), bins]
@@ -500,7 +500,7 @@ def test_a_histogram_merges_to_a_sixteenth_of_every_magnitude(bins):
 
 def test_rows_of_different_widths_are_counted_together():
     x = columns()[:, ::7]
-    rows, one = Histogram(x.shape[1], CPU, BINS), Histogram(1, CPU, BINS)
+    rows, one = MagnitudeHistogram(x.shape[1], CPU, BINS), MagnitudeHistogram(1, CPU, BINS)
     rows.update(x, x.abs().amax(0))
     one.update(x, x.abs().amax()[None])
     counts, width = pooled(rows.counts, rows.width)

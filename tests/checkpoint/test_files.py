@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 import compress
 from compress.checkpoint import scratch
 from compress.checkpoint.files import checksum, write_named, write_whole
-from compress.checkpoint.shown import command, shown
+from compress.checkpoint.portable_names import command, shown
 from compress.checkpoint.write import shards
-from compress.checkpoint.write.beside import put_beside
 from compress.checkpoint.write.directory import own_files, stranger_in
+from compress.checkpoint.write.late_files import put_beside
 from compress.errors import CheckpointError
 from compress.kernels import cache
 from compress.kernels.notes import note_once

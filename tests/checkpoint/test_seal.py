@@ -13,8 +13,8 @@ from compress.api.verify import check_record
 from compress.checkpoint.files import RECORD, write_whole
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.seal import check
-from compress.checkpoint.write import beside
-from compress.checkpoint.write.beside import put_beside
+from compress.checkpoint.write import late_files
+from compress.checkpoint.write.late_files import put_beside
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError
 
@@ -152,7 +152,7 @@ def test_a_command_that_is_killed_leaves_an_output_that_verifies(out, monkeypatc
             raise KeyboardInterrupt
         write_whole(path, content)
 
-    monkeypatch.setattr(beside, "write_whole", write)
+    monkeypatch.setattr(late_files, "write_whole", write)
     monkeypatch.setattr("compress.checkpoint.files.write_whole", write)
     with pytest.raises(KeyboardInterrupt):
         put_beside(out, {"evaluation.json": "new", "evaluation.html": "new"})

@@ -34,7 +34,7 @@ from compress.checkpoint.write.directory import Directory
 from compress.cli import progress
 from compress.data import text as data
 from compress.evaluation.cost import size as sizes
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.kernels.notes import note_once
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 import compress
 from compress.cli import progress
-from compress.cli.progress import Bar, Lines, TimeLeft, columns
+from compress.cli.progress import Lines, ProgressBar, TimeLeft, columns
 from compress.run import pipeline
 from compress.run.walk import block
 
@@ -66,7 +66,7 @@ def test_of_many_steps_a_line_per_hundredth_or_ten_seconds_is_said(
 
 def test_a_bar_counts_down_however_long_a_step_takes(clock: Clock) -> None:
     shown = Progress(console=Console(file=io.StringIO()))
-    bar, column = Bar("work", shown), TimeLeft()
+    bar, column = ProgressBar("work", shown), TimeLeft()
     for clock.now, left, (done, what) in zip(TIMES, LEFT, STEPS, strict=True):
         bar.step(done, 4, what)
         words = "-:--:--" if left is None else f"0:00:{left:02}"
@@ -79,7 +79,7 @@ def test_a_bar_counts_down_however_long_a_step_takes(clock: Clock) -> None:
 def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after() -> None:
     out = io.StringIO()
     shown = Progress(console=Console(file=out, width=40, force_terminal=True))
-    bar = Bar("work", shown)
+    bar = ProgressBar("work", shown)
     bar.step(2, 2, "b")
     assert shown.finished
     bar.note("what is said after the steps are done takes two lines here, and no word is broken")
@@ -93,7 +93,7 @@ def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after(
 
 def test_a_bar_forgets_the_name_of_a_step_when_other_work_begins() -> None:
     shown = Progress(console=Console(file=io.StringIO()))
-    bar = Bar("train", shown)
+    bar = ProgressBar("train", shown)
     named = []
     for done, total, what in ((0, 0, ""), (12, 16, "range test"), (12, 16, ""), (0, 6, ""), (1, 6, "step 1")):
         bar.step(done, total, what)
@@ -110,7 +110,7 @@ def test_what_stays_of_a_bar_is_the_work_that_it_counted_and_its_time(
 ) -> None:
     """Whatever came after the last step: it is not 0 of an unknown number."""
     shown = Progress(*columns(), get_time=clock.monotonic, auto_refresh=False, console=Console(file=io.StringIO()))
-    bar = Bar("work", shown)
+    bar = ProgressBar("work", shown)
     for done, total in steps:
         bar.step(done, total, "a")
         clock.now += 3

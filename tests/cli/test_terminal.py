@@ -19,10 +19,10 @@ from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
 from compress.cli.tasks import answered
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
-from compress.evaluation.cost.size import Row, Size
+from compress.evaluation.cost.size import Size, SizeRow
 from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
-from compress.evaluation.speed.report import Report
-from compress.evaluation.speed.table import tables
+from compress.evaluation.speed.report import SpeedReport
+from compress.evaluation.speed.speed_tables import tables
 from compress.system.terminal import PlainConsole, console, visible
 
 # Closes a tag that nobody opened, opens one, an emoji; a terminal's title, a new line, backwards from here, not UTF-8.
@@ -54,8 +54,10 @@ def ranges() -> list[RangeRecord]:
     return [RangeRecord(NASTY, "input", NASTY, 0.0, 1.0, 0.0, 1.0, 0.5, 1, also=[NASTY])]
 
 
-def bench() -> Report:
-    report = Report("model", torch.device("cpu"), {"model": NASTY, "dtype": "", "prompt": 1, "new": 1, "rounds": 1})
+def bench() -> SpeedReport:
+    report = SpeedReport(
+        "model", torch.device("cpu"), {"model": NASTY, "dtype": "", "prompt": 1, "new": 1, "rounds": 1}
+    )
     report.results.append({"variant": NASTY, "batch": 1, "skipped": NASTY})
     report.notes[:] = [NASTY]
     report.facts["device"] = NASTY
@@ -76,7 +78,7 @@ PRINTED = {
         9,
     ),
     "calibration": (lambda: show.calibration(ranges()), 4),
-    "inspection": (lambda: show.inspection([Row(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
+    "inspection": (lambda: show.inspection([SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
     "bench": (lambda: [console().print(part) for part in tables(bench())], 6),
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from compress.checkpoint.read.stored import read_weight
 from compress.errors import CheckpointError, CompressError
-from compress.recipes.low_rank import LowRank as SomebodysLowRank
+from compress.recipes.low_rank import Factors as SomebodysLowRank
 from compress.runtime.layers.linear import QuantLinear
 from compress.weights.formats.codes import (
     Codes,
@@ -26,12 +26,12 @@ from compress.weights.formats.codes import (
 )
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
-from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.lowrank import low_rank as low_rank_of
 from compress.weights.formats.registry import FORMATS, OURS
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.sparse24 import sparse24 as sparse24_of
-from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiled, Tiles
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
@@ -55,7 +55,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def low_rank(dtype: torch.dtype) -> Term:
     torch.manual_seed(1)
     parts = {"left": torch.randn(ROWS, 3).to(dtype), "right": torch.randn(3, COLUMNS).to(dtype)}
-    return LowRank(rank=3).read(parts, ROWS, COLUMNS)
+    return LowRankFactors(rank=3).read(parts, ROWS, COLUMNS)
 
 
 def low_rank_codes(dtype: torch.dtype) -> Term:
@@ -102,7 +102,7 @@ def binary_columns(dtype: torch.dtype) -> Term:
     grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
     values = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(5))
     column = torch.arange(1, COLUMNS, 4, dtype=torch.int16)
-    return Columns(column, Binary(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
+    return Columns(column, BinaryCodes(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
 
 
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
@@ -114,9 +114,9 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8, blocks": lambda dtype: codes(Float8Blocks(grid=BLOCKS), dtype),
     "float8, blocks as they are published": lambda dtype: codes(FineGrained(grid=BLOCKS), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
-    "ternary": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
-    "ternary, a scale per channel": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True)), dtype),
-    "binary": lambda dtype: codes(Binary(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
+    "ternary": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
+    "ternary, a scale per channel": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True)), dtype),
+    "binary": lambda dtype: codes(BinaryCodes(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
     "binary columns": binary_columns,
     "low rank": low_rank,
     "low rank, 8 bits": low_rank_codes,

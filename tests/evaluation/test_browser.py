@@ -12,7 +12,7 @@ from evaluations import HOSTILE, hostile, runs
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.page import as_html
 from compress.evaluation.speed.plot import page_of
-from compress.evaluation.speed.report import Report
+from compress.evaluation.speed.report import SpeedReport
 from compress.kernels.measure.benchmark import candidates
 
 CPU = torch.device("cpu")
@@ -58,9 +58,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in made}
 
 
-def linears() -> Report:
+def linears() -> SpeedReport:
     """Every candidate, of figures of many lengths, with more numbers of tokens than a benchmark has by default."""
-    found = Report("linears", CPU, {"shapes": [[4096, 14336]], "dtype": "bfloat16", "rounds": 2})
+    found = SpeedReport("linears", CPU, {"shapes": [[4096, 14336]], "dtype": "bfloat16", "rounds": 2})
     for i, M in enumerate((1, 8, 16, 64, 256, 2048, 8192, 2**20)):
         for j, (name, (_, kind)) in enumerate(candidates(torch.randn(1, 128)).items()):
             ours = j not in (0, len(found.results) - 1)
@@ -70,9 +70,9 @@ def linears() -> Report:
     return found
 
 
-def model() -> Report:
+def model() -> SpeedReport:
     settings = {"model": "a" * 70, "prompt": 2048, "new": 128, "dtype": "bfloat16", "rounds": 10}
-    found = Report("model", CPU, settings)
+    found = SpeedReport("model", CPU, settings)
     for j, name in enumerate(("dense", "w4a16", "w8a8")):
         for batch in (1, 4, 1024):
             rates = {"tokens_per_s": 9.87654 * 40**j, "time_ms": 1.0, "share": 0.1 * j, "speedup_over": {"dense": 40.0}}

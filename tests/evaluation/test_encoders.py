@@ -16,7 +16,7 @@ import compress
 from compress.errors import InputError
 from compress.evaluation.quality.encoders import read_pairs
 from compress.evaluation.quality.gates import broken_gates, parse_gate
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 
 WORDS = ("import", "os", "return", "self", "value", "def", "class", "for", "in", "range", "print", "list", "open")
 

@@ -19,7 +19,7 @@ from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
 from compress.evaluation.cost.size import measure_size
 from compress.evaluation.quality import predictor, quality
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.system.progress import Silent
 
 ROWS, LENGTH = 6, 16

@@ -10,8 +10,8 @@ from commands import VOCABULARY, make_llama, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
-from compress.evaluation import reference
-from compress.evaluation.quality import kept, predictor
+from compress.evaluation import reference_model
+from compress.evaluation.quality import predictor, reference_states
 from compress.evaluation.tasks import evaluate as answering
 from compress.system.progress import Silent
 
@@ -28,7 +28,7 @@ class Notes(Silent):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(reference_states, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "references"
 
 
@@ -36,13 +36,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many windows a reference was asked about, batch by batch."""
     batches: list[int] = []
-    original = kept.Keeping.states
+    original = reference_states.Keeping.states
 
-    def states(says: kept.Keeping, batch: object) -> torch.Tensor:
+    def states(says: reference_states.Keeping, batch: object) -> torch.Tensor:
         batches.append(len(batch.ids_BL))
         return original(says, batch)
 
-    monkeypatch.setattr(kept.Keeping, "states", states)
+    monkeypatch.setattr(reference_states.Keeping, "states", states)
     return batches
 
 
@@ -248,13 +248,13 @@ def test_a_reference_that_is_kept_needs_no_body(
     llama: Path, ids: torch.Tensor, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compress.evaluate(llama, reference=llama, text=ids)
-    made: list[reference.Original] = []
-    original = reference.Original.__init__
+    made: list[reference_model.Original] = []
+    original = reference_model.Original.__init__
 
-    def noted(self: reference.Original, *arguments: object, **options: object) -> None:
+    def noted(self: reference_model.Original, *arguments: object, **options: object) -> None:
         original(self, *arguments, **options)
         made.append(self)
 
-    monkeypatch.setattr(reference.Original, "__init__", noted)
+    monkeypatch.setattr(reference_model.Original, "__init__", noted)
     compress.evaluate(llama, reference=llama, text=ids)
     assert made[0].asked is None

@@ -21,9 +21,9 @@ from compress.checkpoint.write.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named
 from compress.evaluation.quality.shares import difference_of
 from compress.evaluation.quality.statistics import of_few_windows
-from compress.evaluation.report import words
+from compress.evaluation.report import wording
 from compress.evaluation.report.compose import compose
-from compress.evaluation.report.content import Table
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.markdown import as_markdown, plain
 from compress.evaluation.report.page import as_html
 from compress.evaluation.report.pareto import Point, front
@@ -257,18 +257,18 @@ def test_markdown_has_the_tables_of_the_page() -> None:
     content = compose(runs(evaluations.whole()))
     text = as_markdown(content)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    tables = [b for part in content.articles[0].sections for b in part.blocks if isinstance(b, Table)]
+    tables = [b for part in content.articles[0].sections for b in part.blocks if isinstance(b, ReportTable)]
     assert len(rows) == sum(len(each.rows) + 2 for each in tables) + len(content.articles[0].tiles) + 2
     assert "| lambada | 2,000 | 39.2 ± 1.1 % | 41.8 ± 1.1 % | -2.60 ± 0.60 |" in text
 
 
 def test_numbers_have_as_many_digits_as_their_error_leaves() -> None:
-    assert words.with_error(Figure(0.12904, 0.0043)) == "0.1290 ± 0.0043"
-    assert words.with_error(Figure(25.8257, 2.1)) == "25.8 ± 2.1"
-    assert words.with_error(Figure(1234.5, 210)) == "1,234 ± 210"
-    assert words.interval(Figure(1.0, 0.1)) == "0.80 to 1.20"
-    assert (words.number(0.0), words.number(1e-9), words.number(math.nan)) == ("0", "1.000e-09", "not a number")
-    assert (words.data(0), words.data(1023), words.data(2603248)) == ("0 B", "1023 B", "2.48 MiB")
+    assert wording.with_error(Figure(0.12904, 0.0043)) == "0.1290 ± 0.0043"
+    assert wording.with_error(Figure(25.8257, 2.1)) == "25.8 ± 2.1"
+    assert wording.with_error(Figure(1234.5, 210)) == "1,234 ± 210"
+    assert wording.interval(Figure(1.0, 0.1)) == "0.80 to 1.20"
+    assert (wording.number(0.0), wording.number(1e-9), wording.number(math.nan)) == ("0", "1.000e-09", "not a number")
+    assert (wording.data(0), wording.data(1023), wording.data(2603248)) == ("0 B", "1023 B", "2.48 MiB")
 
 
 # --- two runs ------------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Picture, Table, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Picture, ReportTable, Words
 from compress.evaluation.report.page import as_html
-from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
-from compress.evaluation.speed.generation import Generation
-from compress.evaluation.speed.report import Report
+from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, speed_tables
+from compress.evaluation.speed.generation import GenerationTimer
+from compress.evaluation.speed.report import SpeedReport
 from compress.kernels.measure import benchmark
 from compress.runtime.check import twin
 from compress.runtime.load.assembly import compressed_layers, fuse
@@ -159,7 +159,7 @@ def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, m
 
 
 def test_what_is_not_a_number_is_null_in_a_report() -> None:
-    report = Report("linears", CPU, {})
+    report = SpeedReport("linears", CPU, {})
     report.results.append({"error": float("nan"), "others": [float("inf"), 1.5]})
     assert json.loads(json.dumps(report.content(), allow_nan=False))["results"] == [
         {"error": None, "others": [None, 1.5]}
@@ -373,7 +373,7 @@ def test_a_step_asks_the_device_for_nothing() -> None:
             return func(*args, **(kwargs or {}))
 
     for model in (tiny("dense"), tiny("w4a16"), tiny("w8a8")):
-        generation = Generation(model, 2, 5, 3)
+        generation = GenerationTimer(model, 2, 5, 3)
         generation.start()
         with Log():
             generation.step()
@@ -385,7 +385,7 @@ def test_a_step_asks_the_device_for_nothing() -> None:
 
 def test_tokens_are_those_that_transformers_generates() -> None:
     model = tiny("w4a16")
-    generation = Generation(model, 2, 5, 3)
+    generation = GenerationTimer(model, 2, 5, 3)
     for _ in range(2):  # the second time over the cache of the first
         generation.start()
         found = [generation.ids.clone()]
@@ -401,7 +401,7 @@ def test_bytes_are_counted_once() -> None:
     both = torch.nn.ModuleList([table, head])
     assert memory.held_bytes(both) == 2 * 100 * 8 * 4
     assert memory.read_bytes(both) == 100 * 8 * 4  # of the table a row is read
-    head.weight = table.weight
+    head.weight = speed_tables.weight
     assert memory.held_bytes(both) == memory.read_bytes(both) == 100 * 8 * 4
 
 
@@ -421,15 +421,15 @@ def test_where_two_of_four_gain_nothing_is_said() -> None:
         {**where, "M": 64, "skipped": "why"},
         {**where, "M": 1, "candidate": "2:4", "speedup_over": {"dense": 2.0}},
     ]
-    assert table.slower(found) == ["2:4 w4a16 is no faster than w4a16: 64x128 M=8: 0.50x"]
+    assert speed_tables.slower(found) == ["2:4 w4a16 is no faster than w4a16: 64x128 M=8: 0.50x"]
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
 
 
-def spread(*candidates: dict[str, Any]) -> Report:
+def spread(*candidates: dict[str, Any]) -> SpeedReport:
     """A report on one shape, of dense and of these."""
-    found = Report("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    found = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
     found.notes.clear()  # the machine may be busy
     entry = {"N": 64, "K": 128, "M": 8, "ours": True, "share": 0.5, "time_ms": 1.0, "speedup_over": {}}
     found.results += [{**entry, "candidate": "dense", "ours": False, "M": M} for M in (1, 8)]
@@ -454,19 +454,19 @@ def test_the_page_holds_what_was_measured() -> None:
     _, one, eight, times = shape.blocks
     assert isinstance(one, Picture)
     assert isinstance(eight, Picture)
-    assert isinstance(times, Table)
+    assert isinstance(times, ReportTable)
     assert (one.title, eight.title) == ("1 token", "8 tokens")
     assert boxes(one.svg).keys() == {"dense"}
     lengths = boxes(eight.svg)
     assert lengths["w4a16"] == pytest.approx(2 * lengths["dense"], abs=0.2)
     assert lengths["int_mm"] == 0
     assert "2.00x, 50%" in eight.svg
-    assert times.rows[:2] == [("dense", "1,000", "1,000"), ("w4a16", words.NONE, "500.0")]
+    assert times.rows[:2] == [("dense", "1,000", "1,000"), ("w4a16", wording.NONE, "500.0")]
     assert rest.blocks == [Words("w4a16 (64x128 M=1): why", "note")]
 
 
 def test_a_page_of_nothing_that_could_be_measured_says_why() -> None:
-    report = Report("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    report = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
     report.results.append({"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "<b>why</b>"})
     text = as_html(plot.page_of(report))
     assert "w4a16 (64x128 M=1): &lt;b&gt;why&lt;/b&gt;" in text

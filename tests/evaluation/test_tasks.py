@@ -20,10 +20,10 @@ from compress.checkpoint.read.source import DEMO, find_source
 from compress.errors import CompressError, InputError
 from compress.evaluation.quality.shares import clopper_pearson
 from compress.evaluation.report.verdict import verdict
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.evaluation.tasks import likelihood
 from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks
-from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelihoods
+from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods
 from compress.evaluation.tasks.questions import read_task
 
 WORDS = (DEMO / "heldout.txt").read_text(encoding="utf-8").split()
@@ -73,10 +73,10 @@ def plain(model: torch.nn.Module, tokenizer: object, context: str, continuation:
 # --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
-def random_pairs(sizes: list[tuple[int, int]], vocabulary: int = 96) -> list[Pair]:
+def random_pairs(sizes: list[tuple[int, int]], vocabulary: int = 96) -> list[ContinuationPair]:
     draw = torch.Generator().manual_seed(3)
     ids = [torch.randint(vocabulary, (a + b,), generator=draw).tolist() for a, b in sizes]
-    return [Pair(row[:a], row[a:]) for row, (a, _) in zip(ids, sizes, strict=True)]
+    return [ContinuationPair(row[:a], row[a:]) for row, (a, _) in zip(ids, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "opt"])
@@ -102,7 +102,7 @@ def test_the_most_probable_tokens_are_greedy_and_others_are_not() -> None:
         for _ in range(3):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     wrong = [*ids[:-2], (ids[-2] + 1) % 96, ids[-1]]
-    found = likelihoods(model, [Pair(context, each[3:]) for each in (ids, wrong)])
+    found = likelihoods(model, [ContinuationPair(context, each[3:]) for each in (ids, wrong)])
     assert [each.greedy for each in found] == [True, False]
 
 
@@ -147,7 +147,7 @@ class Ending:
 def test_what_a_tokenizer_puts_behind_every_text_is_not_between_context_and_answer() -> None:
     behind = appended(Ending(), "a bb")
     assert behind == 1
-    assert encode(Ending(), "a bb", " ccc d", None, "", behind) == Pair([1, 4, 5], [6, 4])
+    assert encode(Ending(), "a bb", " ccc d", None, "", behind) == ContinuationPair([1, 4, 5], [6, 4])
 
 
 def test_a_long_context_loses_its_beginning_and_an_answer_longer_than_the_window_is_refused(tokenizer: object) -> None:

@@ -12,7 +12,7 @@ from compress.calibration.hessian import Hessian
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Finding
-from compress.solvers.allocation import Curve, allocate
+from compress.solvers.allocation import RankCurve, allocate
 from compress.solvers.outliers import dearest
 from compress.solvers.whitened import approximated, spectrum
 from compress.system.comm import Comm
@@ -186,18 +186,18 @@ def test_the_dearest_are_chosen_and_the_first_of_equals():
 # --- the budget ----------------------------------------------------------------------------------------------------
 
 
-def cost_of(curves: dict[str, Curve], ranks: dict) -> float:
+def cost_of(curves: dict[str, RankCurve], ranks: dict) -> float:
     return sum(c.whole if ranks[n] is None else ranks[n] * c.cost for n, c in curves.items())
 
 
-def loss_of(curves: dict[str, Curve], ranks: dict) -> float:
+def loss_of(curves: dict[str, RankCurve], ranks: dict) -> float:
     return sum(0.0 if ranks[n] is None else c.values[ranks[n] :].sum().item() for n, c in curves.items())
 
 
-def curves_of(seed: int, whole: float = inf) -> dict[str, Curve]:
+def curves_of(seed: int, whole: float = inf) -> dict[str, RankCurve]:
     draw = torch.Generator().manual_seed(seed)
     return {
-        name: Curve(torch.rand(4, generator=draw).double().sort(descending=True).values * size, 2.0, whole)
+        name: RankCurve(torch.rand(4, generator=draw).double().sort(descending=True).values * size, 2.0, whole)
         for name, size in (("a", 1.0), ("b", 3.0), ("c", 0.5))
     }
 
@@ -229,9 +229,9 @@ def test_with_layers_left_as_they_are_only_what_is_left_of_the_budget_could_do_b
 
 
 def test_every_layer_has_the_least_and_equals_go_to_the_first():
-    curves = {name: Curve(torch.ones(5).double(), 3.0) for name in "abc"}
+    curves = {name: RankCurve(torch.ones(5).double(), 3.0) for name in "abc"}
     assert allocate(curves, 15.0) == {"a": 3, "b": 1, "c": 1}
-    assert allocate({**curves, "d": Curve(torch.zeros(2).double(), 1.0)}, 10.0) == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert allocate({**curves, "d": RankCurve(torch.zeros(2).double(), 1.0)}, 10.0) == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
 def test_a_survey_finds_what_the_ranks_take_off_and_settles_the_pass():

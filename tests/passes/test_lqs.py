@@ -10,7 +10,7 @@ from compress.passes.protocol.stages import Finding
 from compress.solvers.gptq import gptq
 from compress.solvers.whitened import approximated
 from compress.system.comm import Comm
-from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.grid import Quantized
 
 ROWS, COLUMNS, RANK = 24, 32, 3
@@ -85,7 +85,7 @@ def test_where_nothing_is_gained_codes_stay_alone():
 
 def test_exact_weights_are_gptqs_and_codes_are_zero_beneath():
     codes, low, exact = decided(outliers=0.03, iterations=1).sum.terms
-    assert isinstance(low.format, LowRank)
+    assert isinstance(low.format, LowRankFactors)
     places = exact.dequantize() != 0
     assert places.double().mean() == pytest.approx(0.03, rel=0.4)
     assert not codes.dequantize()[places].any()

@@ -31,8 +31,8 @@ from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.rtn import RTN
 from compress.run.installed import Versions
+from compress.solvers.column_sweep import damped
 from compress.solvers.gptq import POLISH_DAMP, gptq
-from compress.solvers.sweep import damped
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 

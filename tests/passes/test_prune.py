@@ -17,8 +17,8 @@ from compress.passes.options.prune import Prune
 from compress.passes.protocol.recipe import describe, parse_recipe
 from compress.passes.protocol.sites import Site
 from compress.solvers import targets
+from compress.solvers.column_sweep import damped
 from compress.solvers.gptq import POLISH_DAMP
-from compress.solvers.sweep import damped
 from compress.solvers.targets import settled
 from compress.system.comm import Comm
 from compress.weights.decision import Decision

@@ -12,8 +12,8 @@ from torch import Tensor
 from compress.calibration.hessian import Hessian
 from compress.passes.protocol.sites import Site
 from compress.passes.spqr import SpQR
+from compress.solvers.column_sweep import ordered
 from compress.solvers.spqr import solve_tiles
-from compress.solvers.sweep import ordered
 from compress.solvers.tile_rule import leave_one_out, rounding_cost
 from compress.system.comm import Comm
 from compress.weights.formats.sparse import Sparse

@@ -6,7 +6,7 @@ import torch
 from compress.calibration.hessian import AffineHessian, Hessian
 from compress.passes.structure import Structure
 from compress.run.shrink.groups import Reading, choose
-from compress.solvers.removal import Consumer, LeastSquares, Zeroing, best, compensated, greedy
+from compress.solvers.removal import CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
 from compress.system.comm import Comm
 
 T, N, SIZE, GROUPS = 400, 5, 3, 6
@@ -41,7 +41,7 @@ def least(x, y, groups, ones=False):
 
 
 def consumer(x, weight):
-    return Consumer(weight, x.T @ x / T, COLUMNS, TINY)
+    return CutConsumer(weight, x.T @ x / T, COLUMNS, TINY)
 
 
 def test_the_cost_of_a_group_is_what_least_squares_loses():
@@ -117,7 +117,7 @@ def test_what_others_can_replace_goes_before_what_is_small():
     x[:, 3] = 0  # never active: costs nothing, whatever it weighs
     weight = torch.rand(N, 8, generator=generator, dtype=torch.float64) + 0.5
     weight[:, 6], weight[:, 3], weight[:, 5] = 9.0, 7.0, 0.1
-    layer = Consumer(weight, x.T @ x / T, torch.arange(8)[:, None], 1e-8)
+    layer = CutConsumer(weight, x.T @ x / T, torch.arange(8)[:, None], 1e-8)
     assert greedy([Zeroing(layer)], 8, 1, 64).tolist() == [0, 1, 2, 4, 5, 6, 7]
     kept = greedy([LeastSquares(layer)], 8, 2, 64).tolist()
     assert 3 not in kept
@@ -139,7 +139,7 @@ def test_with_few_tokens_little_is_made_up():
         reading = Reading(weight, None, {"hessian": statistic.result()}, COLUMNS)
         how = Structure(heads=0.5, shrink=shrink, statistics="float64")
         chosen = choose(how, (GROUPS, 3), {"o": reading}, torch.zeros(GROUPS), Comm())
-        inputs = Consumer(weight, x.T @ x, COLUMNS, TINY).inputs(chosen.kept)
+        inputs = CutConsumer(weight, x.T @ x, COLUMNS, TINY).inputs(chosen.kept)
         change[shrink] = float((chosen.solved["o"][0] - weight[:, inputs]).norm() / weight[:, inputs].norm())
     assert change[True] < 0.3 * change[False]
 

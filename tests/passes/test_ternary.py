@@ -28,7 +28,7 @@ from compress.solvers.gptq import gptq
 from compress.weights.few_levels import sign_scale, ternary_scale
 from compress.weights.formats.codes import Codes, Packed
 from compress.weights.formats.columns import BinaryColumns, Columns
-from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.grid import Grid, Quantized, fit, quantize
 from compress.weights.scheme import parts_of, scheme_of
 from compress.weights.terms import Weight
@@ -267,7 +267,7 @@ def test_ternary_codes_in_words_are_those_of_w2a16_that_others_read(tmp_path):
 
 def ternary_layer(columns: int) -> tuple[Codes, dict[str, Tensor]]:
     quantized = quantize(torch.randn(4, columns, generator=torch.Generator().manual_seed(2)), Grid(bits=2, narrow=True))
-    term = Ternary(grid=quantized.grid).term(quantized)
+    term = TernaryCodes(grid=quantized.grid).term(quantized)
     return term, parts_of(term)
 
 
@@ -282,20 +282,20 @@ def test_bytes_that_are_no_five_codes_are_refused():
 
 
 def test_groups_that_do_not_divide_and_columns_that_are_not_there_are_refused():
-    assert "groups of 16 do not fit" in str(Ternary(grid=THREE).problem(4, 40))
-    assert "groups of 16 do not fit" in str(Binary(grid=TWO).problem(4, 40))
+    assert "groups of 16 do not fit" in str(TernaryCodes(grid=THREE).problem(4, 40))
+    assert "groups of 16 do not fit" in str(BinaryCodes(grid=TWO).problem(4, 40))
     columns = BinaryColumns(grid=signs(2), chosen=6)
     assert columns.problem(4, 16) is None
     assert "6 of them cannot be chosen" in str(columns.problem(4, 5))
     assert "groups of 2 do not fit" in str(replace(columns, chosen=5).problem(4, 16))
     with pytest.raises(InputError, match="ternary codes are on the narrow"):
-        Ternary(grid=Grid(bits=2))
+        TernaryCodes(grid=Grid(bits=2))
     with pytest.raises(InputError, match="binary codes are on the grid of signs"):
-        Binary(grid=Grid(bits=2, narrow=True))
+        BinaryCodes(grid=Grid(bits=2, narrow=True))
 
 
 def test_columns_rise_within_the_inputs():
-    codes = Codes(quantize(torch.randn(4, 3), signs(None)), Binary(grid=signs(None)))
+    codes = Codes(quantize(torch.randn(4, 3), signs(None)), BinaryCodes(grid=signs(None)))
     for column in ([2, 1, 5], [1, 1, 5], [-1, 1, 5], [1, 5, 16]):
         term = Columns(torch.tensor(column, dtype=torch.int16), codes, 16)
         with pytest.raises(CheckpointError, match="column does not rise within the 16 inputs"):
@@ -313,4 +313,4 @@ def test_a_layer_holds_four_bits_a_weight_and_no_dense_copy():
 def test_values_of_a_quantized_matrix_are_what_is_stored():
     quantized = quantize(torch.randn(4, 16), TWO, torch.bfloat16)
     assert isinstance(quantized, Quantized)
-    assert scheme_of(quantized).terms == (Binary(grid=TWO),)
+    assert scheme_of(quantized).terms == (BinaryCodes(grid=TWO),)

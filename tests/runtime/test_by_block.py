@@ -9,8 +9,8 @@ from torch import nn
 
 import compress
 from compress.checkpoint.read.source import find_source
+from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
-from compress.runtime.check.theirs import decompressed_by_block, load_with_transformers
 from compress.runtime.check.twin import compared, watched
 from compress.runtime.load.by_block import run_by_block
 

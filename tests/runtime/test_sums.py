@@ -20,7 +20,7 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.measure import ceilings
 from compress.kernels.operators.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
-from compress.recipes.low_rank import LowRank
+from compress.recipes.low_rank import Factors
 from compress.runtime.check.twin import compared, error, plain
 from compress.runtime.layers.fused import why_not_fuse
 from compress.runtime.layers.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
@@ -253,7 +253,7 @@ def test_routes_on_a_gpu(monkeypatch):
 def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
     codes, _, rest = terms_of()
     parts = {"left": torch.randn(40, 3), "right": torch.randn(3, 192)}
-    weight = Weight((LowRank(rank=3).read(parts, 40, 192), Packed(grid=codes.grid).term(codes), rest))
+    weight = Weight((Factors(rank=3).read(parts, 40, 192), Packed(grid=codes.grid).term(codes), rest))
     layer = QuantLinear.from_quantized(weight)
     x = torch.randn(4, 192)
     assert error(layer, x, layer(x)) <= 1

@@ -10,11 +10,11 @@ from commands import VOCABULARY, command, fast_gptq, make_llama, save
 import compress
 import compress.search.trial as trial
 from compress.errors import InputError
-from compress.evaluation.quality import kept
+from compress.evaluation.quality import reference_states
 from compress.evaluation.speed import side_by_side
-from compress.evaluation.stored import read_evaluation
+from compress.evaluation.stored_evaluation import read_evaluation
 from compress.evaluation.tasks import evaluate as asked_of
-from compress.search.rows import Row, ranked
+from compress.search.sweep_rows import SweepRow, ranked
 
 TEXT = ["--text", "demo", "--text-samples", "4"]
 
@@ -110,12 +110,12 @@ def counted(monkeypatch):
 
     count(asked_of, "likelihoods", "asked")
     count(side_by_side, "_timing", "timed")
-    count(kept.Keeping, "finish", "original")
+    count(reference_states.Keeping, "finish", "original")
     return found
 
 
 def test_tasks_and_speed_of_each_recipe_and_of_the_original_once(desk, monkeypatch, counted):
-    monkeypatch.setattr(kept, "cache_directory", lambda: desk / "cache")
+    monkeypatch.setattr(reference_states, "cache_directory", lambda: desk / "cache")
     questions = [{"goal": f"{word} is", "sol1": "one", "sol2": "two of it", "label": 0} for word in ("he", "it", "who")]
     (desk / "task.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
     assert swept(desk, "w8", "w3").code == 0
@@ -184,7 +184,7 @@ def test_passes_and_token_ids_from_python_go_on_where_they_were(desk):
 
 def test_the_front_is_what_nothing_beats():
     figures = {"a": (1, 9.0), "b": (2, 5.0), "c": (3, 6.0), "d": (4, 5.0), "e": (2, 5.0)}
-    rows = [Row(name, {}, bytes=size, kl_mean=kl) for name, (size, kl) in figures.items()]
-    found = ranked([*rows, Row("x", {}, problem="why")])
+    rows = [SweepRow(name, {}, bytes=size, kl_mean=kl) for name, (size, kl) in figures.items()]
+    found = ranked([*rows, SweepRow("x", {}, problem="why")])
     assert [row.name for row in found if row.front] == ["a", "b", "e"]
     assert found[-1].name == "x"

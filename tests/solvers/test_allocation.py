@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from compress.solvers.allocation import Option, choose
+from compress.solvers.allocation import UnitOption, choose
 
 
-def everything(units: dict[str, list[Option]], budget: float) -> float:
+def everything(units: dict[str, list[UnitOption]], budget: float) -> float:
     """The least loss of all combinations within the budget."""
     sums = (
         (math.fsum(o.cost for o in combination), math.fsum(o.loss for o in combination))
@@ -24,16 +24,16 @@ def test_no_combination_of_six_layers_and_four_candidates_loses_less():
         scale = 10.0 ** generator.randint(-9, 3)  # losses of any unit
         units = {
             f"layer {i}": [
-                Option(cost=generator.randint(1, 10**6), loss=scale * generator.random() ** 3) for _ in range(4)
+                UnitOption(cost=generator.randint(1, 10**6), loss=scale * generator.random() ** 3) for _ in range(4)
             ]
             for i in range(6)
         }
         if trial == 0:  # some that are worse in both, and some that are alike
             units["layer 0"] = [
-                Option(10, 1.0 * scale),
-                Option(20, 2.0 * scale),
-                Option(10, 1.0 * scale),
-                Option(5, 3 * scale),
+                UnitOption(10, 1.0 * scale),
+                UnitOption(20, 2.0 * scale),
+                UnitOption(10, 1.0 * scale),
+                UnitOption(5, 3 * scale),
             ]
         cheapest = sum(min(o.cost for o in options) for options in units.values())
         dearest = sum(max(o.cost for o in options) for options in units.values())

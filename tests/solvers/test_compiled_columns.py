@@ -7,7 +7,7 @@ import torch
 from combinations import every
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu.columns import SweptBlock
+from compress.kernels.cpu.column_sweep import SweptBlock
 from compress.solvers.gptq import GridRule, Known, gptq
 from compress.solvers.tile_rule import TileRule
 from compress.weights.formats.tiles import Tiles

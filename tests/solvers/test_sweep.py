@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.errors import CompressError
-from compress.solvers.sweep import BLOCK, DAMP_LIMIT, ColumnRule, damped, factorize, sweep
+from compress.solvers.column_sweep import BLOCK, DAMP_LIMIT, ColumnRule, damped, factorize, sweep
 from compress.weights.grid import Grid, quantize
 
 

@@ -23,7 +23,7 @@ from compress.evaluation.document import (
     Timing,
     UnitSensitivity,
 )
-from compress.evaluation.report.runs import Run
+from compress.evaluation.report.runs import ReportedRun
 
 KINDS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -190,9 +190,9 @@ def sweep() -> list[Evaluation]:
     ]
 
 
-def runs(*found: Evaluation) -> list[Run]:
+def runs(*found: Evaluation) -> list[ReportedRun]:
     """As if each had been read from a file."""
-    return [Run(each.model.name, Path(f"{each.model.name}.json"), each) for each in found]
+    return [ReportedRun(each.model.name, Path(f"{each.model.name}.json"), each) for each in found]
 
 
 def hostile() -> Evaluation:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compress.passes.train import Train
 from compress.system.comm import Comm
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 from compress.train.losses import chunked
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.contrastive import Candidates, info_nce

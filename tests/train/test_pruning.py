@@ -13,7 +13,7 @@ from compress.passes.train import Train
 from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
 from compress.system.comm import Comm
 from compress.system.progress import Silent
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 from compress.train.rounding.penalties import Penalties, penalized
 from compress.train.rounding.pruning import Prunable, eased, progress_at, prune_to
 from compress.weights.masks import Pattern, pattern_of

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.train.rounding.layers import PARTS, attach, detach, finished
+from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Grid, quantize

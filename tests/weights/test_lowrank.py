@@ -7,7 +7,7 @@ from torch import nn
 from compress.errors import CheckpointError
 from compress.runtime.check.twin import error
 from compress.runtime.layers.linear import QuantLinear
-from compress.weights.formats.lowrank import LowRank, factors, low_rank
+from compress.weights.formats.lowrank import LowRankFactors, factors, low_rank
 from compress.weights.scheme import check_parts, parts_of, scheme_of
 from compress.weights.terms import Weight
 
@@ -86,7 +86,7 @@ def test_factors_that_hide_large_numbers_behind_a_small_sum_are_allowed_what_tho
     dtype = torch.bfloat16
     left = torch.cat([torch.full((4, 1), 100.0), torch.full((4, 1), -100.0)], 1).to(dtype)
     right = torch.cat([torch.ones(1, 8), torch.ones(1, 8) + 2**-7], 0).to(dtype)
-    layer = QuantLinear.from_quantized(LowRank(rank=2).read({"left": left, "right": right}, 4, 8))
+    layer = QuantLinear.from_quantized(LowRankFactors(rank=2).read({"left": left, "right": right}, 4, 8))
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert error(layer, x, layer(x)) <= 1
 
@@ -94,8 +94,8 @@ def test_factors_that_hide_large_numbers_behind_a_small_sum_are_allowed_what_tho
 @pytest.mark.parametrize(
     ("format_", "says"),
     [
-        (LowRank(rank=-1), "rank -1; there is none below 0"),
-        (LowRank(rank=3, bits=4), "factors of 4 bits; there are 16"),
+        (LowRankFactors(rank=-1), "rank -1; there is none below 0"),
+        (LowRankFactors(rank=3, bits=4), "factors of 4 bits; there are 16"),
     ],
 )
 def test_what_no_factors_are_is_refused(format_, says):

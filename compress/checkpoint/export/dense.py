@@ -15,7 +15,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import Stored, stored_in, weight_of
 
 
-class Dense(Exporter):
+class DenseLayout(Exporter):
     """Dense weights as transformers writes them, bit for bit those of `load(model, dequantize=True)`."""
 
     about = "a plain checkpoint of transformers, with the dense weights that the codes stand for"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # {word: place of the class}, imported (with torch) only when used, so that a wrong word is refused at once.
 EXPORTERS = {
-    "dense": "compress.checkpoint.export.dense:Dense",
+    "dense": "compress.checkpoint.export.dense:DenseLayout",
     "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
     "awq": "compress.checkpoint.export.awq:AWQLayout",
     "sparse24": "compress.checkpoint.export.two_of_four:TwoOfFour",

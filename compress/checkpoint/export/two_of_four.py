@@ -14,9 +14,9 @@ from torch import Tensor
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.files import RECORD, checksum
+from compress.checkpoint.portable_names import command
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.checkpoint.shown import command
 from compress.checkpoint.write.join import LOADING
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import InputError
@@ -34,7 +34,7 @@ class Layer24(NamedTuple):
     checksum: str
 
 
-class Found(NamedTuple):
+class Layers24(NamedTuple):
     """The layers of a checkpoint that take less space as 2:4 (layers, without their tensors), the number of tensors
     that store them (parts), and {layer: the reason why it stays} for others (refused)."""
 
@@ -73,12 +73,12 @@ class TwoOfFour(Exporter):
         return Written(len(found.layers), record_of(checkpoint, found.layers, place.lost))
 
 
-def found24(source: Source) -> Found:
+def found24(source: Source) -> Layers24:
     """The 2:4 layers among those that the run treated; searched once for each source."""
     return source.once("2:4 layers", lambda: _found24(source))
 
 
-def _found24(source: Source) -> Found:
+def _found24(source: Source) -> Layers24:
     layers: dict[str, Layer24] = {}
     refused: dict[str, str] = {}
     parts = 0
@@ -89,7 +89,7 @@ def _found24(source: Source) -> Found:
             parts += len(made.parts)
         except InputError as why:
             refused[name] = str(why)
-    return Found(layers, parts, refused)
+    return Layers24(layers, parts, refused)
 
 
 def configuration(source: Source, found: Mapping[str, Layer24]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source
-from compress.checkpoint.shown import shown
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord

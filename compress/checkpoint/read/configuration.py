@@ -33,7 +33,7 @@ class Numbers(TypedDict, total=False):
     actorder: str | bool | None
 
 
-class Group(TypedDict, total=False):
+class ConfigGroup(TypedDict, total=False):
     targets: list[str] | None
     format: str | None
     weights: Numbers | None
@@ -41,10 +41,10 @@ class Group(TypedDict, total=False):
     output_activations: Numbers | None
 
 
-class Quantization(TypedDict, total=False):
+class CompressedTensorsConfig(TypedDict, total=False):
     format: str | None
     ignore: list[str] | None
-    config_groups: dict[str, Group] | None
+    config_groups: dict[str, ConfigGroup] | None
     kv_cache_scheme: Numbers | None
 
 
@@ -62,13 +62,13 @@ class Config(TypedDict, total=False):
 class OwnConfig(TypedDict, total=False):
     """A configuration whose method is METHOD (compressed-tensors)."""
 
-    quantization_config: Quantization
+    quantization_config: CompressedTensorsConfig
 
 
 class SumsConfig(TypedDict):
     """A configuration whose method is ours (`weights.own_words`)."""
 
-    quantization_config: own_words.Quantization
+    quantization_config: own_words.OwnQuantization
 
 
 class Index(TypedDict):

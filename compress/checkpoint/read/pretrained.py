@@ -20,10 +20,10 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.checkpoint.files import VARIANT, read_json
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
-from compress.checkpoint.shown import shown
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 
 

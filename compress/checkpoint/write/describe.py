@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.shown import shown
 from compress.errors import CompressError
 from compress.model.layers import Table
 from compress.weights import own_words

@@ -29,8 +29,8 @@ from typing import IO, Any
 
 from compress.checkpoint.files import INDEX, RECORD, read_json
 from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, strangers_in
+from compress.checkpoint.portable_names import command
 from compress.checkpoint.scratch import becomes
-from compress.checkpoint.shown import command
 from compress.checkpoint.write.journal import PROGRESS, Journal
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, InputError, RankLostError, WriteError

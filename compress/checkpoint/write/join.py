@@ -20,10 +20,10 @@ from compress.checkpoint.leftovers import COMPANIONS, MODEL, expected, is_left
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.checkpoint.saving import bytes_of
 from compress.checkpoint.seal import write_record
+from compress.checkpoint.write.all_ranks import Together
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.journal import PROGRESS, Journal
 from compress.checkpoint.write.shards import Piece, pieces_of, planned, write_shard
-from compress.checkpoint.write.together import Together
 from compress.errors import CheckpointError
 from compress.weights.own_words import is_own
 

@@ -16,7 +16,7 @@ from compress.errors import CheckpointError
 from compress.model.edits.folds import FoldRecord
 from compress.system.schema import fits
 from compress.weights.caches import CacheScheme
-from compress.weights.own_words import Entry
+from compress.weights.own_words import SchemeEntry
 
 PROGRESS = "progress.json"
 KIND, FORMAT = "unfinished run", 3
@@ -30,11 +30,11 @@ class EditPlace(TypedDict):
     edits: list[dict[str, Any]]
 
 
-class Block(TypedDict):
+class JournalBlock(TypedDict):
     """A finished block. layers: the scheme of each, None where its values are stored dense."""
 
     files: Files
-    layers: dict[str, Entry | None]
+    layers: dict[str, SchemeEntry | None]
     records: list[LayerRecord]
     ranges: list[RangeRecord]
     left_alone: dict[str, str]
@@ -50,7 +50,7 @@ class Content(TypedDict):
     compress: str
     format: int
     identity: str
-    blocks: dict[str, Block]
+    blocks: dict[str, JournalBlock]
     rest: Files | None
     moved: dict[str, str]
     complete: bool
@@ -60,8 +60,9 @@ class Content(TypedDict):
 class Journal:
     """The journal of a run.
 
-    identity: fingerprint of the run ('' before it is known). blocks: {block: the JSON of a `Block`}, in the order in
-    which they were finished. rest: the files of tensors outside the blocks, once written. moved: {tensor: weight file}.
+    identity: fingerprint of the run ('' before it is known). blocks: {block: the JSON of a `JournalBlock`}, in the
+    order in which they were finished. rest: the files of tensors outside the blocks, once written. moved: {tensor:
+    weight file}.
     complete: only renaming the directory is left to do.
     """
 

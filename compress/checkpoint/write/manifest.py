@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import RECORD, read_json
+from compress.checkpoint.portable_names import command
 from compress.checkpoint.seal import Checksums
-from compress.checkpoint.shown import command
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
 from compress.system.schema import fits
 from compress.system.version import VERSION
@@ -18,7 +18,7 @@ from compress.system.version import VERSION
 RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
 
 
-class Run(TypedDict):
+class StoredRun(TypedDict):
     """The part of `compress.json` that is read back."""
 
     layers: list[LayerRecord]
@@ -33,7 +33,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     """The record of a finished run. Raises CheckpointError, which names the key, for a record that no run has
     written."""
     found = read_json(directory / RECORD)
-    fits(found, Run, directory / RECORD)
+    fits(found, StoredRun, directory / RECORD)
     for layer in found["layers"]:
         layer.setdefault("figures", {})
     return found

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.saving import Saving
+from compress.checkpoint.write.all_ranks import Together, readable
+from compress.checkpoint.write.block_entries import edits_of, note, read_edits, restore
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import Assembly, write_beside
 from compress.checkpoint.write.journal import PROGRESS, Files, Journal
-from compress.checkpoint.write.noted import edits_of, note, read_edits, restore
 from compress.checkpoint.write.record import Finished
-from compress.checkpoint.write.together import Together, readable
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.model.layers import Layer, Table
 from compress.model.opened import Opened

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly
-from compress.cli.groups import calibration_option, extent_options, ignore_option, saving_options, setting_option
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.option_groups import calibration_option, extent_options, ignore_option, saving_options, setting_option
 from compress.cli.options import (
     begin,
     device_option,

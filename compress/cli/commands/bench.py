@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
     check_page,
@@ -65,7 +65,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     begin()
     from compress.cli.progress import reporting
     from compress.evaluation.speed.run import run_bench
-    from compress.evaluation.speed.table import tables
+    from compress.evaluation.speed.speed_tables import tables
 
     chosen = {
         name: value for name, value in options.items() if name not in (of_models if model is None else of_linears)

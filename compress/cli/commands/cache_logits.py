@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly
-from compress.cli.groups import batch_size_option, calibration_option, length_option
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.option_groups import batch_size_option, calibration_option, length_option
 from compress.cli.options import (
     begin,
     device_option,

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.exits import GATE, exits_cleanly, fail
+from compress.cli.exit_codes import GATE, exits_cleanly, fail
 from compress.cli.keeping import asked_of, asked_options
 from compress.cli.keeping import keep as keep_evaluation
 from compress.cli.options import (
@@ -111,7 +111,7 @@ def evaluate(
         elif labelled is not None:
             found = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
-            from compress.evaluation.asked import with_asked
+            from compress.evaluation.on_request import with_asked
 
             found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
             found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)

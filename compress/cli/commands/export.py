@@ -6,7 +6,7 @@ import click
 
 import compress
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     PLUGINS,
     begin,

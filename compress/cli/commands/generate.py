@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import begin, device_option, plugin_option, trust_option
 from compress.errors import InputError
 from compress.system.terminal import visible

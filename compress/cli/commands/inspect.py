@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
     check_page,

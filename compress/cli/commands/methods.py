@@ -2,7 +2,7 @@
 
 import click
 
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.errors import one_of
 
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.exits import exits_cleanly
-from compress.cli.groups import setting_option
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.option_groups import setting_option
 from compress.cli.options import given
 from compress.cli.running import check_processes, run, run_options, split_settings
 from compress.errors import InputError

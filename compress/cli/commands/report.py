@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.exits import exits_cleanly
+from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
     json_option,
@@ -23,7 +23,7 @@ from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.evaluation.report.content import Report
-    from compress.evaluation.report.runs import Run
+    from compress.evaluation.report.runs import ReportedRun
 
 FORMS = (".html", ".htm", ".md", ".json", ".svg")
 
@@ -114,7 +114,7 @@ def _check(
         raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
 
 
-def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str, Any]) -> str:
+def _formed(suffix: str, made: "Report", found: Sequence["ReportedRun"], data: dict[str, Any]) -> str:
     """The report as the end of a name asks for it."""
     from compress.checkpoint.ours import noted
 
@@ -133,10 +133,10 @@ def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str,
     return as_html(made)
 
 
-def _card(run: "Run", overwrite: bool) -> None:
+def _card(run: "ReportedRun", overwrite: bool) -> None:
     """README.md in the directory of a run."""
     from compress.checkpoint.read.source import find_source
-    from compress.checkpoint.write.beside import put_beside
+    from compress.checkpoint.write.late_files import put_beside
     from compress.evaluation.report.card import as_card
     from compress.evaluation.report.compose import article
     from compress.weights.own_words import is_own

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly, leave
-from compress.cli.groups import calibration_option, extent_options, training_option
+from compress.cli.exit_codes import exits_cleanly, leave
+from compress.cli.option_groups import calibration_option, extent_options, training_option
 from compress.cli.options import (
     begin,
     device_option,

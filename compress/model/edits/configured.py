@@ -67,7 +67,7 @@ def configure(
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return Applied(())
-    search = _Search(model, frozenset(unread))
+    search = _ConfigurationSearch(model, frozenset(unread))
     lists = () if kept is None else tuple(f for before, _ in pairs for f in _lists(config, before, kept))
     start = (*known, *lists)
     if like is not None and search.differing(likely := (*start, *_between(config, like.config, start))) == {}:
@@ -108,7 +108,7 @@ def facts_of(model: nn.Module) -> Facts:
     return found
 
 
-class _Search:
+class _ConfigurationSearch:
     """Compares an edited model with those that transformers would make."""
 
     def __init__(self, model: nn.Module, unread: frozenset[tuple[str, str]]) -> None:

@@ -22,7 +22,7 @@ from compress.system.schema import fits
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class ChannelOrder:
     """The new order of a module's channels. name: inside the block. order: for each place, the old channel that moves
     there (rows of a producer, inputs of a consumer)."""
 
@@ -46,9 +46,9 @@ class Permute:
 
     kind: ClassVar[str] = "permute"
 
-    producers: tuple[Order, ...]
-    between: tuple[Order, ...]
-    consumers: tuple[Order, ...]
+    producers: tuple[ChannelOrder, ...]
+    between: tuple[ChannelOrder, ...]
+    consumers: tuple[ChannelOrder, ...]
 
     def __post_init__(self) -> None:
         for each in (*self.producers, *self.between, *self.consumers):
@@ -87,7 +87,8 @@ class Permute:
             return indices(parts, name, (None,), 0, len(parts[name]) if name in parts else 0)
 
         members = {
-            str(role): tuple(Order(name, order(f"{role}.{i}")) for i, name in enumerate(entry[role])) for role in ROLES
+            str(role): tuple(ChannelOrder(name, order(f"{role}.{i}")) for i, name in enumerate(entry[role]))
+            for role in ROLES
         }
         try:
             return cls(**members)
@@ -95,7 +96,7 @@ class Permute:
             raise CheckpointError(str(error)) from None
 
 
-def _ordered(module: nn.Module, given: Order, role: Role) -> list[Change]:
+def _ordered(module: nn.Module, given: ChannelOrder, role: Role) -> list[Change]:
     """Reorder the tensors of a module. In a module in between, these are all tensors with an entry per channel."""
     if role == "between":
         tensors = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0]
@@ -109,7 +110,7 @@ def _ordered(module: nn.Module, given: Order, role: Role) -> list[Change]:
     return done
 
 
-def _indexed(given: Order, tensor: Tensor, dimension: int) -> Change:
+def _indexed(given: ChannelOrder, tensor: Tensor, dimension: int) -> Change:
     if tensor.shape[dimension] != len(given.order):
         raise InputError(f"{given.name} has {tensor.shape[dimension]} channels; the edit is for {len(given.order)}")
     return change(tensor, DATA, tensor.data.index_select(dimension, given.order.to(tensor.device)).contiguous())

@@ -21,8 +21,8 @@ from compress.model.edits.keep import ROLES, Coupling, Member, channels_between
 from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.structure.dependence import NONE, Dependence, Wiring, dependence_of
 from compress.model.structure.excerpt import in_float32, short_call
+from compress.model.structure.half_cut import HalfCut
 from compress.model.structure.producers import Producer, shared_parameters
-from compress.model.structure.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
-                return _Search(block, exact_call, set(shared) | shared_parameters(block)).found()
+                return _CouplingSearch(block, exact_call, set(shared) | shared_parameters(block)).found()
         except Exception as error:  # noqa: BLE001 - couplings are an offer: a block that cannot be probed has none
             problem = f"no couplings: {type(error).__name__}: {first_line(error)}"
     return Couplings((), (problem,))
@@ -56,7 +56,7 @@ def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
-                problem = Trial(block, exact_call, cuttable(block), coupling).problem(coupling)
+                problem = HalfCut(block, exact_call, cuttable(block), coupling).problem(coupling)
             return [] if problem is None else [problem]
         except Exception as error:  # noqa: BLE001 - the shortened call may be one that does not run
             problem = f"{type(error).__name__}: {first_line(error)}"
@@ -78,7 +78,7 @@ def cuttable(block: nn.Module) -> dict[str, Producer]:
     }
 
 
-class _Search:
+class _CouplingSearch:
     """The search for couplings in one block in float32, with one call."""
 
     def __init__(self, block: nn.Module, call: Call, shared: set[int]) -> None:
@@ -111,7 +111,7 @@ class _Search:
         couplings: list[Coupling] = []
         for candidate in alike(dependence, self.wiring.watched.keys()):
             problem = self.unusable(candidate, fixed)
-            result = problem or Trial(self.block, self.call, self.wiring.producers, candidate).settled()
+            result = problem or HalfCut(self.block, self.call, self.wiring.producers, candidate).settled()
             if isinstance(result, Coupling):
                 couplings.append(result)
             else:

@@ -23,7 +23,7 @@ from compress.model.edits.changes import Applied, undo
 from compress.model.edits.folds import Consumer, Fold, apply, layer_at
 from compress.model.structure.excerpt import in_float32, short_call
 from compress.model.structure.hollow import (
-    Seen,
+    HollowOutputs,
     codes,
     compare,
     decode,
@@ -161,7 +161,7 @@ class _Discoverer:
         if not all(bool(torch.isfinite(t).all()) for t in self.outputs if t.is_floating_point()):
             raise RuntimeError("its output is not finite")
 
-    def hollow(self, scaled: str | None = None, scale_C: Tensor | None = None) -> Seen:
+    def hollow(self, scaled: str | None = None, scale_C: Tensor | None = None) -> HollowOutputs:
         self.probes += 1
 
         def given(name: str, output: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class _Discoverer:
 
         return hollow_forward(self.block, self.call, self.producers, given)
 
-    def readers(self, name: str, base: Seen) -> tuple[tuple[Consumer, ...], str | None]:
+    def readers(self, name: str, base: HollowOutputs) -> tuple[tuple[Consumer, ...], str | None]:
         """(The layers that read a producer as a scale, None), or (..., the reason why it cannot be folded)."""
         every_C = torch.ones(self.producers[name].channels, dtype=torch.bool)
         consumers, problem = self.probe(name, base, every_C)
@@ -186,7 +186,7 @@ class _Discoverer:
                 return consumers, None
         return (), problem
 
-    def probe(self, name: str, base: Seen, chosen_C: Tensor) -> tuple[tuple[Consumer, ...], str | None]:
+    def probe(self, name: str, base: HollowOutputs, chosen_C: Tensor) -> tuple[tuple[Consumer, ...], str | None]:
         """Find the readers of the chosen channels: scale each by a power of two that encodes its number, and decode the
         numbers from the inputs of the layers. Returns (consumers, the reason why they make no fold, or None)."""
         channels = self.producers[name].channels

@@ -33,7 +33,7 @@ NOBODY: Mapping[str, Producer] = {}
 
 
 @dataclass
-class Seen:
+class HollowOutputs:
     """Observations of a hollow forward. inputs: {(module, number of its call): input}; outputs: tensors that the block
     returned."""
 
@@ -93,11 +93,11 @@ def hollow_forward(
     given: Callable[[str, Tensor], Tensor] = as_given,
     gradients: bool = False,
     watched: Mapping[str, Producer] = NOBODY,
-) -> Seen:
+) -> HollowOutputs:
     """Run a hollow forward of the block. given: replaces a producer's given output [..., C]. gradients: record
     gradients with respect to the given outputs. watched: modules that compute as usual, whose inputs are observed,
     too."""
-    seen = Seen()
+    seen = HollowOutputs()
     counts = dict.fromkeys((*producers, *watched), 0)
 
     def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, int]:
@@ -146,7 +146,9 @@ def exponents(before: Tensor, after: Tensor) -> Tensor | None:
     return highest_K if torch.equal(highest_K, change.where(live, bound).amin(0)) else None
 
 
-def compare(base: Seen, seen: Seen, producers: dict[str, Producer]) -> tuple[dict[str, Tensor], str | None]:
+def compare(
+    base: HollowOutputs, seen: HollowOutputs, producers: dict[str, Producer]
+) -> tuple[dict[str, Tensor], str | None]:
     """({linear layer: exponents [K]} of the inputs that a probe scaled, None), or ({}, the reason why the probe did
     more than scale inputs)."""
     if base.inputs.keys() != seen.inputs.keys():
@@ -174,7 +176,7 @@ def compare(base: Seen, seen: Seen, producers: dict[str, Producer]) -> tuple[dic
     return changes, None
 
 
-def changed(base: Seen, seen: Seen, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
+def changed(base: HollowOutputs, seen: HollowOutputs, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
     """{layer: bool mask [K] of the inputs that changed in any token of any call}. It shows any dependence, while
     `compare` accepts scales only."""
     found: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from compress.model.calls import Call, evaluating
 from compress.model.edits.changes import undo
 from compress.model.edits.folds import Fold, layer_at
 from compress.model.edits.keep import OUTSIDE, ROLES, Coupling, Role
-from compress.model.edits.permute import Order, Permute
+from compress.model.edits.permute import ChannelOrder, Permute
 from compress.model.layers import is_linear
 from compress.model.structure.couplings import find_couplings
 from compress.model.structure.excerpt import in_float32, short_call
@@ -44,11 +44,11 @@ class Places:
 
     def permuted(self, order_U: Tensor) -> Permute:
         """The edit that moves channel order[u] to the place of channel u."""
-        found: dict[Role, list[Order]] = {role: [] for role in ROLES}
+        found: dict[Role, list[ChannelOrder]] = {role: [] for role in ROLES}
         for (role, name), places_RU in self.of.items():
             order = torch.arange(self.widths[role, name])
             order[places_RU.flatten()] = places_RU[:, order_U].flatten()
-            found[role].append(Order(name, order))
+            found[role].append(ChannelOrder(name, order))
         return Permute(*(tuple(found[role]) for role in ROLES))
 
 

@@ -19,7 +19,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
 from compress.passes.protocol.where import but
-from compress.solvers.allocation import Curve, allocate
+from compress.solvers.allocation import RankCurve, allocate
 from compress.solvers.whitened import spectrum
 from compress.weights.formats.lowrank import WHOLE_BITS, check_bits
 
@@ -130,7 +130,7 @@ class RankBudget(Pass):
         """The pass with a rank for each layer, and the layers that it leaves as they are."""
         shapes = {name: finding.shape for name, finding in found.items()}
         curves = {
-            name: Curve(
+            name: RankCurve(
                 found[name].parts[0], self.cost(shape), *([math.prod(shape) * WHOLE_BITS] if self.or_whole else [])
             )
             for name, shape in shapes.items()

@@ -24,10 +24,10 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_stacked
 from compress.passes.protocol.stages import Decide
+from compress.solvers.column_sweep import ActOrder, Ordered, ordered
 from compress.solvers.gptq import POLISH_DAMP
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import has_outliers, share_of_outliers
-from compress.solvers.sweep import ActOrder, Ordered, ordered
 from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
 from compress.system.comm import Comm
 from compress.weights.decision import Figures

@@ -32,7 +32,7 @@ Needs = Mapping[str, StatisticFactory]
 class Finding:
     """Findings of a survey about a layer: its block, its shape (N, K), and the results of `look`, one for each of its
     groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
-    (`run.alone`); 0 where nothing was changed."""
+    (`run.walk.alone`); 0 where nothing was changed."""
 
     block: str
     shape: tuple[int, int]

@@ -13,7 +13,7 @@ from compress.passes.train import Trained
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.train.rounding.latents import begun
-from compress.train.rounding.layers import PARTS, finished
+from compress.train.rounding.swapped_layers import PARTS, finished
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 

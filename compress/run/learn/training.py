@@ -26,8 +26,8 @@ from compress.run.restore import hooks_and_buffers
 from compress.run.walk.state import Run, Steps
 from compress.run.walk.token_tables import round_tables
 from compress.train.gain import little_gain
+from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.shards import reshard
 from compress.train.loop.loop import History, Training, train, unchanged, untouched
 from compress.train.loop.optimizer import Learned
 from compress.train.loop.saved import fixed_of
@@ -35,7 +35,11 @@ from compress.train.objective.objective import Objective
 from compress.train.objective.outputs import eager_attention
 from compress.train.options import TrainingOptions
 from compress.train.rates import RangeTest, range_test_once
-from compress.train.rounding.layers import (
+from compress.train.rounding.penalties import Penalties, penalized
+from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
+from compress.train.rounding.quantizers import quantized_of
+from compress.train.rounding.sparsity_options import SparsityOptions
+from compress.train.rounding.swapped_layers import (
     PARTS,
     parameters_in,
     quantizers_of,
@@ -44,10 +48,6 @@ from compress.train.rounding.layers import (
     scales_in,
     weights_outside,
 )
-from compress.train.rounding.penalties import Penalties, penalized
-from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
-from compress.train.rounding.quantizers import quantized_of
-from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense

@@ -11,7 +11,7 @@ from compress.errors import InputError
 from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
-from compress.train.rounding.layers import Quantizing
+from compress.train.rounding.swapped_layers import Quantizing
 
 
 @dataclass

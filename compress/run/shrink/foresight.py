@@ -34,7 +34,7 @@ TRIED = 16  # numbers of heads, where the one that was asked for does not work
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Parameters of a model, and the bytes that its tensors take in a checkpoint."""
 
     parameters: int
@@ -49,8 +49,8 @@ class Foreseen:
 
     p: Structure
     cuts: Mapping[nn.Module, tuple[Cut, ...]]
-    before: Size
-    after: Size
+    before: ModelSize
+    after: ModelSize
     model: nn.Module
     couplings: Mapping[nn.Module, tuple[Coupling, ...]] = field(default_factory=dict)
     width: int | None = None
@@ -95,9 +95,9 @@ class Foresight:
             found = any(c.part == part for each in cuts.values() for c in each)
             if not found:
                 raise InputError(f"{type(self.model).__name__} has no {part} that can be cut: {self._why_none(part)}")
-        before = Size(*size_of(self.model))
+        before = ModelSize(*size_of(self.model))
         twin = self.cut_copy(stacks, cuts, width)
-        after = Size(*size_of(twin))
+        after = ModelSize(*size_of(twin))
         size = None if width is None else width.size
         return Foreseen(self.p, cuts, before, after, twin, self.couplings, size, self.without, tuple(self.said))
 

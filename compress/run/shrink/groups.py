@@ -13,8 +13,8 @@ from torch import Tensor
 from compress.calibration.hessian import HessianResult
 from compress.passes.structure import Structure
 from compress.solvers.removal import (
-    Consumer,
     Costs,
+    CutConsumer,
     LeastSquares,
     Zeroing,
     best,
@@ -88,7 +88,7 @@ def choose(
     return Chosen(kept, solved, figures)
 
 
-def consumer_of(p: Structure, reading: Reading, comm: Comm) -> Consumer:
+def consumer_of(p: Structure, reading: Reading, comm: Comm) -> CutConsumer:
     """The second moments of a reader as they are relied on, and the weight that makes up for what was cut before it."""
     statistics: HessianResult = reading.stats["hessian"]
     if p.shrink:
@@ -101,7 +101,7 @@ def consumer_of(p: Structure, reading: Reading, comm: Comm) -> Consumer:
         correction = drift_correction(exact, p.damp + noise)
         if correction is not None:
             weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
-    return Consumer(weight, hessian, reading.columns_Gs, p.damp)
+    return CutConsumer(weight, hessian, reading.columns_Gs, p.damp)
 
 
 def groups_left(
@@ -109,7 +109,7 @@ def groups_left(
     groups: int,
     count: int,
     readings: Mapping[str, Reading],
-    consumers: Sequence[Consumer],
+    consumers: Sequence[CutConsumer],
     written_G: Tensor,
 ) -> Tensor:
     """The groups that stay where so many go."""

@@ -34,7 +34,7 @@ from compress.run.plan.matching import Ignored
 from compress.run.residency import Local
 from compress.run.shrink.compensation import Compensation
 from compress.run.shrink.cuts import Cut, Removed
-from compress.run.shrink.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width, unread_of_all
+from compress.run.shrink.foresight import Foreseen, Foresight, ModelSize, check_droppable, hidden_width, unread_of_all
 from compress.run.shrink.groups import Reading, choose
 from compress.run.shrink.narrowing import Narrowing
 from compress.run.shrink.without import Without
@@ -130,7 +130,7 @@ class Restructuring:
             counts = {(c.coupling.groups, c.staying) for each in foreseen.cuts.values() for c in each}
             changed = configure(self.model, unread, counts if known else (), known=known, like=foreseen.model)
             self.done.changes.append(changed)
-        found = Size(*size_of(self.model))
+        found = ModelSize(*size_of(self.model))
         if found != foreseen.after:
             raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")
         now = config_of(self.model)

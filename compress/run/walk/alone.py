@@ -32,7 +32,7 @@ Values = Mapping[Layer, Tensor]
 
 class Alone:
     """Versions of a few micro-batches on their way through a stack. calls[block][micro-batch]: how each block is called
-    in the original (`run.capture`)."""
+    in the original (`run.walk.capture`)."""
 
     def __init__(self, run: Run, stack: Stack, calls: Sequence[Sequence[Call]]) -> None:
         self.run, self.stack = run, stack

@@ -32,7 +32,7 @@ from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record
 from compress.run.walk.reorder import reorder
 from compress.run.walk.rewrite import Observed, repeat, same_orders
-from compress.run.walk.sites import Structure, same_on_all_ranks, structure_of
+from compress.run.walk.sites import BlockSites, same_on_all_ranks, structure_of
 from compress.run.walk.state import Run, Streams
 from compress.system.memory import give_back
 from compress.train.rounding.latents import places_of
@@ -65,7 +65,7 @@ class BlockRun:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
         self.layers = {layer.name: layer for layer in run.plan.layers[name]}
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
-        self.structure: Structure | None = None
+        self.structure: BlockSites | None = None
         self.versions = Versions()
         self.forwarded = False
         self.decided = Decided(came=run.plan.earlier)
@@ -152,12 +152,12 @@ class BlockRun:
             self.decided.before.setdefault(name, layer.weight if layer.index is None else layer.weight.clone())
         self.versions.install(self.layers[name], decision)
 
-    def sites(self, structure: Structure, names: Collection[str]) -> list[list[Layer]]:
+    def sites(self, structure: BlockSites, names: Collection[str]) -> list[list[Layer]]:
         """The sites of the block, of the layers of these names."""
         sites = ([self.layers[name] for name in site if name in names] for site in structure.sites)
         return [site for site in sites if site]
 
-    def fold(self, p: Pass, rewrite: Rewrite, structure: Structure, wanted: Sequence[str]) -> None:
+    def fold(self, p: Pass, rewrite: Rewrite, structure: BlockSites, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the edits of the pass around each producer of the block."""
         folds = self.run.folds.find(self.opened, self.name, self.streams.calls[0])
         self.not_folded += [reason for reason in folds.rejected if reason not in self.not_folded]
@@ -171,7 +171,7 @@ class BlockRun:
         self.edits += edits
         self.fold_records += records
 
-    def permute(self, stage: Reorder, structure: Structure, wanted: Sequence[str]) -> None:
+    def permute(self, stage: Reorder, structure: BlockSites, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the channels of the block in the order of the pass."""
         call, comm = self.streams.calls[0], self.run.comm
         folds = self.run.folds.find(self.opened, self.name, call)
@@ -182,7 +182,7 @@ class BlockRun:
         self.permuted |= made.figures
         self.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
-    def observe(self, passes: Sequence[Pass], structure: Structure, last: bool) -> dict[str, tuple[Pass, Decision]]:
+    def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         calls, reference = self.streams.calls, self.streams.reference
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
@@ -319,7 +319,7 @@ def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -
     return observed
 
 
-def _name_unseen(run: Run, structure: Structure, wanted: Sequence[str]) -> None:
+def _name_unseen(run: Run, structure: BlockSites, wanted: Sequence[str]) -> None:
     """Say which layers of a pass no statistic can be about, and what it cost to find out."""
     for name in wanted:
         if name in structure.unreached:

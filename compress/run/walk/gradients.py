@@ -27,7 +27,7 @@ from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Gradients, Settled
 from compress.run.plan.batches import named_failure
-from compress.run.plan.loss import check_finite, task_loss
+from compress.run.plan.task_loss import check_finite, task_loss
 from compress.run.walk.capture import Recorder, swapped
 from compress.run.walk.state import Run
 from compress.system.comm import RowShard
@@ -36,7 +36,7 @@ UNREACHED = "no gradient of the loss reached it"
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatches:
     """Some of this rank's micro-batches: what they are, and what each block is called with."""
 
     batches: Sequence[Batch]
@@ -78,7 +78,7 @@ def with_gradients(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> di
     return {p: each.settled() for p, each in sums.items()}
 
 
-def _parts(run: Run, stack: Stack, calls: list[list[Call]]) -> Iterator[Part]:
+def _parts(run: Run, stack: Stack, calls: list[list[Call]]) -> Iterator[MicroBatches]:
     """The micro-batches in parts whose hidden states take no more than the blocks' weights; as many on every rank."""
     weights = sum(p.numel() * p.element_size() for _, block in stack.blocks for p in block.parameters())
     first = calls[0][0]
@@ -88,10 +88,10 @@ def _parts(run: Run, stack: Stack, calls: list[list[Call]]) -> Iterator[Part]:
     length, longest = (abs(int(n)) for n in run.comm.all_reduce(most, "max"))
     for start in range(0, longest, length):
         some = slice(start, start + length)
-        yield Part(run.batches[some], [of_block[some] for of_block in calls])
+        yield MicroBatches(run.batches[some], [of_block[some] for of_block in calls])
 
 
-def _pass_through(run: Run, stack: Stack, part: Part, sums: Mapping[Pass, Sums]) -> None:
+def _pass_through(run: Run, stack: Stack, part: MicroBatches, sums: Mapping[Pass, Sums]) -> None:
     """Forward and backward for a part of the micro-batches."""
     if stack.container is None:
         ((name, block),) = stack.blocks
@@ -106,7 +106,7 @@ def _pass_through(run: Run, stack: Stack, part: Part, sums: Mapping[Pass, Sums])
             gradients = _backward(run, opened, name, kept.pop(), ends, sums)
 
 
-def _forward(run: Run, stack: Stack, part: Part) -> tuple[list[list[Call]], list[Any]]:
+def _forward(run: Run, stack: Stack, part: MicroBatches) -> tuple[list[list[Call]], list[Any]]:
     """(the calls of every block on what goes into it, what the last block returned)."""
     kept: list[list[Call]] = []
     outputs: list[Any] = []

@@ -16,18 +16,18 @@ from compress.model.opened import Opened
 from compress.passes.protocol.stages import Reconstruction
 from compress.run.installed import Versions
 from compress.system.comm import Comm
-from compress.train.inputs.rows import Order
+from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.optimizer import BETAS, sum_gradients
 from compress.train.rounding.latents import begun, places_of
-from compress.train.rounding.layers import PARTS, finished, requiring, rounding
 from compress.train.rounding.quantizers import WeightQuantizer
+from compress.train.rounding.swapped_layers import PARTS, finished, requiring, rounding
 from compress.weights.decision import Decision
 
 NARROW = 4  # bytes: parameters of fewer are widened, and products are of their dtype still
 
 
 @dataclass(frozen=True)
-class Task:
+class ReconstructionTask:
     """A block, the calls that it is given now, and what the original makes of its own, on this rank."""
 
     block: nn.Module
@@ -50,7 +50,7 @@ def reconstructed(
     `block_loss_before`, each a share of the mean square of the original block's outputs."""
     with torch.no_grad(), versions.original():
         targets = [_returned(opened.block, call) for call in reference]
-    task = Task(opened.block, calls, targets, comm)
+    task = ReconstructionTask(opened.block, calls, targets, comm)
     # Inputs and outputs are rounded already.
     weights = {name: replace(decision, inputs=None, outputs=None) for name, decision in decisions.items()}
     frozen = requiring(opened.block.parameters(), lambda p: False)
@@ -100,7 +100,7 @@ def _groups(layers: Sequence[Layer], stage: Reconstruction) -> list[dict[str, An
     return [*groups, *([{"params": scales, "rate": stage.scale_rate}] if scales else [])]
 
 
-def _train(task: Task, layers: Sequence[Layer], stage: Reconstruction) -> tuple[float, float]:
+def _train(task: ReconstructionTask, layers: Sequence[Layer], stage: Reconstruction) -> tuple[float, float]:
     """Train; returns the loss before, and that of the best, which the layers have afterwards."""
     comm = task.comm
     groups = _groups(layers, stage)
@@ -109,7 +109,7 @@ def _train(task: Task, layers: Sequence[Layer], stage: Reconstruction) -> tuple[
     first = task.calls[0]
     size = max(comm.gather_objects(1 if first.key is None else len(first.hidden)))  # samples of a micro-batch
     total = sum(comm.gather_objects(len(task.calls)))
-    order = Order(total, max(1, min(total, stage.rows // size)), stage.seed)
+    order = SampleOrder(total, max(1, min(total, stage.rows // size)), stage.seed)
     scale = _measure(task)
     before = best = _loss(task, scale)
     kept = [p.detach().clone() for p in parameters]
@@ -136,7 +136,7 @@ def _train(task: Task, layers: Sequence[Layer], stage: Reconstruction) -> tuple[
     return before, best
 
 
-def _error(task: Task, index: int) -> Tensor:
+def _error(task: ReconstructionTask, index: int) -> Tensor:
     """The sum of the squared errors of a call, over the tokens that count."""
     call, target = task.calls[index], task.targets[index]
     narrow = target.dtype.itemsize < NARROW
@@ -150,14 +150,14 @@ def _error(task: Task, index: int) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(task: Task) -> float:
+def _measure(task: ReconstructionTask) -> float:
     """The sum of squares of what the original returns, on all ranks: by it the loss is divided."""
     squares = [float(target.double().square().sum()) for target in task.targets]
     return max(math.fsum(task.comm.gather_objects(math.fsum(squares))), torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()
-def _loss(task: Task, scale: float) -> float:
+def _loss(task: ReconstructionTask, scale: float) -> float:
     """On all calls of all ranks."""
     errors = [float(_error(task, i)) for i in range(len(task.calls))]
     return math.fsum(task.comm.gather_objects(math.fsum(errors))) / scale

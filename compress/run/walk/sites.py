@@ -19,7 +19,7 @@ from compress.system.comm import Comm
 
 
 @dataclass(frozen=True)
-class Structure:
+class BlockSites:
     """A block's calls of its layers: sites (names of layers that read one tensor, in call order), and the others.
 
     Convolutions are of one site if they also read the tensor in the same way: the same patches.
@@ -31,7 +31,7 @@ class Structure:
     traced: bool
 
 
-def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]) -> Structure:
+def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]) -> BlockSites:
     """The layers that share an input, by one forward of the first micro-batch on tensors without data.
 
     A block whose control flow depends on data is run for real instead (traced=False). So is one with layers that no
@@ -53,7 +53,7 @@ def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer
     if any(layer.index is not None for layer in layers):
         sites, repeated = of_all_experts(sites, repeated, layers)
     reached = repeated.union(*sites)
-    return Structure(
+    return BlockSites(
         sites=tuple(s for s in sites if s),
         unreached=tuple(layer.name for layer in layers if layer.name not in reached),
         repeated=tuple(sorted(repeated)),
@@ -131,7 +131,7 @@ def _completed(sites: Sequence[Sequence[Layer]], layers: Sequence[Layer]) -> lis
     return [tuple(names[key, i] for key in kind if (key, i) in names) for kind, i in places]
 
 
-def same_on_all_ranks(structure: Structure, comm: Comm) -> Structure:
+def same_on_all_ranks(structure: BlockSites, comm: Comm) -> BlockSites:
     """The structure, which every rank has found, or a CompressError on every rank."""
     if any(other != structure for other in comm.gather_objects(structure)):
         raise CompressError(

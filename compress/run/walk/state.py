@@ -19,7 +19,7 @@ from compress.run.walk.spending import Spending
 from compress.system.comm import Comm
 from compress.system.progress import Reporter
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 
 
 @dataclass(frozen=True)

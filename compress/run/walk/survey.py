@@ -19,7 +19,7 @@ from compress.run.walk.alone import Alone
 from compress.run.walk.decide import in_parts, seen
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.gradients import with_gradients
-from compress.run.walk.sites import Structure, same_on_all_ranks, structure_of
+from compress.run.walk.sites import BlockSites, same_on_all_ranks, structure_of
 from compress.run.walk.state import Run, Streams
 
 # What a pass has found out about layers so far.
@@ -95,7 +95,7 @@ def _walk(
     return streams.after(outputs, [])
 
 
-def _sites(structure: Structure, layers: Mapping[str, Layer], p: Pass) -> list[list[Layer]]:
+def _sites(structure: BlockSites, layers: Mapping[str, Layer], p: Pass) -> list[list[Layer]]:
     sites = ([layers[n] for n in names if p.wants(n)] for names in structure.sites)
     return [site for site in sites if site]
 

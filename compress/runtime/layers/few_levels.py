@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.kernels.layouts.words import pack_planar, planar_words, some_rows, unpack_planar
 from compress.runtime.layers.packed import PackedLinear
-from compress.weights.formats.ternary import FewLevels
+from compress.weights.formats.ternary import FewLevelCodes
 from compress.weights.scheme import NARROW
 
 MIDDLE = 2 ** (NARROW - 1)
@@ -22,8 +22,8 @@ class FewLevelsLinear(PackedLinear):
     """Weights of two or three levels in planar words, with code 0 at the middle; converted some rows at a time."""
 
     @property
-    def format(self) -> FewLevels:
-        return cast(FewLevels, self.scheme.terms[0])
+    def format(self) -> FewLevelCodes:
+        return cast(FewLevelCodes, self.scheme.terms[0])
 
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
         packed = parts["weight_packed"]

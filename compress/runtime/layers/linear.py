@@ -14,7 +14,7 @@ from compress.runtime.layers.tiles import TilesLinear
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
-from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiles
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
 RUNS |= {
     Packed: PackedLinear,
     Int8Table: PackedLinear,
-    Ternary: FewLevelsLinear,
-    Binary: FewLevelsLinear,
+    TernaryCodes: FewLevelsLinear,
+    BinaryCodes: FewLevelsLinear,
     Int8Rows: Int8Linear,
     Float8Rows: Fp8Linear,
     Float8Blocks: Fp8BlockLinear,

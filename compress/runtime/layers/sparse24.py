@@ -18,7 +18,7 @@ from compress.kernels.layouts.pairs24 import (
 )
 from compress.kernels.layouts.strips24 import NUMBERS, Strips24, unpack_pairs, unpack_words24
 from compress.kernels.layouts.words import pack_rows, some_rows, unpack_rows
-from compress.kernels.layouts.words24 import Sparse24, pack24, sparse24_weight, unpack24
+from compress.kernels.layouts.words24 import Words24, pack24, sparse24_weight, unpack24
 from compress.kernels.operators.pairs24 import pairs24_linear
 from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
 from compress.kernels.operators.words24 import sparse24_linear
@@ -99,13 +99,13 @@ class PackedSparse24Linear(WordLinear):
         return self.scale.dtype
 
     @property
-    def rows(self) -> Sparse24 | Pairs:
+    def rows(self) -> Words24 | Pairs:
         """The weight in words or as pairs; converted at each access where it is in strips."""
         held = (self.codes, self.kept, self.scale, self.zero, self.group_size)
         if self.in_strips:
             unpack = unpack_words24 if self.container == NARROW else unpack_pairs
             return unpack(Strips24(*held, self.container), self.in_features)
-        return Sparse24(*held) if self.container == NARROW else Pairs(*held)
+        return Words24(*held) if self.container == NARROW else Pairs(*held)
 
     def lay_in_strips(self) -> None:
         found = None if self.in_strips else lay_in_strips24(self.rows, self.in_features)
@@ -133,7 +133,7 @@ class PackedSparse24Linear(WordLinear):
 
     def values(self) -> Tensor:
         weight = self.rows
-        return sparse24_weight(weight, self.in_features) if isinstance(weight, Sparse24) else pairs_weight(weight)
+        return sparse24_weight(weight, self.in_features) if isinstance(weight, Words24) else pairs_weight(weight)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         count = rows.stop - rows.start

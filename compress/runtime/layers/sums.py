@@ -27,7 +27,7 @@ FIXED = {
 }
 
 
-class Held(nn.Module):
+class HeldTerm(nn.Module):
     """A term of a format without a kernel: its tensors, and the product by `Format.product`."""
 
     def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
@@ -152,7 +152,7 @@ class SumLinear(QuantLinear):
         for summand in self.summands:
             weight_NK = _values(summand).double()
             slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
-            if isinstance(summand, Held):
+            if isinstance(summand, HeldTerm):
                 slack = slack + summand.format.slack(x_MK, weight_NK, summand.held, self.dtype)
         return slack
 
@@ -195,14 +195,14 @@ def _values(summand: nn.Module) -> Tensor:
     """The values [N, K] of one term of a sum."""
     if isinstance(summand, QuantLinear):
         return summand.values()
-    return cast(Held, summand).dequantize()
+    return cast(HeldTerm, summand).dequantize()
 
 
 def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:
     """The module that computes on one term of a sum."""
     kind = kernel_of(term)
     if kind is None:
-        return Held(term, in_features, out_features)
+        return HeldTerm(term, in_features, out_features)
     layer = kind(Scheme(terms=(term,)), in_features, out_features, None)
     layer.spoken_for = True
     return layer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.train.inputs.rows import LABELS, NUMBER
+from compress.train.inputs.samples import LABELS, NUMBER
 from compress.train.losses.summed import IGNORED
 
 Batch = Mapping[str, Tensor]

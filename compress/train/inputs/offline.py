@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.train.inputs.rows import NUMBER
+from compress.train.inputs.samples import NUMBER
 from compress.train.losses.top_k import TopK
 
 

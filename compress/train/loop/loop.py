@@ -19,8 +19,8 @@ from compress.errors import CompressError
 from compress.system.comm import Comm
 from compress.system.progress import Reporter
 from compress.train.inputs.batch import is_text
-from compress.train.inputs.rows import Order, Rows, micro_batches
-from compress.train.inputs.shards import reshard
+from compress.train.inputs.fsdp_shards import reshard
+from compress.train.inputs.samples import Rows, SampleOrder, micro_batches
 from compress.train.loop import saved
 from compress.train.loop.best import Best, interval
 from compress.train.loop.metrics import Log
@@ -88,7 +88,7 @@ def train(this: Training) -> History:
     a signal asked to stop."""
     options, comm = this.options, this.comm
     seen, kept_out = this.rows.split(options.held_out)
-    order = Order(len(seen), options.rows, options.seed)
+    order = SampleOrder(len(seen), options.rows, options.seed)
     adamw = optimizer(this.learned, options)
     best = Best(this.learned.all, this.best_since if len(kept_out) else None)
     every = options.evaluate_every or (0 if best.since is None else interval(options, len(kept_out)))

@@ -7,7 +7,7 @@ from compress.errors import InputError, one_of
 from compress.train.losses.attention import Heads, Measure
 from compress.train.losses.divergence import Kind
 from compress.train.losses.features import Distance
-from compress.train.losses.layers import Mapped
+from compress.train.losses.layer_pairs import Mapped
 from compress.train.losses.top_k import Tail
 
 ORIGINAL = "original"

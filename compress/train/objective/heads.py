@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.train.losses.chunked import Head
-from compress.train.rounding.layers import computed_weight
+from compress.train.rounding.swapped_layers import computed_weight
 
 ROUNDINGS = 8  # of the logits' dtype: how far two ways to compute them may differ, of the largest
 DIGITS = (2, 3, 4, 6)  # of a scale or a softcap, which somebody wrote into a configuration

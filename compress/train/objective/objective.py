@@ -19,16 +19,16 @@ from compress.errors import InputError
 from compress.system.comm import Comm
 from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
 from compress.train.inputs.offline import TopKRows
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import info_nce
 from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
 from compress.train.losses.projector import projector
 from compress.train.losses.summed import IGNORED, Summed
 from compress.train.objective import states
-from compress.train.objective.embeddings import StepEmbeddings, embeddings_of_step, pooled
 from compress.train.objective.heads import OutputHead, output_head
-from compress.train.objective.outputs import Seen, look
+from compress.train.objective.outputs import ModelOutputs, look
+from compress.train.objective.sample_embeddings import StepEmbeddings, embeddings_of_step, pooled
 from compress.train.options import TrainingOptions
 
 Totals = dict[str, Tensor]
@@ -88,7 +88,7 @@ class Objective(nn.Module):
         return {name: totals[name] for name in self.weights}
 
     @torch.no_grad()
-    def _taught(self, batch: Batch) -> tuple[Seen | None, Teacher | HiddenTeacher | None]:
+    def _taught(self, batch: Batch) -> tuple[ModelOutputs | None, Teacher | HiddenTeacher | None]:
         """(The teacher's outputs for a batch, its logits or a stand-in for them); None where there are none."""
         teacher, head = self.models[1], self.heads[1]
         if self.offline is not None:
@@ -118,7 +118,7 @@ class Objective(nn.Module):
             totals["task"] = loss(labels_T=wanted, how=LogitsLoss(alpha=0.0)).total
         return totals
 
-    def _on_states(self, own: Seen, theirs: Seen, batch: Batch) -> Totals:
+    def _on_states(self, own: ModelOutputs, theirs: ModelOutputs, batch: Batch) -> Totals:
         """The losses on hidden states, attention maps and vectors."""
         options, totals = self.options, Totals()
         mask = token_mask(batch).to(next(self.models[0].parameters()).device)

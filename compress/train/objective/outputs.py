@@ -30,7 +30,7 @@ class Vectors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelOutputs:
     """The outputs of a model on a batch. logits: [..., V]; with a replaced head, its stand-in [..., 1]. hidden: of
     every layer, [B, T, D], the embedding's first. maps: of every layer, [B, H, T, T]. vectors: of every layer."""
 
@@ -77,7 +77,7 @@ def look(
     options: LossOptions,
     head: OutputHead | None = None,
     take: Callable[[Tensor], None] | None = None,
-) -> Seen:
+) -> ModelOutputs:
     """Call a model with a batch. Raises InputError where it does not give what the losses need.
 
     take: is handed the head's input, whose logits are then not made; the head is given with it.
@@ -104,7 +104,7 @@ def look(
     vectors = () if reading is None else tuple(reading.found)
     if options.relations and not vectors:
         raise InputError(f"{name} never calls fused attention (sdpa), where relations are read; leave relations out")
-    return Seen(logits, hidden, maps, vectors)
+    return ModelOutputs(logits, hidden, maps, vectors)
 
 
 @contextmanager

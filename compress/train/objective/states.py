@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.features import features_loss
-from compress.train.losses.layers import layer_pairs
+from compress.train.losses.layer_pairs import layer_pairs
 from compress.train.losses.options import LossOptions
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.summed import Summed
-from compress.train.objective.outputs import Seen, Vectors
+from compress.train.objective.outputs import ModelOutputs, Vectors
 
 T = TypeVar("T")
 SIDES = {"values": ("value",), "all": ("query", "key", "value")}
@@ -23,7 +23,9 @@ def pairs_of(own: Sequence[T], theirs: Sequence[T], options: LossOptions) -> lis
     return [(own[s], theirs[t]) for s, t in layer_pairs(len(own), len(theirs), options.layer_map)]
 
 
-def features(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions, projectors: Sequence[nn.Module]) -> Tensor:
+def features(
+    own: ModelOutputs, theirs: ModelOutputs, mask: Tensor, options: LossOptions, projectors: Sequence[nn.Module]
+) -> Tensor:
     """Loss on hidden states. projectors: from the student's width to the teacher's, one a pair; none where widths are
     equal."""
     pairs = pairs_of(own.hidden[1:], theirs.hidden[1:], options)
@@ -33,7 +35,7 @@ def features(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions, projec
     )
 
 
-def attention(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
+def attention(own: ModelOutputs, theirs: ModelOutputs, mask: Tensor, options: LossOptions) -> Tensor:
     """Loss on attention maps."""
     return _mean(
         attention_loss(s, t, mask_BK=mask, measure=options.measure, heads=options.heads)
@@ -41,7 +43,7 @@ def attention(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Te
     )
 
 
-def relations(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
+def relations(own: ModelOutputs, theirs: ModelOutputs, mask: Tensor, options: LossOptions) -> Tensor:
     """Loss on the relations of the vectors that attention is called with."""
     return _mean(
         _related(s, t, side, mask, options.relation_heads)

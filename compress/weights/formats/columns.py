@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, CompressError
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.sparse import column_dtype
-from compress.weights.formats.ternary import Binary
+from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import Grid
 from compress.weights.roles import Role
 from compress.weights.terms import Format, Part, Term
@@ -35,9 +35,9 @@ class BinaryColumns(Format):
     chosen: int
 
     @property
-    def inside(self) -> Binary:
+    def inside(self) -> BinaryCodes:
         """The format of the chosen columns."""
-        return Binary(grid=self.grid)
+        return BinaryCodes(grid=self.grid)
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {

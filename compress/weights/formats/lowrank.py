@@ -29,7 +29,7 @@ CODES = Grid(bits=CODE_BITS, narrow=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Format):
+class LowRankFactors(Format):
     """Two factors. rank: columns of left. bits: 16 for numbers in the model's dtype, 8 for codes with one scale per
     rank."""
 
@@ -110,7 +110,7 @@ def low_rank(basis_Nr: Tensor, weight_NK: Tensor, dtype: torch.dtype, bits: int 
         left = of_left.codes.t().contiguous()
         parts = {"left": left, "right": of_right.codes, "scale": scale[:, 0].to(dtype)}
     rows, columns = weight_NK.shape
-    return Tensors(LowRank(rank=basis_Nr.shape[1], bits=bits), parts, rows, columns)
+    return Tensors(LowRankFactors(rank=basis_Nr.shape[1], bits=bits), parts, rows, columns)
 
 
 def _beside(left_Nr: Tensor, weight_NK: Tensor) -> Tensor:

@@ -15,18 +15,18 @@ from compress.system.schema import fits
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense
-from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
-from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiles
 from compress.weights.terms import Format
 
 FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
-        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, Ternary, Binary, BinaryColumns),
-        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRank),
+        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
+        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRankFactors),
     )
 }
 OURS = frozenset(FORMATS)

@@ -29,7 +29,7 @@ from compress.weights.terms import FLOATS, Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewLevels(CodesFormat):
+class FewLevelCodes(CodesFormat):
     """Base of formats that pack codes row by row in their own way, with a scale for each row and group."""
 
     def pack(self, codes: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class FewLevels(CodesFormat):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ternary(FewLevels):
+class TernaryCodes(FewLevelCodes):
     """Codes -1, 0 and 1 in 1.6 bits."""
 
     kind: ClassVar[str] = "ternary"
@@ -90,7 +90,7 @@ class Ternary(FewLevels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binary(FewLevels):
+class BinaryCodes(FewLevelCodes):
     """Codes -1 and 1 in a bit."""
 
     kind: ClassVar[str] = "binary"

@@ -47,7 +47,7 @@ SHOWN = ("perplexity", "kl_mean", "same_top")
 
 
 @dataclass(frozen=True)
-class Case:
+class SolverCase:
     """A library with options that are not its defaults."""
 
     library: str
@@ -56,10 +56,10 @@ class Case:
 
 
 CASES = [
-    Case("compress", "defaults"),
-    Case("compress", "as the paper has it", PLAIN),
-    Case("gptqmodel", "defaults", {"offload_to_disk": False}),
-    Case("llmcompressor", "defaults"),
+    SolverCase("compress", "defaults"),
+    SolverCase("compress", "as the paper has it", PLAIN),
+    SolverCase("gptqmodel", "defaults", {"offload_to_disk": False}),
+    SolverCase("llmcompressor", "defaults"),
 ]
 
 
@@ -108,7 +108,7 @@ def windows(arguments: argparse.Namespace, source: str | None, seed: int, count:
     return load_tokens(source or "demo", tokenizer, None, what=what, length=arguments.length, samples=count).ids
 
 
-def quantized(case: Case, python: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def quantized(case: SolverCase, python: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The worker's report on one run, whose result lies in the folder; `error`, with its last line, where it died."""
     output, values = folder / "out", folder / "values"
     job = {

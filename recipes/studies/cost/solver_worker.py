@@ -86,7 +86,7 @@ def by_gptqmodel(job: Mapping[str, Any]) -> Callable[[], Any]:
         for file in Path(job["model"]).glob("*.json"):
             (target / file.name).write_bytes(file.read_bytes())
 
-    return Finished(work, values)
+    return WorkerResult(work, values)
 
 
 def by_llmcompressor(job: Mapping[str, Any]) -> Callable[[], Any]:
@@ -111,7 +111,7 @@ def by_llmcompressor(job: Mapping[str, Any]) -> Callable[[], Any]:
     return work
 
 
-class Finished:
+class WorkerResult:
     """Timed work, with a function that writes its result afterwards."""
 
     def __init__(self, work: Callable[[], Any], after: Callable[[Any], None]) -> None:
@@ -133,7 +133,7 @@ def main(job_file: str, result_file: str) -> None:
         result: dict[str, Any] = {"import": imported, "work": cpu_seconds() - imported}
         if job["library"] == "compress":
             result["spent"] = made
-        if isinstance(work, Finished):
+        if isinstance(work, WorkerResult):
             work.after(made)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
         result = {"error": f"{type(error).__name__}: {error}"}

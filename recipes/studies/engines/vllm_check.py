@@ -73,14 +73,14 @@ CPUS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class VLLMCase:
     """passes: of a recipe. emulated: {name: options of `int8_products.emulate`}."""
 
     passes: tuple[dict[str, dict[str, object]], ...] = ()
     emulated: Mapping[str, dict[str, bool]] = field(default_factory=dict)
 
 
-def cases(group_size: int) -> dict[str, Case]:
+def cases(group_size: int) -> dict[str, VLLMCase]:
     """{title: case}; the first is the original."""
     per_token = {"dynamic": True, "pairs": False}
     dynamic = {PER_TOKEN: per_token, PAIRS: {"dynamic": True, "pairs": True}}
@@ -91,18 +91,18 @@ def cases(group_size: int) -> dict[str, Case]:
         return ({"rtn": {"scheme": scheme, **options}},)
 
     return {
-        "original": Case(),
-        "w8a8 dynamic": Case(rtn("w8a8"), dynamic),
-        "w8a8 static": Case(rtn("w8a8", **fixed), static),
-        "w8a8 static asymmetric": Case(rtn("w8a8", **fixed, activation_grid="asymmetric")),
-        "w4a16 per group": Case(rtn("w4a16", group_size=group_size)),
-        "w4a16 per channel": Case(rtn("w4a16", group_size=-1)),
-        "w4a16 asymmetric per group": Case(rtn("w4a16", group_size=group_size, grid="asymmetric")),
-        "w4a8 per group": Case(rtn("w4a8", group_size=group_size)),
-        "w8a16 per channel": Case(rtn("w8a16", group_size=-1)),
-        "fp8 dynamic": Case(rtn("fp8")),
-        "fp8 static": Case(rtn("fp8", **fixed)),
-        "kv-cache fp8 per tensor": Case(({"kv-cache": {"type": "fp8", "granularity": "tensor"}},)),
+        "original": VLLMCase(),
+        "w8a8 dynamic": VLLMCase(rtn("w8a8"), dynamic),
+        "w8a8 static": VLLMCase(rtn("w8a8", **fixed), static),
+        "w8a8 static asymmetric": VLLMCase(rtn("w8a8", **fixed, activation_grid="asymmetric")),
+        "w4a16 per group": VLLMCase(rtn("w4a16", group_size=group_size)),
+        "w4a16 per channel": VLLMCase(rtn("w4a16", group_size=-1)),
+        "w4a16 asymmetric per group": VLLMCase(rtn("w4a16", group_size=group_size, grid="asymmetric")),
+        "w4a8 per group": VLLMCase(rtn("w4a8", group_size=group_size)),
+        "w8a16 per channel": VLLMCase(rtn("w8a16", group_size=-1)),
+        "fp8 dynamic": VLLMCase(rtn("fp8")),
+        "fp8 static": VLLMCase(rtn("fp8", **fixed)),
+        "kv-cache fp8 per tensor": VLLMCase(({"kv-cache": {"type": "fp8", "granularity": "tensor"}},)),
     }
 
 
@@ -181,7 +181,9 @@ def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tup
     return found, made[0, len(prompt) :].tolist()
 
 
-def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor, scratch: Path) -> list[dict[str, Any]]:
+def rows_of(
+    title: str, case: VLLMCase, arguments: argparse.Namespace, rows: Tensor, scratch: Path
+) -> list[dict[str, Any]]:
     """The rows of one scheme, one for each requested CPU."""
     base = {"title": title, "passes": list(case.passes), "command": arguments.command, "commit": head()}
     checkpoint = find_source(arguments.model).path
@@ -214,10 +216,8 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
         },
     }
     asked = {cpu: ask(arguments.vllm_python, job, CPUS[cpu], scratch, arguments.limit) for cpu in arguments.cpu}
-    if all("error" in found for found in asked.values()):
-        models: dict[str, dict[str, bool] | None] = {}
-    else:
-        models = {STORED: None, **case.emulated}
+    failed = all("error" in found for found in asked.values())
+    models: dict[str, dict[str, bool] | None] = {} if failed else {STORED: None, **case.emulated}
     ours: dict[str, dict[str, dict[str, float]]] = {cpu: {} for cpu in asked}
     continued: list[int] = []
     for name, habits in models.items():

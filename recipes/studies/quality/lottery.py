@@ -25,7 +25,7 @@ from compress.model.layers import Layer, is_layer
 from compress.passes.train import Train
 from compress.recipes.studies.figures import asked, made_by
 from compress.recipes.studies.quality.tickets import Lesson, Lottery, draw, lesson, train_masked
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 
 SPARSITY = 0.8
 TRAINED_ON = 1200

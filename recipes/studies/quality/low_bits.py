@@ -30,7 +30,7 @@ from compress.passes.train import Train
 from compress.recipes.studies.figures import asked, made_by
 from compress.recipes.studies.quality.lottery import ROWS, Small, digits, lesson_of, network, right
 from compress.recipes.studies.quality.tickets import train_masked
-from compress.train.inputs.rows import Rows
+from compress.train.inputs.samples import Rows
 
 WIDTHS = (2, 3, 4)
 FLOAT_STEPS = 400
@@ -41,7 +41,7 @@ TASK: dict[str, Any] = {"teacher": "none", "logits": 0.0, "task": 1.0, "rows": R
 
 
 @dataclass(frozen=True)
-class Found:
+class LowBitsResult:
     """Percent of digits that are right."""
 
     seed: int
@@ -82,7 +82,7 @@ def compressed(model: nn.Module, seen: Rows, passes: list[Pass]) -> nn.Module:
     return made
 
 
-def found(seed: int, bits: int, steps: int, model: nn.Module, seen: Rows, unseen: Rows) -> Found:
+def found(seed: int, bits: int, steps: int, model: nn.Module, seen: Rows, unseen: Rows) -> LowBitsResult:
     """One row."""
     how = {**TASK, "steps": steps, "seed": seed, "learning_rate": RATE}
     ways = [
@@ -92,10 +92,10 @@ def found(seed: int, bits: int, steps: int, model: nn.Module, seen: Rows, unseen
         [rounding(bits, "mse"), Train(**how, scales="anchored", scale_rate=SCALE_RATE)],
     ]
     accuracies = [right(compressed(model, seen, passes), unseen) for passes in ways]
-    return Found(seed, bits, right(model, unseen), *accuracies)
+    return LowBitsResult(seed, bits, right(model, unseen), *accuracies)
 
 
-def measure(seeds: int, steps: int) -> list[Found]:
+def measure(seeds: int, steps: int) -> list[LowBitsResult]:
     """All rows, printed as they come."""
     seen, unseen = digits()
     rows = []

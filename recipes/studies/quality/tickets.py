@@ -29,15 +29,15 @@ from compress.model.calls import evaluating
 from compress.model.layers import Layer
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
-from compress.train.inputs.rows import Rows
-from compress.train.inputs.shards import reshard
+from compress.train.inputs.fsdp_shards import reshard
+from compress.train.inputs.samples import Rows
 from compress.train.loop.loop import History, Training, train
 from compress.train.loop.optimizer import Learned
 from compress.train.objective.objective import Objective
 from compress.train.options import TrainingOptions
-from compress.train.rounding.layers import attach, detach
 from compress.train.rounding.pruning import Prunable, prune_to, zeros_of
 from compress.train.rounding.sparsity_options import Per
+from compress.train.rounding.swapped_layers import attach, detach
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 

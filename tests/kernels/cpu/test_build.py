@@ -15,7 +15,7 @@ import pytest
 
 from compress.kernels import private
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import compiling, kept
+from compress.kernels.cpu import compiled_libraries, compiling
 from compress.kernels.notes import note_once
 
 FLAGS = ("-fPIC",)
@@ -41,7 +41,7 @@ def small(monkeypatch, tmp_path):
         'extern "C" int answer() { return 42; }\nextern "C" const char* instructions() { return "none"; }\n'
     )
     monkeypatch.setattr(cpu, "sources", lambda name: [source])
-    monkeypatch.setattr(cpu, "units", lambda name: [cpu.Unit(source)])
+    monkeypatch.setattr(cpu, "units", lambda name: [cpu.CompileUnit(source)])
     return source
 
 
@@ -208,7 +208,7 @@ def test_a_killed_process_lets_go_of_the_lock(small, holder, notes, tmp_path):
 
 
 def test_a_process_that_stands_still_is_not_waited_for(small, holder, monkeypatch, tmp_path):
-    monkeypatch.setattr(kept, "STILL_SECONDS", 0.1)
+    monkeypatch.setattr(compiled_libraries, "STILL_SECONDS", 0.1)
     assert cpu.build_and_load(tmp_path / "cache", FLAGS)[0].answer() == 42
     assert holder.poll() is None
 

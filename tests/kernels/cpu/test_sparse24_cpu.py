@@ -40,7 +40,7 @@ def rows_of(kind, N, K, group, zero, dtype, seed=0, least=0):
         pairs = pack_pairs24.Pairs(pack_pairs24.take(codes, position), words, scale, zeros.t().contiguous(), group)
         return pairs, pack_pairs24.pairs_weight(pairs._replace(scale=scale.double()))
     found = pack24.pack24(codes % 16, kept)
-    sparse = pack24.Sparse24(*found, scale, (zeros % 16).t().contiguous() if zero else None, group)
+    sparse = pack24.Words24(*found, scale, (zeros % 16).t().contiguous() if zero else None, group)
     return sparse, pack24.sparse24_weight(sparse._replace(scale=scale.double()), K)
 
 

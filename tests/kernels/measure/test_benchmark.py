@@ -114,9 +114,9 @@ def test_turns_are_taken_after_a_warm_up_and_each_begins_untimed(monkeypatch):
 
 def test_what_a_product_costs():
     dense = roofline.cost("dense", 1, 1000, 2048, 2, "bfloat16", 128)
-    assert dense == roofline.Cost(2 * (1000 * 2048 + 2048 + 1000), 2 * 1000 * 2048, "bfloat16")
+    assert dense == roofline.CallCost(2 * (1000 * 2048 + 2048 + 1000), 2 * 1000 * 2048, "bfloat16")
     wide = roofline.cost("dense fp32", 1, 1000, 2048, 2, "bfloat16", 128)
-    assert wide == roofline.Cost(2 * dense.bytes, dense.operations, "float32")
+    assert wide == roofline.CallCost(2 * dense.bytes, dense.operations, "float32")
     narrow = roofline.cost("w4", 1, 1000, 2048, 2, "bfloat16", 128)
     assert narrow.bytes == 1000 * 2048 // 2 + 2 * 1000 * 16 + 2 * (2048 + 1000)
     assert roofline.cost("w8", 4, 10, 128, 2, "bfloat16", 128).bytes == 10 * 128 + 2 * 10 + 2 * 4 * (128 + 10)
@@ -124,7 +124,7 @@ def test_what_a_product_costs():
     halves = [roofline.cost(kind, 1, 16, 128, 2, "bfloat16", 128).bytes for kind in roofline.HALVED_KINDS]
     assert halves == [n + 2 * (128 + 16) for n in (16 * 128 * 9 // 8, 16 * 128 * 5 // 8 + 32, 16 * 128 * 3 // 8 + 32)]
     integers = roofline.cost("int32", 4, 10, 128, 2, "bfloat16", 128)
-    assert integers == roofline.Cost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
+    assert integers == roofline.CallCost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
 
 
 def test_every_candidate_has_a_cost():
@@ -133,11 +133,11 @@ def test_every_candidate_has_a_cost():
 
 
 def test_the_ceiling_that_binds():
-    moving = roofline.Cost(10**9, 10**9, "bfloat16")  # 10 ms at 100 GB/s, 1 ms at 1 TFLOP/s
+    moving = roofline.CallCost(10**9, 10**9, "bfloat16")  # 10 ms at 100 GB/s, 1 ms at 1 TFLOP/s
     assert roofline.limit(moving, FAKE) == (pytest.approx(10.0), "memory")
-    computing = roofline.Cost(10**6, 10**10, "bfloat16")
+    computing = roofline.CallCost(10**6, 10**10, "bfloat16")
     assert roofline.limit(computing, FAKE) == (pytest.approx(10.0), "compute")
-    assert roofline.limit(roofline.Cost(10**6, 10**10, "int8"), FAKE) == (pytest.approx(2.5), "compute")
+    assert roofline.limit(roofline.CallCost(10**6, 10**10, "int8"), FAKE) == (pytest.approx(2.5), "compute")
     found = roofline.achieved(moving, 20.0, FAKE)
     assert found["share"] == pytest.approx(0.5)
     assert found["bytes_per_s"] == pytest.approx(50e9)
@@ -145,7 +145,7 @@ def test_the_ceiling_that_binds():
 
 
 def test_there_is_no_share_without_a_ceiling():
-    found = roofline.achieved(roofline.Cost(10, 10, "float16"), 1.0, FAKE)
+    found = roofline.achieved(roofline.CallCost(10, 10, "float16"), 1.0, FAKE)
     assert (found["share"], found["bound"], found["limit_ms"]) == (None, None, None)
     assert found["bytes_per_s"] > 0
 

@@ -113,7 +113,7 @@ def test_quad_planar_is_the_order_of_the_planes():
 @every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_operator_is_the_reference(dtype, zero):
     given = arguments(dtype, zero)
-    x, weight = given[0].double().view(6, 256), pack24.Sparse24(*given[1:5], given[6])
+    x, weight = given[0].double().view(6, 256), pack24.Words24(*given[1:5], given[6])
     dense = pack24.sparse24_weight(weight, 256).double()
     truth = x @ dense.t() + given[5].double()
     out = sparse24.sparse24_linear(*given)
@@ -130,13 +130,13 @@ def test_gradient():
     given = arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
     sparse24.sparse24_linear(*given).backward(grad)
-    dense = pack24.sparse24_weight(pack24.Sparse24(*given[1:5], given[6]), 256)
+    dense = pack24.sparse24_weight(pack24.Words24(*given[1:5], given[6]), 256)
     torch.testing.assert_close(given[0].grad, grad @ dense)
 
 
 def test_reasons_and_refusals():
     given = arguments(torch.float32)
-    weight = pack24.Sparse24(*given[1:5], 2)
+    weight = pack24.Words24(*given[1:5], 2)
     reasons = sparse24.why_not_sparse24(given[0], weight)
     assert any("cpu" in r for r in reasons)
     assert any("float32" in r and "bfloat16" in r for r in reasons)

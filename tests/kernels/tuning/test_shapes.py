@@ -87,7 +87,7 @@ def test_24_choices_are_legal(capability):
 
 def test_many_tokens_are_dequantized_where_nothing_was_measured():
     device, least = shapes.Device(), shapes.DEQUANTIZE_TOKENS
-    kind = table.Kind("weight_only", 4, 128, False, "bfloat16")
+    kind = table.ProductKind("weight_only", 4, 128, False, "bfloat16")
     assert shapes.choose(kind, least, 4096, 4096, device) == table.DEQUANTIZE
     fused = shapes.fused(least - 1, 4096, 4096, 4, 128, device)
     assert shapes.choose(kind, least - 1, 4096, 4096, device) == fused

@@ -9,11 +9,11 @@ from compress.errors import InputError
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device
-from compress.kernels.tuning.table import DEQUANTIZE, Entry, Kind, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, ProductKind, Shape, TunedEntry
 
 H200 = Device(("NVIDIA H200", "9.0"), 132, 90)
-KIND = Kind("weight_only", 4, 128, False, "bfloat16")
-ENTRY = Entry(KIND, "NVIDIA H200", 16, 4096, 4096, Shape(16, 64, 4, 4, 3), {"median_ms": 0.01})
+KIND = ProductKind("weight_only", 4, 128, False, "bfloat16")
+ENTRY = TunedEntry(KIND, "NVIDIA H200", 16, 4096, 4096, Shape(16, 64, 4, 4, 3), {"median_ms": 0.01})
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +56,15 @@ def test_a_measured_fused_kernel_beats_the_derived_dequantization():
 
 
 def test_int8_products_have_entries_too():
-    kind = Kind("w8a8", 8, -1, True, "float16")
-    entry = Entry(kind, "9.0", 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
+    kind = ProductKind("w8a8", 8, -1, True, "float16")
+    entry = TunedEntry(kind, "9.0", 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
     table.write(table.user_table(), [entry], "test")
     assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
 
 
 def test_24_products_have_entries_too():
     kind = replace(KIND, op="sparse24")
-    entry = Entry(kind, "9.0", 64, 4096, 4096, Shape(64, 64, 2))
+    entry = TunedEntry(kind, "9.0", 64, 4096, 4096, Shape(64, 64, 2))
     table.write(table.user_table(), [entry], "test")
     assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
     assert run_of(33, op="sparse24", group_size=64) == shapes.fused24(33, 4096, 8, H200)

@@ -12,7 +12,7 @@ from torch import nn
 
 import compress
 from compress.model.layers import Layer, token_tables
-from compress.train.rounding.layers import attach, computed_weight, detach
+from compress.train.rounding.swapped_layers import attach, computed_weight, detach
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, quantize
 

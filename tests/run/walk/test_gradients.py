@@ -119,7 +119,7 @@ def test_parts_of_the_micro_batches_give_the_sums_of_all(monkeypatch) -> None:
             def parts(run, stack, calls, ends=ends, at_once=at_once):
                 for start in ends:
                     some = slice(start, start + at_once)
-                    yield stage.Part(run.batches[some], [each[some] for each in calls])
+                    yield stage.MicroBatches(run.batches[some], [each[some] for each in calls])
 
             monkeypatch.setattr(stage, "_parts", parts)
         model = build("llama")

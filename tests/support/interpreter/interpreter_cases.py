@@ -471,7 +471,7 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
 )
 def test_tuning_verifies_what_it_times(problem, monkeypatch):
     monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
-    operands = tune.Operands(problem, torch.device("cpu"))
+    operands = tune.TuningOperands(problem, torch.device("cpu"))
     timed = []
     entry = tune.tune_one(
         problem,
@@ -491,6 +491,6 @@ def test_tuning_verifies_what_it_times(problem, monkeypatch):
 def test_tuning_dequantizes_too(monkeypatch):
     monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
     problem = tune.Problem("weight_only", 64, 16, 128, 4, 32, dtype=torch.float16)
-    operands = tune.Operands(problem, torch.device("cpu"))
+    operands = tune.TuningOperands(problem, torch.device("cpu"))
     calls, reason = tune.checked(operands, "dequantize")
     assert (len(calls), reason) == (operands.copies, "")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import build
 
-from compress.cli.exits import leave
+from compress.cli.exit_codes import leave
 
 
 def join(rank: int, world: int, folder: Path) -> None:

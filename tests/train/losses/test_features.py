@@ -9,7 +9,7 @@ from thread_ranks import synced
 from torch import Tensor
 
 from compress.train.losses.features import features_loss
-from compress.train.losses.layers import layer_pairs
+from compress.train.losses.layer_pairs import layer_pairs
 from compress.train.losses.projector import fitted_projector, projector
 
 

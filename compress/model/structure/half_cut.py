@@ -19,7 +19,7 @@ from compress.model.structure.producers import ROUNDING, Producer, distance
 MOST_TRIALS = 128  # most sets of attributes tried for one coupling
 
 
-class Trial:
+class HalfCut:
     """Cuts half of a coupling's groups and checks the block. In a hollow forward every layer must read the same inputs
     as before, except the removed channels. In a full forward the block must compute the same as the uncut one with the
     inputs of the removed half zeroed."""

@@ -21,7 +21,7 @@ BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves su
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A finished run. model, output: its input, as a person named it, and its directory."""
 
     record: RunRecord
@@ -35,17 +35,17 @@ def result(made: Result, model: str, output: str) -> None:
     them."""
     assert made.output is not None
     console().print(headline(made.record, model, output), soft_wrap=True)
-    run = Finished(made.record, made.verification, model, str(made.output))
+    run = FinishedRun(made.record, made.verification, model, str(made.output))
     show(*(line for maker in LINES for line in maker(run)))
 
 
-def of_structure(run: Finished) -> Iterator[str]:
+def of_structure(run: FinishedRun) -> Iterator[str]:
     """The structure that is left."""
     if run.record.structure is not None:
         yield removed(run.record.structure)
 
 
-def of_coverage(run: Finished) -> Iterator[str]:
+def of_coverage(run: FinishedRun) -> Iterator[str]:
     """The share that was compressed, and bits per weight of it."""
     if run.record.coverage is None:
         return
@@ -55,7 +55,7 @@ def of_coverage(run: Finished) -> Iterator[str]:
         yield f"bits per compressed weight: {before.bits_per_parameter:.2f} -> {after.bits_per_weight:.2f}"
 
 
-def of_loss(run: Finished) -> Iterator[str]:
+def of_loss(run: FinishedRun) -> Iterator[str]:
     """The mean output error of a layer beside that of a baseline."""
     for key, baseline in BASELINES.items():
         losses = [(r.figures["loss"], r.figures[key]) for r in run.record.layers if key in r.figures]
@@ -64,30 +64,30 @@ def of_loss(run: Finished) -> Iterator[str]:
             yield f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}"
 
 
-def of_training(run: Finished) -> Iterator[str]:
+def of_training(run: FinishedRun) -> Iterator[str]:
     """A line for each training."""
     return trained(run.record.training)
 
 
-def of_masks(run: Finished) -> Iterator[str]:
+def of_masks(run: FinishedRun) -> Iterator[str]:
     """The share of zeros."""
     if zeros := pruned(run.record.layers):
         yield zeros
 
 
-def of_ranges(run: Finished) -> Iterator[str]:
+def of_ranges(run: FinishedRun) -> Iterator[str]:
     """The values that calibrated ranges clip."""
     if run.record.ranges:
         yield clipped(run.record.ranges)
 
 
-def of_caches(run: Finished) -> Iterator[str]:
+def of_caches(run: FinishedRun) -> Iterator[str]:
     """The format of the key-value cache."""
     if caches := run.record.caches:
         yield f"keys and values of {len(caches)} attentions: {next(iter(caches.values()))}"
 
 
-def of_layers(run: Finished) -> Iterator[str]:
+def of_layers(run: FinishedRun) -> Iterator[str]:
     """The number of layers treated and left alone, and the time."""
     record = run.record
     layers = len({layer.name for layer in record.layers})  # several passes may have had a part in one
@@ -98,7 +98,7 @@ def of_layers(run: Finished) -> Iterator[str]:
         yield f"{layers} layers {done} in {spent(record)}; left alone: {alone or 'none'}"
 
 
-def of_verification(run: Finished) -> Iterator[str]:
+def of_verification(run: FinishedRun) -> Iterator[str]:
     """The result of the comparison in a fresh process."""
     seen = run.verification
     if seen is None:
@@ -115,7 +115,7 @@ def of_verification(run: Finished) -> Iterator[str]:
 
 
 # Makers of lines, in the order in which they are printed.
-LINES: tuple[Callable[[Finished], Iterator[str]], ...] = (
+LINES: tuple[Callable[[FinishedRun], Iterator[str]], ...] = (
     *(of_structure, of_coverage, of_loss, of_training, of_masks),
     *(of_ranges, of_caches, of_layers, of_verification),
 )

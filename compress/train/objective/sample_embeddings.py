@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.system.comm import Comm
 from compress.train.inputs.batch import Batch, token_mask
-from compress.train.inputs.rows import NUMBER, Rows, micro_batches
+from compress.train.inputs.samples import NUMBER, Rows, micro_batches
 from compress.train.losses.contrastive import Candidates
 
 

@@ -1,5 +1,5 @@
 """A cache of the reference's answers to tasks: a file for each task, beside its states on texts
-(`compress.evaluation.quality.kept`).
+(`compress.evaluation.quality.reference_states`).
 
     KEY.answers.json   {"format", "asked": [what was asked, as a TaskResult], "answers": [scores of questions]}
 
@@ -23,10 +23,10 @@ from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
 from compress.errors import CheckpointError
 from compress.evaluation.document import TaskResult
-from compress.evaluation.quality import kept
-from compress.evaluation.quality.kept import Note
+from compress.evaluation.quality import reference_states
+from compress.evaluation.quality.reference_states import Note
 from compress.evaluation.quality.statistics import Values
-from compress.evaluation.tasks.likelihood import Pair
+from compress.evaluation.tasks.likelihood import ContinuationPair
 from compress.evaluation.tasks.lm_eval import Harness
 from compress.evaluation.tasks.questions import Task
 from compress.evaluation.tasks.results import Answers
@@ -56,7 +56,7 @@ class _File:
 
 
 def place_of(
-    source: Source, parameter: Tensor, task: Task | Harness, pairs: Sequence[Pair] | None, tokenizer: Any
+    source: Source, parameter: Tensor, task: Task | Harness, pairs: Sequence[ContinuationPair] | None, tokenizer: Any
 ) -> Path | None:
     """The path KEY.answers.json of this model's answers to a task; None where it is not known what they depend on.
     parameter: one of the model as it is asked. pairs: the questions as tokens, of files."""
@@ -77,7 +77,7 @@ def place_of(
         "versions": {name: version(name) for name in libraries},
         "format": FORMAT,
     }
-    return kept.folder() / f"{fingerprint(key)}.answers.json"
+    return reference_states.folder() / f"{fingerprint(key)}.answers.json"
 
 
 def read_answers(place: Path, note: Note) -> Answered | None:

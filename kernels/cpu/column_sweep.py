@@ -40,7 +40,7 @@ class _Columns(ctypes.Structure):
     )
 
 
-class _Search(ctypes.Structure):
+class _ColumnSearch(ctypes.Structure):
     """`Search` of cpu_columns.cpp, field by field."""
 
     _fields_ = (
@@ -68,7 +68,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Held:
+class DecidedColumns:
     """The decisions about K columns: codes [K, N], scale and zero [G, N], group_of [K], and their constraints.
 
     kept [K, N]: weights that are not pruned; the others have the code of 0; None: all. exact [K, N]: weights that have
@@ -90,7 +90,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnBlock:
     """Columns first ... first + B: target, value and change, [B, N] each; matrix [B, B], diagonal [B].
 
     target: in a sweep, the value that a column aims at before the feedback of earlier columns in its run; in descent,
@@ -106,7 +106,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class SweptBlock(Block):
+class SweptBlock(ColumnBlock):
     """A block of a sweep, with weight [B, N], and loss [N], which grows by diagonal (target - value)^2."""
 
     weight: Tensor
@@ -120,19 +120,21 @@ def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
     return not build.why_not("columns")
 
 
-def sweep_columns(block: SweptBlock, held: Held, begin: int, end: int) -> None:
+def sweep_columns(block: SweptBlock, held: DecidedColumns, begin: int, end: int) -> None:
     """Decide columns begin ... end of a block one after another, each compensating for the errors of those before
     it."""
     _call("sweep_columns", block, held, begin, end)
 
 
-def descend_columns(block: Block, held: Held) -> None:
+def descend_columns(block: ColumnBlock, held: DecidedColumns) -> None:
     """Move the codes of a block's columns, one column after another, each to the code nearest its optimum where that is
     closer than its present code."""
     _call("descend_columns", block, held, 0, len(block.target))
 
 
-def _call(loop: Literal["sweep_columns", "descend_columns"], block: Block, held: Held, begin: int, end: int) -> None:
+def _call(
+    loop: Literal["sweep_columns", "descend_columns"], block: ColumnBlock, held: DecidedColumns, begin: int, end: int
+) -> None:
     count, outputs = block.target.shape
     part = slice(block.first, block.first + count)
     filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=held.rounding._as_read())
@@ -161,7 +163,7 @@ def search_ranges(
     x_gN, tried = x_gN.contiguous(), torch.tensor(factors, dtype=torch.float32)
     scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)
     stored = torch.finfo(rounding.scale_dtype)
-    filled = _Search(N=count, g=members, count=len(factors), rounding=rounding._as_read(), divisor=divisor)
+    filled = _ColumnSearch(N=count, g=members, count=len(factors), rounding=rounding._as_read(), divisor=divisor)
     filled.least_scale = max(stored.tiny, torch.finfo(torch.float32).tiny)
     filled.largest_scale = min(stored.max, torch.finfo(torch.float32).max)
     filled.kind, filled.threads = RANGES.index(kind), torch.get_num_threads()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.checkpoint.write.record import LayerRecord
-from compress.evaluation.report import words
-from compress.evaluation.report.content import Block, Picture, Section, Table, Words
+from compress.evaluation.report import wording
+from compress.evaluation.report.content import Block, Picture, ReportTable, Section, Words
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label
 
 WORST = 10
@@ -45,7 +45,7 @@ ERRORS = Mapped(
     "Error by layer",
     "relative output error",
     "Mean squared error of a layer's output, as a share of the output's own mean square, on the calibration data.",
-    words.share,
+    wording.share,
 )
 
 
@@ -105,10 +105,10 @@ def heat_map(values: Mapping[str, float], about: Mapped) -> Picture:
     for i, kind in enumerate(kinds):
         x = LEFT + (i + 0.5) * width
         if turned and width >= 10:
-            said = words.name(_short(kind, kinds))[:MOST_LETTERS]
+            said = wording.name(_short(kind, kinds))[:MOST_LETTERS]
             marks.append(f'<g transform="rotate(-60 {x:.1f} {top - 8:.1f})">{label(x, top - 8, said)}</g>')
         elif not turned:
-            marks.append(label(x, TOP - 8, words.name(_short(kind, kinds)), "middle"))
+            marks.append(label(x, TOP - 8, wording.name(_short(kind, kinds)), "middle"))
     shown = 1 if height >= 12 else math.ceil(12 / height)
     for i, row in enumerate(rows):
         if i % shown == 0:
@@ -117,7 +117,7 @@ def heat_map(values: Mapping[str, float], about: Mapped) -> Picture:
         row, kind = place_of(name)
         x, y = LEFT + kinds.index(kind) * width, top + rows.index(row) * height
         shade = depth.place(value) if value > 0 else 0.0
-        said = hover(f"{words.name(name)}: {about.said(value, 3)}")
+        said = hover(f"{wording.name(name)}: {about.said(value, 3)}")
         marks.append(
             f'<rect x="{x + 0.75:.1f}" y="{y + 0.75:.1f}" width="{max(1.0, width - 1.5):.1f}" rx="2" '
             f'height="{height - 1.5:.1f}" class="main" fill-opacity="{shade:.2f}">{said}</rect>'
@@ -144,7 +144,7 @@ def _legend(depth: Axis, about: Mapped, y: float) -> list[str]:
 def _number(block: str) -> str:
     """A block's number, or up to seven letters of a name without one."""
     last = block.rpartition(".")[2]
-    return last if last.isdecimal() else words.name(block)[:7]
+    return last if last.isdecimal() else wording.name(block)[:7]
 
 
 def _short(kind: str, kinds: Sequence[str]) -> str:
@@ -154,17 +154,17 @@ def _short(kind: str, kinds: Sequence[str]) -> str:
     return (last if alone else kind).replace("_proj", "")
 
 
-def worst(layers: Mapping[str, LayerRecord], losses: Mapping[str, float]) -> Table:
+def worst(layers: Mapping[str, LayerRecord], losses: Mapping[str, float]) -> ReportTable:
     """The layers with the largest errors."""
     first = sorted(losses, key=lambda name: -losses[name])[:WORST]
     compared = any(value_of(layers[name], "rtn_loss") is not None for name in first)
     rows = []
     for name in first:
-        row = (words.name(name), layers[name].scheme or layers[name].method, words.share(losses[name]))
-        rows.append((*row, words.share(value_of(layers[name], "rtn_loss"))) if compared else row)
+        row = (wording.name(name), layers[name].scheme or layers[name].method, wording.share(losses[name]))
+        rows.append((*row, wording.share(value_of(layers[name], "rtn_loss"))) if compared else row)
     columns = ("layer", "scheme", "error", "plain rounding")
     few = len(rows) if len(rows) < WORST else "ten"
-    return Table(columns if compared else columns[:3], rows, f"The {few} layers with the largest error", names=2)
+    return ReportTable(columns if compared else columns[:3], rows, f"The {few} layers with the largest error", names=2)
 
 
 def _health(layers: Mapping[str, LayerRecord]) -> list[Block]:
@@ -181,22 +181,28 @@ def _health(layers: Mapping[str, LayerRecord]) -> list[Block]:
         cut = {name: c for name, each in layers.items() if (c := value_of(each, f"{side}_clipped")) is not None}
         if cut and max(cut.values()) > 0:
             most = max(cut, key=lambda name: cut[name])
-            said.append(f"Most clipped {side}: {most}, {words.share(cut[most])} of its values.")
-    return [Words(" ".join(words.name(each) for each in said))] if said else []
+            said.append(f"Most clipped {side}: {most}, {wording.share(cut[most])} of its values.")
+    return [Words(" ".join(wording.name(each) for each in said))] if said else []
 
 
-def every(layers: Mapping[str, LayerRecord]) -> Table:
+def every(layers: Mapping[str, LayerRecord]) -> ReportTable:
     """All layers, with the figures that any of them has."""
     known = [column for column in COLUMNS if any(value_of(each, column[0]) is not None for each in layers.values())]
     rows = [
-        (words.name(name), each.method, each.scheme, *(_cell(value_of(each, key), how) for key, _, how in known))
+        (wording.name(name), each.method, each.scheme, *(_cell(value_of(each, key), how) for key, _, how in known))
         for name, each in layers.items()
     ]
     headings = ("layer", "method", "scheme", *(heading for _, heading, _ in known))
-    return Table(headings, rows, f"All {len(rows)} layers", names=3, folded=True)
+    return ReportTable(headings, rows, f"All {len(rows)} layers", names=3, folded=True)
 
 
 def _cell(value: float | None, how: str) -> str:
     if value is None:
-        return words.NONE
-    return words.share(value) if how == "share" else words.count(int(value)) if how == "count" else words.number(value)
+        return wording.NONE
+    return (
+        wording.share(value)
+        if how == "share"
+        else wording.count(int(value))
+        if how == "count"
+        else wording.number(value)
+    )

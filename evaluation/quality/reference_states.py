@@ -41,7 +41,7 @@ READ_BYTES = 2**24
 Note = Callable[[str], None]
 
 
-class About(TypedDict):
+class KeptMetadata(TypedDict):
     """The content of KEY.json."""
 
     format: int
@@ -73,8 +73,8 @@ class Kept:
     """Replays cached states. Raises CheckpointError where they are damaged."""
 
     def __init__(self, place: Path, windows: Windows, head: OutputHead) -> None:
-        about: About = parse_json(place)
-        fits(about, About, place)
+        about: KeptMetadata = parse_json(place)
+        fits(about, KeptMetadata, place)
         dtype = DTYPES.get(about["dtype"])
         states = place.with_suffix(".states")
         if dtype is None or special(states) is not None or not states.exists():

@@ -11,7 +11,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """The figures of one recipe.
 
     bytes: of the weight files. tasks: {name: {accuracy, difference}}, difference being accuracy minus the original's.
@@ -39,18 +39,18 @@ class Sweep:
 
     model: str
     text: str
-    rows: list[Row]
+    rows: list[SweepRow]
     format: int = FORMAT
 
     @property
-    def failed(self) -> list[Row]:
+    def failed(self) -> list[SweepRow]:
         """Rows of recipes that failed."""
         return [row for row in self.rows if row.problem is not None]
 
 
-def row_of(name: str, recipe: dict[str, Any], found: Evaluation, place: str) -> Row:
+def row_of(name: str, recipe: dict[str, Any], found: Evaluation, place: str) -> SweepRow:
     """The row for an evaluation. place: path of its file, relative to the index."""
-    return Row(
+    return SweepRow(
         name,
         recipe,
         found.bytes,
@@ -69,7 +69,7 @@ def _accuracy(found: TaskResult) -> dict[str, float]:
     return {name: figure.value for name, figure in both.items() if figure is not None}
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Rows ordered by bytes, with those on the Pareto front marked."""
     measured = [(row.bytes, row.kl_mean, row) for row in rows if row.bytes is not None and row.kl_mean is not None]
     best = undominated([(size, kl) for size, kl, _ in measured])

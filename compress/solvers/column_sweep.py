@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.kernels.cpu.columns import SweptBlock
+from compress.kernels.cpu.column_sweep import SweptBlock
 
 BLOCK = 128
 DAMP = 0.01

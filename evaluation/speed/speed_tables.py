@@ -5,14 +5,14 @@ from typing import Any
 
 from rich.table import Table
 
-from compress.evaluation.speed.report import Report
+from compress.evaluation.speed.report import SpeedReport
 from compress.kernels.measure.halved import HALVED
 
 MIB = 2**20
 UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
 
 
-def tables(report: Report) -> list[Table | str]:
+def tables(report: SpeedReport) -> list[Table | str]:
     """Tables and lines to print, from top to bottom."""
     shown: list[Table | str] = [_ceilings(report)]
     if report.tuned:
@@ -60,7 +60,7 @@ def rate(per_s: float, unit: str, integers: bool = False) -> str:
     return f"{per_s / size:.4g} {name.replace('TFLOP', 'TOP') if integers else name}"
 
 
-def title_of(report: Report) -> str:
+def title_of(report: SpeedReport) -> str:
     """The measured model and settings, and the statistic that is quoted."""
     s = report.settings
     what = "linear layers" if report.what == "linears" else s["model"]
@@ -77,7 +77,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     return table
 
 
-def _ceilings(report: Report) -> str:
+def _ceilings(report: SpeedReport) -> str:
     threads = f", {report.facts['threads']} threads" if report.device.type == "cpu" else ""
     reached = [
         f"{name} {entry.get('skipped') or rate(entry['per_s'], entry['unit'], 'int' in name)}"
@@ -86,7 +86,7 @@ def _ceilings(report: Report) -> str:
     return f"ceilings of {report.facts['device']}{threads}: {', '.join(reached)}"
 
 
-def _linears(report: Report) -> Table:
+def _linears(report: SpeedReport) -> Table:
     rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
     others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
     headings = ("time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
@@ -113,7 +113,7 @@ def _linears(report: Report) -> Table:
     return table
 
 
-def _models(report: Report) -> Table:
+def _models(report: SpeedReport) -> Table:
     speeds = ("prefill tok/s", "vs dense", "share", "decode tok/s", "vs dense", "share")
     left = ("variant", "batch", "layer error", "logits error", "decode")
     table = _table(title_of(report), left, (*speeds, "weights MiB", "peak MiB"))

@@ -12,15 +12,15 @@ from compress.checkpoint.read.source import Source
 from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import noise
-from compress.evaluation.quality.kept import Kept, Note, keeping, kept, place_of
 from compress.evaluation.quality.language import Model, loaded
 from compress.evaluation.quality.predictor import Predictor, Says, predictor
 from compress.evaluation.quality.quality import measure
+from compress.evaluation.quality.reference_states import Kept, Note, keeping, kept, place_of
 from compress.evaluation.quality.sensitivity import NOT_READ, sensitivity_of
 from compress.evaluation.quality.texts import Text
-from compress.evaluation.tasks.evaluate import Prepared, ask_task
-from compress.evaluation.tasks.kept import Answered, keep_answers, read_answers
-from compress.evaluation.tasks.kept import place_of as place_of_answers
+from compress.evaluation.tasks.evaluate import TokenizedTasks, ask_task
+from compress.evaluation.tasks.reference_answers import Answered, keep_answers, read_answers
+from compress.evaluation.tasks.reference_answers import place_of as place_of_answers
 from compress.model.calls import evaluating
 
 
@@ -36,7 +36,7 @@ class Original:
         dtype: torch.dtype | None,
         device: torch.device,
         cache: bool,
-        tasks: Prepared | None,
+        tasks: TokenizedTasks | None,
         note: Note,
     ) -> None:
         self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
@@ -70,7 +70,9 @@ class Original:
             return self.asked.network
         return loaded(self.model, self.dtype, self.device) if self.whole is None else self.whole
 
-    def _answered(self, tasks: Prepared, parameter: Tensor, keeps: bool) -> list[tuple[Path | None, Answered | None]]:
+    def _answered(
+        self, tasks: TokenizedTasks, parameter: Tensor, keeps: bool
+    ) -> list[tuple[Path | None, Answered | None]]:
         """(Cache file, cached answers) of each task; None for what does not exist."""
         found: list[tuple[Path | None, Answered | None]] = []
         for task, pairs in zip(tasks.tasks, tasks.pairs, strict=True):

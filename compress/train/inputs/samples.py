@@ -72,7 +72,7 @@ def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """Assigns samples to steps."""
 
     samples: int
