@@ -401,7 +401,7 @@ def test_bytes_are_counted_once() -> None:
     both = torch.nn.ModuleList([table, head])
     assert memory.held_bytes(both) == 2 * 100 * 8 * 4
     assert memory.read_bytes(both) == 100 * 8 * 4  # of the table a row is read
-    head.weight = speed_tables.weight
+    head.weight = table.weight
     assert memory.held_bytes(both) == memory.read_bytes(both) == 100 * 8 * 4
 
 

@@ -145,7 +145,7 @@ def test_dequantization_is_one_of_the_choices():
 
 def test_what_was_tuned_is_written_with_its_source_and_used(monkeypatch, home):
     chosen = Shape(16, 64, 8, 4, 5)
-    monkeypatch.setattr(tune, "Operands", lambda problem, device: Fake())
+    monkeypatch.setattr(tune, "TuningOperands", lambda problem, device: Fake())
     monkeypatch.setattr(tune, "device_of", lambda device: H200)
     said = []
     problems = [DECODE, replace(DECODE, M=4)]
