@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from compress.api.job import Result
     from compress.api.own_loop import Prepared, prepare_qat
     from compress.api.quantize import quantize
+    from compress.api.quantize_for import quantize_for
     from compress.api.verify import verify
     from compress.checkpoint.export.write import Exported, export, export_dense, export_sparse24
     from compress.evaluation.document import Evaluation
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from compress.passes.binary import Binary
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
+    from compress.passes.k_quants import KQuants
     from compress.passes.kv_cache import KVCache
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
@@ -77,6 +79,7 @@ _HOMES = {
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
     "Grid": "compress.weights.grid",
+    "KQuants": "compress.passes.k_quants",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
@@ -116,6 +119,7 @@ _HOMES = {
     "only": "compress.passes.protocol.where",
     "prepare_qat": "compress.api.own_loop",
     "quantize": "compress.api.quantize",
+    "quantize_for": "compress.api.quantize_for",
     "quantize_within": "compress.search.within",
     "register": "compress.runtime.load.loading",
     "sweep": "compress.search.sweep",
@@ -139,6 +143,7 @@ __all__ = [
     "Exported",
     "Grid",
     "InputError",
+    "KQuants",
     "KVCache",
     "LowRank",
     "Magnitude",
@@ -179,6 +184,7 @@ __all__ = [
     "only",
     "prepare_qat",
     "quantize",
+    "quantize_for",
     "quantize_within",
     "register",
     "sweep",

@@ -3,8 +3,7 @@
     PYTHONPATH=recipes compress quantize demo --method low_rank:LowRankAndCodes --set rank=8 --output out
     PYTHONPATH=recipes compress evaluate out --plugin low_rank
 
-L R is the best approximation of W of its rank (Eckart and Young 1936), Q is the rest, rounded to nearest. The rest of
-the package does not know of it: this file is enough to write, verify, resume, load, show and evaluate it.
+L R is the best approximation of W of its rank (Eckart and Young 1936). Q is the rest, rounded to nearest.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats.registry import FORMATS
 from compress.weights.grid import quantize
-from compress.weights.terms import FLOATS, Format, Part, Weight
+from compress.weights.matrix import Weight
+from compress.weights.terms import FLOATS, Format, Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,8 @@ def _verified_in_this_process() -> Iterator[None]:
     """Outputs are verified as always, but by this process: a fresh one takes seconds to import all again. The command
     in a process of its own (`cli/test_cli.py`) starts one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.api.verify.subprocess", SimpleNamespace(run=in_this_process))
+        for place in ("compress.api.verify", "compress.checkpoint.export.reading"):
+            patch.setattr(f"{place}.subprocess", SimpleNamespace(run=in_this_process))
         yield
 
 

@@ -19,7 +19,7 @@ from compress.model.layers import Stack
 from compress.run.plan.matching import check_untouched
 from compress.run.plan.zeros import recorded
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
-from compress.run.shrink.restructure import Restructured
+from compress.run.shrink.restructured import Restructured
 from compress.runtime.layers.embedding import QuantEmbedding
 from compress.runtime.layers.linear import QuantLinear
 from compress.system.comm import Comm

@@ -5,7 +5,6 @@ Both models run one block at a time: there is no second dense model. Where trans
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.export.reading import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
+from compress.checkpoint.read.checked import check_tensors
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.seal import check as check_files
@@ -32,6 +33,7 @@ from compress.runtime.check.twin import compared, watched
 from compress.runtime.load.by_block import run_by_block
 from compress.runtime.load.caches import rounded_cache
 from compress.system.comm import Comm
+from compress.system.fresh_process import fresh
 from compress.system.progress import Reporter, without_bars
 from compress.weights.compressed_tensors import needs_dequantizing
 from compress.weights.formats.registry import folder_of
@@ -75,23 +77,6 @@ def _values(source: Source, layer: str) -> list[Tensor]:
         raise CheckpointError(f"{layer} is in {RECORD} but not in the checkpoint")
     dense = source.weights.tensor(f"{layer}.weight")
     return [dense, dense.t()] if dense.ndim == 2 else [dense.flatten(1)]
-
-
-def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
-    """Hold the bytes of every tensor to the SHA-256 in the record: scales, norms, embeddings and all. Raises
-    CheckpointError that names one which is missing, superfluous or not what was written."""
-    if recorded is None:
-        return
-    # By the index: a copy of a tensor in another file must not stand for the one that is read.
-    found = {name: checksum(source.weights.tensor(name)) for name in source.weights}
-    if lost := sorted(recorded.keys() - found.keys()):
-        raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
-    if foreign := sorted(found.keys() - recorded.keys()):
-        raise CheckpointError(f"{foreign[0]} is in the checkpoint but not in {RECORD} ({len(foreign)} such tensors)")
-    if changed := [name for name in recorded if found[name] != recorded[name]]:
-        raise CheckpointError(
-            f"{changed[0]} is not what the run wrote ({len(changed)} tensors differ in all); write it again"
-        )
 
 
 def probe(vocabulary: int) -> Tensor:
@@ -166,12 +151,17 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
 
     trust_remote_code: run Python code that comes with the model, if any does.
 
+    An export in another program's format is read back by that program's own package instead: see
+    `checkpoint.export.exporter`. Returns then {layers, reader, ...}.
+
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
     ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too.
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
     was compared, too. remarks, if any: documents that were edited, and what records of earlier versions cannot show.
     """
+    if (read := read_again(Path(path))) is not None:
+        return read
     source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
     if remarks := check_files(source.path, read_record(source.path)):
@@ -285,18 +275,12 @@ def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code
 def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any]:
     """`compress verify` in a process of its own, outside any process group. Raises CompressError for an output that
     does not verify, and where no process can be started."""
-    distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
-    environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
-    # Not from the current directory, unless that is where this package is: what lies there is anybody's.
-    home = Path(__file__).resolve().parents[2]
-    if home == Path.cwd():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environment.get("PYTHONPATH"))))
-    words = [sys.executable, "-P", "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    if modules := _modules(place.model):
-        words += [word for module in modules for word in ("--plugin", module)]
-        known = [*dict.fromkeys(map(folder_of, modules)), environment.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, known))
+    modules = _modules(place.model)
+    more = ["--trust-remote-code"] if trust_remote_code else []
+    more += [word for module in modules for word in ("--plugin", module)]
+    words, environment = fresh(
+        "verify", str(place.model), "--json", "-", "--quiet", *more, folders=map(folder_of, modules)
+    )
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
     except OSError as error:  # an interpreter that this user may not run, say

@@ -28,6 +28,7 @@ KEYS = (
     {"model", "trainings"},
     {"layers", "transformers"},  # verify
     {"layers", "transformers", "dtype"},
+    {"layers", "reader"},
     {"format", "what", "complete", "settings", "results"},  # bench
 )
 

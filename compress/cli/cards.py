@@ -7,14 +7,17 @@ begins with it, up to a colon.
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.passes.protocol.recipe import PASSES
+
+if TYPE_CHECKING:
+    from compress.passes.protocol.base import Pass
 
 WIDTH = 110  # characters of a line, as the help of commands has
 
@@ -44,13 +47,15 @@ class Card:
 
     def __str__(self) -> str:
         """The text, then an option a line: name, default, allowed values and meaning; what is longer is indented."""
+        if not self.options:
+            return f"{self.about}\n\nno options"
         names = max(len(option.name) for option in self.options)
         defaults = max(len(option.shown) for option in self.options)
         indent = " " * (names + defaults + 4)
         lines = [f"{'option':{names}}  {'default':{defaults}}  allowed: meaning"]
         for option in self.options:
             head = f"{option.name:{names}}  {option.shown:{defaults}}  "
-            words = f"{option.allowed}: {option.meaning}"
+            words = ": ".join(filter(None, (option.allowed, option.meaning)))
             lines += wrap(head + words, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
         return "\n".join((self.about, "", *lines))
 
@@ -90,6 +95,27 @@ def card_of(name: str) -> Card:
     return Card(_docstring(_parsed(module)), tuple(options.values()))
 
 
+def card_of_class(kind: "type[Pass]") -> Card:
+    """The card of a pass that is no part of this package: defaults are those of the imported class, words those of its
+    source, where there is one."""
+    from compress.passes.protocol.recipe import options_of
+
+    said: dict[str, tuple[str, str]] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        home, definition = _definition(each.__module__, each.__name__)
+        if isinstance(definition, ast.ClassDef):
+            for name, _, allowed, meaning in _described(home, definition):
+                if meaning or name not in said:
+                    said[name] = allowed, meaning
+    options = []
+    for name, field in options_of(kind).items():
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        shown = "required" if default is MISSING else default
+        options.append(Option(name, shown, *said.get(name, ("", ""))))
+    about = _docstring(_parsed(kind.__module__)) or (kind.__doc__ or "").strip()
+    return Card(about, tuple(options))
+
+
 @cache
 def _parsed(module: str) -> ast.Module:
     spec = find_spec(module)
@@ -123,7 +149,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
             return module, node
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return module, node
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and not node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return _definition(str(node.module), alias.name)
@@ -132,20 +158,26 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
 
 def _options(module: str, definition: ast.ClassDef) -> Iterator[Option]:
     """The fields of a dataclass that are options; every option has a default."""
+    for name, default, allowed, meaning in _described(module, definition):
+        assert default is not None, name
+        yield Option(name, _value(module, default), allowed, meaning)
+
+
+def _described(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, str, str]]:
+    """(Name, default, allowed values, meaning) of each field that is an option."""
     for node, below in zip(definition.body, [*definition.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation).startswith("ClassVar"):
             continue
         name = ast.unparse(node.target)
         if name == "where":  # which layers the pass is for is said beside its options
             continue
-        assert node.value is not None, name
         text = ""
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             text = " ".join(str(below.value.value).split()).removesuffix(".")
         allowed = _choices(module, node.annotation)
         if not allowed:
             allowed, _, text = text.partition(": ")
-        yield Option(name, _value(module, node.value), allowed, text[:1].lower() + text[1:])
+        yield name, node.value, allowed, text[:1].lower() + text[1:]
 
 
 def _settled(definition: ast.ClassDef) -> Iterator[str]:

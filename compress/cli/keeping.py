@@ -22,12 +22,17 @@ def asked_options(command: Callable[..., None]) -> Callable[..., None]:
     """--speed, --memory, --continuations, --prompts, --keep."""
     for option in (
         click.option(
-            "--keep/--no-keep", default=True, show_default=True, help=f"Leave {', '.join(KEPT)} in a directory of ours."
+            "--keep/--no-keep",
+            default=True,
+            show_default=True,
+            help=f"Write {', '.join(KEPT)} into MODEL, if compress wrote that directory.",
         ),
-        click.option("--prompts", metavar="FILE", help="Continue these, a prompt on each line."),
-        click.option("--continuations", is_flag=True, help="Continue the text's beginnings, beside the original."),
-        click.option("--memory", is_flag=True, help="The most that loading and running take, in a fresh process."),
-        click.option("--speed", is_flag=True, help="Tokens a second of a prompt and of decoding, beside the original."),
+        click.option("--prompts", metavar="FILE", help="Show how both models continue these prompts, one per line."),
+        click.option("--continuations", is_flag=True, help="Show how both models continue the beginnings of the text."),
+        click.option("--memory", is_flag=True, help="Measure peak memory of loading and running, in a fresh process."),
+        click.option(
+            "--speed", is_flag=True, help="Measure tokens per second of prompt processing and decoding, of both models."
+        ),
     ):
         command = option(command)
     return command

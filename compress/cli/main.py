@@ -55,7 +55,7 @@ def _quoting() -> Iterator[None]:
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(compress.__version__, prog_name="compress")
 def cli() -> None:
-    """Make a trained model smaller, and say honestly what it cost.
+    """Make a trained model smaller, and measure what it cost.
 
     \b
     compress demo                                              see it work on the built-in model

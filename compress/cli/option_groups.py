@@ -31,10 +31,10 @@ extent_options = group(
     batch_size_option,
 )
 training_option = click.option(
-    "--training", metavar="TEXT", help="Training data, all of it is used.  [default: the calibration data]"
+    "--training", metavar="TEXT", help="Training data; all of it is used.  [default: the calibration data]"
 )
 ignore_option = click.option(
-    "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
+    "--ignore", multiple=True, metavar="PATTERN", help="Names of layers to leave alone, like '*.down_proj'. Repeatable."
 )
 
 
@@ -45,11 +45,9 @@ def calibration_option(required: bool = False) -> Decorator:
 
 
 saving_options = group(
-    click.option(
-        "--allow-little", is_flag=True, help="Exit code 0 also where less than 5 % of the model's bytes are saved."
-    ),
-    click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
-    overwrite_option("Replace an output, or drop an unfinished one; replace files that compress did not write."),
+    click.option("--allow-little", is_flag=True, help="Accept less than 5 % of bytes saved: exit code 0 instead of 1."),
+    click.option("--resume", is_flag=True, help="Continue a run that was stopped."),
+    overwrite_option("Replace an existing or unfinished output, and files that other options name."),
     click.option(
         "--verify/--no-verify",
         default=None,
@@ -61,7 +59,7 @@ setting_option = click.option(
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Any option of the method, like --set damp=0.05. Repeat for more.",
+    help="Any option of the method, like --set damp=0.05. Repeatable.",
 )
 
 # The parameters of `method_options`, which become options of a pass.
@@ -69,32 +67,36 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 method_options = group(
     click.option(
         "--scheme",
-        help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: inputs are rounded, too. "
-        "fp8, fp8-block: float8.  [default: w4a16]",
+        help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: bits per weight and per "
+        "input. fp8, fp8-block: float8 weights and inputs.  [default: w4a16]",
     ),
     click.option("--bits", type=int, help="Bits per weight with 16-bit inputs: --bits 3 means --scheme w3a16."),
     click.option(
         "--group-size",
         type=int,
-        help="Inputs that share a scale; -1: one scale per output channel.  [default: 128; where that does not divide "
-        "the inputs of all layers 64 or 32, each layer's own, or -1; of spqr 16]",
+        help="Inputs that share a scale; -1: one scale per output channel.  [default: 128; if that does not divide the "
+        "inputs of every layer: 64, 32, a size for each layer, or -1; spqr: 16]",
     ),
-    click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]"),
+    click.option(
+        "--grid",
+        help="Values that codes stand for: signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]",
+    ),
     click.option("--activations", help="Ranges of rounded inputs: dynamic (per token) or static.  [default: dynamic]"),
     click.option(
-        "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
+        "--calibrator",
+        help="Choice of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]",
     ),
 )
 added_options = group(
     click.option(
         "--kv-cache",
         metavar="TYPE[:PER]",
-        help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: "
-        "minmax, or as a recipe says).",
+        help="Store keys and values in 8 bits: int8 or fp8. A scale per :token (default), :head or :tensor; the last "
+        "two are calibrated.",
     ),
     click.option(
         "--embeddings",
         metavar="SCHEME",
-        help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
+        help="Also quantize the token embedding and the output head: w2a16 ... w8a16, one scale per token.",
     ),
 )

@@ -30,9 +30,7 @@ def overwrite_option(about: str, exposed: bool = True) -> Callable[[Callable[...
     return click.option("--overwrite", is_flag=True, help=about, **words)
 
 
-files_overwrite_option = overwrite_option(
-    "Replace files of the names given even if compress did not write them.", False
-)
+files_overwrite_option = overwrite_option("Replace existing files, also those that compress did not write.", False)
 
 
 def writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -74,7 +72,7 @@ plugin_option = click.option(
     multiple=True,
     expose_value=False,
     callback=remember,
-    help="Import this module first: it has formats that MODEL is stored in. May be given several times.",
+    help="Import this module first, for its formats that MODEL is stored in. Repeatable.",
 )
 json_option = click.option(
     "--json",
@@ -103,7 +101,7 @@ def task_options(command: Callable[..., None]) -> Callable[..., None]:
         help="Questions: a .jsonl file like PIQA's, HellaSwag's or LAMBADA's, or lm-eval:NAME. Repeatable.",
     )
     questions = click.option(
-        "--questions", type=int, help="Ask at most so many questions of each task, the first ones.  [default: all]"
+        "--questions", type=int, help="Number of questions of each task: the first ones.  [default: all]"
     )
     return task(questions(command))
 

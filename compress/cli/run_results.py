@@ -133,9 +133,11 @@ def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def removed(structure: Mapping[str, Any]) -> str:
-    """A line about the parameters that are left of a cut model, and the loss."""
+    """A line about the parameters that are left of a model that was edited as a whole, and the loss."""
     before, after = structure["before"], structure["after"]
     text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
+    if before == after:
+        text = f"structure: {len(structure['edits'])} edits of the whole model, which has all parameters still"
     if structure["dropped"]:
         text += f"; without {', '.join(structure['dropped'])}"
     figures = [cut["figures"] for cut in structure["cut"] if cut["figures"]]

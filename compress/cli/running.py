@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +32,7 @@ from compress.cli.options import (
 )
 from compress.cli.saving import check_allowed, end, promises
 from compress.errors import InputError
+from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
@@ -47,16 +49,22 @@ run_options = group(
     click.option(
         "--store",
         metavar="FORM",
-        help="2:4: store 2:4 layers without their zeros, for compress.load alone.  [default: with zeros]",
+        help="2:4: store 2:4 layers without their zeros; only compress.load reads them.  [default: with zeros]",
     ),
     saving_options,
-    click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain."),
+    click.option(
+        "--one-block",
+        is_flag=True,
+        help="Treat the model as one block, if its blocks are not called one after another.",
+    ),
     click.option(
         "--convolutions/--no-convolutions",
         default=None,
-        help="Treat convolutions as layers, too.  [default: where no stack of blocks holds linear layers]",
+        help="Also compress convolutions.  [default: only where no block holds linear layers]",
     ),
-    click.option("--drop-zeros", is_flag=True, help="Do not keep the zeros of a pruned model.  [default: kept]"),
+    click.option(
+        "--drop-zeros", is_flag=True, help="Let zeros of a pruned model become other values.  [default: they stay]"
+    ),
     click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
     trust_option,
     device_option,
@@ -71,6 +79,7 @@ def run(
     passes: Sequence["Pass"],
     who: str,
     notes: Sequence[str] = (),
+    engine: str | None = None,
     *,
     output: str,
     json_file: str | None,
@@ -80,8 +89,8 @@ def run(
     **options: Any,
 ) -> None:
     """Run passes, show what came of it, and leave with 1 where that is next to nothing. task: the verb that progress is
-    told by; who: what is blamed for options that nobody reads; notes: remarks to make first; options: those of
-    `compress.quantize`."""
+    told by; who: what is blamed for options that nobody reads; notes: remarks to make first; engine: as in
+    `compress.quantize_for`; options: those of `compress.quantize`."""
     from compress.cli.progress import reporting
 
     if options["calibration"] is None:
@@ -94,17 +103,26 @@ def run(
     with process_group(fsdp, options["device"]) as rank, reporting(task, quiet or rank > 0) as reporter:
         for note in notes:
             reporter.note(note)
-        result = compress.quantize(model, passes, output=output, fsdp=fsdp, reporter=reporter, **options)
+        how = {"output": output, "fsdp": fsdp, "reporter": reporter, **options}
+        left = None if engine is None else compress.quantize_for(engine, model, passes, notes=notes, **how)
+        result = compress.quantize(model, passes, **how) if left is None else left.result
     if rank == 0:
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
             from compress.cli import run_results as show
 
-            show.result(result, model, output)
+            show.result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
+            if left is not None and left.exported is not None:
+                click.echo(visible(f"{engine} opens {output}: {', '.join(opened(left.output))}"))
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
     if fsdp:
         leave(0)
+
+
+def opened(output: Path) -> list[str]:
+    """The files with weights in a directory."""
+    return sorted(path.name for path in output.iterdir() if path.suffix in (".gguf", ".onnx", ".safetensors"))
 
 
 def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:

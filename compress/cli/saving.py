@@ -47,7 +47,7 @@ def promises(task: str, passes: Sequence["Pass"], store: str | None) -> bool:
     """True for a run that is to store a model smaller. task: of `run`."""
     if store is not None or any(getattr(p, "store", "") for p in passes):
         return True
-    smaller = any(p.writes == "quantized weight" or p.treats in ("embeddings", "structure") for p in passes)
+    smaller = any(p.writes == "quantized weight" or p.treats == "embeddings" or p.removes for p in passes)
     return smaller and task != "prune"
 
 

@@ -7,7 +7,7 @@ from compress.checkpoint.write.record import RangeRecord
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
 from compress.evaluation.cost.size import Size, SizeRow
 from compress.evaluation.document import Evaluation, Figure, TextResult
-from compress.evaluation.report.calibration import clipped, interval, most_clipped, percent, title_of
+from compress.evaluation.report.calibration import clipped, table
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 
@@ -100,22 +100,8 @@ def by(shape: Sequence[int]) -> str:
 
 
 def calibration(ranges: Sequence[RangeRecord]) -> None:
-    """One row per range that calibration fixed, the one that clips most in bold, and a sentence about all."""
-    worst = most_clipped(ranges)
-    rows = [
-        (
-            title_of(each),
-            each.calibrator,
-            interval(each.lowest, each.highest),
-            interval(each.low, each.high) + (f" ({each.ranges} ranges)" if each.ranges > 1 else ""),
-            percent(each.clipped),
-            f"{each.tokens}",
-        )
-        for each in ranges
-    ]
-    strong = frozenset(i for i, each in enumerate(ranges) if each is worst and each.clipped)
-    columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
-    show(ReportTable(columns, rows, names=2, strong=strong), clipped(ranges))
+    """Show the ranges that calibration fixed, and a sentence about all."""
+    show(table(ranges), clipped(ranges))
 
 
 def exports(offers: Sequence[Offer]) -> None:

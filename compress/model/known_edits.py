@@ -23,28 +23,32 @@ from compress.model.structure.rotate import Rotate
 class Edit(Protocol):
     """The interface of every edit. `model.edits.changes.undo` undoes the changes that `apply` returns."""
 
-    kind: ClassVar[str]
-
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
         """Change a block or model in place. stored_dtypes: {parameter name inside it: the dtype in which the model
         stores it}, for those whose present dtype is another."""
         ...
 
     def entry(self) -> dict[str, Any]:
-        """The JSON part of the edit, with its kind under "edit"."""
+        """The JSON part of the edit, with a word for its kind under "edit"."""
         ...
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors of the edit: on the CPU, contiguous, each with its own storage."""
         ...
 
+
+class ReadableEdit(Edit, Protocol):
+    """An edit inside of blocks, which a run that is resumed reads again."""
+
+    kind: ClassVar[str]
+
     @classmethod
-    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Edit":
+    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "ReadableEdit":
         """The stored edit. Raises CheckpointError, which names the fault."""
         ...
 
 
-EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Scale, Rotate, Permute, Keep, Drop)}
+EDITS: Mapping[str, type[ReadableEdit]] = {edit.kind: edit for edit in (Scale, Rotate, Permute, Keep, Drop)}
 
 
 def read_edit(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Edit:

@@ -39,7 +39,7 @@ from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import Sparse
 from compress.weights.grid import quantize
-from compress.weights.terms import Summand, Weight, added, summands
+from compress.weights.matrix import Matrix, added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,9 @@ class AWQ(FoldThenRound):
                 exact = (found,)
             round_part = partial(rounded, hessian_KK=hessian, grid=grid, scale_dtype=scale_dtype, clip=self.clip)
             if self.per_tensor:
-                quantized: Summand | Weight = round_part(rest)
+                quantized: Matrix = round_part(rest)
             else:
-                quantized = added(*summands(solve_rows(site.comm, {"weight_NK": rest}, round_part)), *exact)
+                quantized = added(*solve_rows(site.comm, {"weight_NK": rest}, round_part).terms, *exact)
             nearest = quantize(weight, grid.with_range("minmax"), scale_dtype)
             energy = quadratic(site.comm, weight, hessian) or 1.0
             error, plain = (q.dequantize(hessian.dtype) - weight for q in (quantized, nearest))

@@ -41,7 +41,7 @@ from compress.passes.protocol.solve import solve_rows
 from compress.solvers.binary import inverse_diagonal, left_to, salient_columns, signs, solve_second, with_second
 from compress.solvers.gptq import Method
 from compress.weights.grid import Grid, Quantized, quantize
-from compress.weights.terms import Summand, Weight
+from compress.weights.matrix import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Binary(FewLevels, GPTQ):
             if self.salient > columns:
                 raise InputError(f"salient {self.salient}; {name} has {columns} columns")
 
-    def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
-        first = super()._solve(site, relied, solution)
+    def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
+        first = super().by_solution(site, relied, solution)
         if not self.salient:
             return first
         inverse_K = inverse_diagonal(relied.hessian, relied.ordered.factor.damp)
@@ -88,7 +88,7 @@ class Binary(FewLevels, GPTQ):
         how = Method(signs(None if self.group_size == -1 else self.salient), self.refit, self.sweeps)
         rest_NK = first.target - first.weight.dequantize(first.target.dtype)
         if solution == "rounding":
-            second: Summand | Weight = quantize(rest_NK[:, column_C], how.grid, dtype)
+            second: Matrix = quantize(rest_NK[:, column_C], how.grid, dtype)
         else:
             target_NC = left_to(rest_NK, hessian_KK, column_C, damp)
             how = replace(how, polish_damp=relied.polish_damp)

@@ -10,8 +10,8 @@ from typing import ClassVar
 from compress.errors import InputError
 from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Treats
+from compress.passes.protocol.nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
-from compress.passes.rtn import round_to_nearest
 from compress.weights.decision import Decision
 from compress.weights.scheme import SCHEMES
 

@@ -57,7 +57,7 @@ from compress.solvers.outliers import nearest
 from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix
-from compress.weights.terms import Weight
+from compress.weights.matrix import Weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ from compress.solvers.targets import aimed, check_drift, drift_correction
 from compress.solvers.whitened import approximated, with_outliers
 from compress.weights.decision import Decision
 from compress.weights.formats.lowrank import WHOLE_BITS
-from compress.weights.terms import Tensors, Weight
+from compress.weights.matrix import Weight
+from compress.weights.terms import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)

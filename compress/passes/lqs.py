@@ -41,7 +41,8 @@ from compress.passes.protocol.stages import Stage
 from compress.solvers.loss import quadratic
 from compress.solvers.lqs import Parts, best_turn, in_turns
 from compress.solvers.whitened import approximated
-from compress.weights.terms import Summand, Tensors, Weight
+from compress.weights.matrix import Matrix
+from compress.weights.terms import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,8 @@ class LQS(RankBudget, GPTQ):
         weight = site.weights[name].double()
         return weight - self.nearest(site, name, torch.float64).dequantize()
 
-    def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
-        alone = super()._solve(site, relied, solution)
+    def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
+        alone = super().by_solution(site, relied, solution)
         if solution == "rounding":
             return alone
         targets = {name: found.target for name, found in alone.items()}
@@ -82,7 +83,7 @@ class LQS(RankBudget, GPTQ):
         turns = in_turns(targets, first, codes_of, low_of, self.iterations)
         return {name: self._best(site, relied, found, turns[name]) for name, found in alone.items()}
 
-    def _codes(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Summand | Weight]:
+    def _codes(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Matrix]:
         """Codes, and exact weights, of what the low rank leaves."""
         rows = {name: self.rows(site, name, rest, relied) for name, rest in rests.items()}
         return solve_stacked(site, rows, self.solver(relied), self.together)

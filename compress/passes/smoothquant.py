@@ -28,9 +28,9 @@ from compress.calibration.stats import MinMax, TokenSample
 from compress.errors import InputError
 from compress.model.edits.folds import spread_scales
 from compress.passes.options.quantize import FoldThenRound
+from compress.passes.protocol.nearest import round_to_nearest
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.stages import Rewrite
-from compress.passes.rtn import round_to_nearest
 from compress.solvers.smoothquant import best, candidates, input_codes, scaled_loss, smoothing
 from compress.weights.decision import Decision
 

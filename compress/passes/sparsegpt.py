@@ -49,8 +49,8 @@ from compress.solvers.sparsegpt import prune_ordered
 from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
+from compress.weights.matrix import Matrix
 from compress.weights.survivors import Survivors
-from compress.weights.terms import Summand, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
     def _solver(self, relied: Relied, how: Choice, steps: int) -> Solve:
         return partial(prune_ordered, seen=relied.ordered, how=how, steps=steps, polish_damp=relied.polish_damp)
 
-    def solve(
-        self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
-    ) -> dict[str, Summand | Weight]:
+    def solve(self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied) -> dict[str, Matrix]:
         if self.per == "row" and not self.sparsities:
             return super().solve(site, rows, relied)
         found = {}
@@ -118,7 +116,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
             found[name] = self._solved_alone(site, each, solver)
         return found
 
-    def _solved_alone(self, site: Site, rows: Mapping[str, Tensor], solver: Solve) -> Summand | Weight:
+    def _solved_alone(self, site: Site, rows: Mapping[str, Tensor], solver: Solve) -> Matrix:
         """One layer; where its outputs compete every rank solves all of them."""
         return solve_rows(site.comm, rows, solver) if self.per == "row" else solver(**rows)
 

@@ -47,8 +47,8 @@ from compress.weights.decision import Decision
 from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
+from compress.weights.matrix import Term
 from compress.weights.scheme import SCHEMES, check_scheme
-from compress.weights.terms import Summand
 
 # What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
 # takes twice as many bits for scales.
@@ -195,7 +195,7 @@ class SpQR(SecondOrder):
     def together(self) -> int:
         return self.tile_rows
 
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Summand:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Term:
         return round_to_tiles(site.weights[name].to(dtype), self.tiles, site.scale_dtypes[name])
 
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:

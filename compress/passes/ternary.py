@@ -30,7 +30,7 @@ from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats import ternary as formats
 from compress.weights.grid import Quantized
-from compress.weights.terms import Summand, Weight, summands
+from compress.weights.matrix import Matrix, added
 
 Packing = Literal["bytes", "words"]
 
@@ -56,7 +56,6 @@ class Ternary(FewLevels, GPTQ):
         return {name: replace(d, weight=in_bytes(d.weight)) for name, d in decisions.items()}
 
 
-def in_bytes(weight: Summand | Weight) -> Summand | Weight:
+def in_bytes(weight: Matrix) -> Matrix:
     """A weight whose ternary codes are stored five in a byte."""
-    packed = [formats.TernaryCodes(grid=t.grid).term(t) if isinstance(t, Quantized) else t for t in summands(weight)]
-    return packed[0] if len(packed) == 1 else Weight(tuple(packed))
+    return added(*(formats.TernaryCodes(grid=t.grid).term(t) if isinstance(t, Quantized) else t for t in weight.terms))

@@ -86,7 +86,7 @@ class Train(TrainingOptions, SparsityOptions, Pass):
                 )
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        """Nothing is decided before the model is trained (`run.learn.training`)."""
+        """Decide nothing: the trained model is decided after training (`run.learn.training`)."""
         raise AssertionError("training decides when it is done")
 
 

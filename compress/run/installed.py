@@ -83,8 +83,8 @@ class Versions:
         self._handles: dict[RoundInput | RoundOutput, RemovableHandle] = {}
 
     def install(self, layer: Layer, decided: Decision | Tensor) -> None:
-        """From now on a layer has the values [N, K] that were decided (a tensor: its weight as it is stored) and rounds
-        its input and output. Raises CompressError for what is not finite."""
+        """Give a layer the values [N, K] that were decided (a tensor: its weight as it is stored), and hooks that round
+        its input and output. Raises CompressError for values or scales that are not finite."""
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         check_decided(layer.name, values, decided)
@@ -101,31 +101,31 @@ class Versions:
             self.round_output(layer, decided.outputs)
 
     def replace(self, parameter: nn.Parameter, new: Tensor) -> None:
-        """From now on a parameter has other values."""
+        """Give a parameter other values."""
         before = self.weights[parameter][0] if parameter in self.weights else parameter.data
         self.weights[parameter] = before, new
         parameter.data = new
 
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor of a parameter that gets new values slice by slice, in place: products that wait have views of
-        it. What was there before stays as it is."""
+        """The tensor of a parameter that gets new values slice by slice, in place: suspended forwards hold views of it.
+        The original tensor is not changed."""
         if parameter not in self.weights:
             self.replace(parameter, parameter.data.clone())
             self._unchanged.add(parameter)
         return self.weights[parameter][1]
 
     def round_output(self, layer: Layer, codes: ActivationCodes) -> None:
-        """From now on a layer rounds what it returns."""
+        """Make a layer round its outputs."""
         self._output_of(layer).codes = codes
 
     def keep_codes(self, attention: nn.Module, codes: CacheCodes) -> None:
-        """From now on an attention's cache is rounded. The scales are no part of the model's state_dict."""
+        """Make an attention round its cache. The scales are not in the model's state_dict."""
         if codes.scales is not None:
             hold_scales(attention, codes.scales, persistent=False)
         self.caches.append(round_cache(attention, codes.scheme)[0])
 
     def returned(self, layer: Layer, arrival: Arrival | None) -> Tensor:
-        """[M, N] what a layer makes, as it is now, of a micro-batch that waits before it, bias included; of a
+        """[M, N] the output of a layer, as it is now, for a micro-batch suspended before it, bias included; of a
         convolution, rows of channels."""
         if arrival is None:
             return torch.empty(0, layer.shape[0], device=layer.weight.device)
@@ -137,7 +137,7 @@ class Versions:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Restores the original weights, and rounds nothing, inside the context."""
+        """Restores the original weights, and turns rounding off, inside the context."""
         self._use(original=True)
         try:
             yield

@@ -162,7 +162,7 @@ class Sharded:
         self.stores.update((named[name], stored) for name, stored in (stores or {}).items())
 
     def widen(self, model: nn.Module) -> Callable[[], None]:
-        """Nothing: it has been widened before it was sharded. Raises InputError otherwise."""
+        """Check that the model was widened before it was sharded. Raises InputError otherwise."""
         narrow = next((name for name, p in model.named_parameters() if is_narrow(p)), None)
         if narrow is not None:
             raise InputError(f"{narrow} has 16 bits, and training needs 32: call model.float() before fully_shard")

@@ -50,6 +50,8 @@ class Candidate:
 
 BITS = (2, 3, 4, 5, 6, 8)
 NO_PATTERN = "none"
+# The scheme of so many bits, of a method that has others than w4a16 and the like.
+SCHEMES_OF = {"k-quants": "q{}_k"}
 
 
 def grid_of_candidates(
@@ -63,10 +65,10 @@ def grid_of_candidates(
 ) -> tuple[Candidate, ...]:
     """A candidate for every combination of the lists.
 
-    method: a pass with a scheme, like gptq, rtn or spqr. options: shared by all candidates. group_sizes: 0 for the
+    method: a pass with a scheme, like gptq, k-quants, rtn or spqr. options: of all candidates. group_sizes: 0 for the
     usual size of the model, -1 for one scale per output channel. outliers: shares of weights that stay exact.
-    patterns: N:M patterns that sparsegpt prunes to first, or "none"; the zeros of 2:4 are not stored. Raises
-    InputError for values that are missing or repeated, and for options that the method lacks.
+    patterns: N:M patterns that sparsegpt prunes to first, or "none"; the zeros of 2:4 are not stored. Raises InputError
+    for values that are missing or repeated, and for options that the method lacks.
     """
     lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
     for what, values in {**lists, "patterns": patterns}.items():
@@ -74,12 +76,14 @@ def grid_of_candidates(
             raise InputError(f"{what} {', '.join(map(str, values)) or 'missing'}; give one or more, each once")
     known = options_of(pass_class(method))
     if "scheme" not in known:
-        raise InputError(f"method {method!r} has no scheme, whose bits could differ; allowed: gptq, rtn, spqr")
+        raise InputError(
+            f"method {method!r} has no scheme, whose bits could differ; allowed: gptq, k-quants, rtn, spqr"
+        )
     if any(outliers) and "outliers" not in known:
         raise InputError(f"method {method!r} has no outliers; leave them out, or take gptq")
     found = []
     for pattern, width, size, share in product(patterns, bits, group_sizes, outliers):
-        chosen: dict[str, Any] = {**(options or {}), "scheme": f"w{width}a16"}
+        chosen: dict[str, Any] = {**(options or {}), "scheme": SCHEMES_OF.get(method, "w{}a16").format(width)}
         chosen |= {} if size == 0 else {"group_size": size}
         chosen |= {} if not any(outliers) else {"outliers": share}
         passes: tuple[Pass, ...] = (make_pass(method, chosen),)

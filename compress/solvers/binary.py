@@ -20,7 +20,7 @@ from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import Grid, Quantized
-from compress.weights.terms import Summand, Weight
+from compress.weights.matrix import Matrix, Weight
 
 
 def binary(
@@ -34,7 +34,7 @@ def binary(
     sweeps: int = 0,
     polish_damp: float = POLISH_DAMP,
     scale_dtype: torch.dtype | None = None,
-) -> Summand | Weight:
+) -> Matrix:
     """Signs of a weight for the least tr(E H E^T), and second terms. Pure: no rank, no device, no state.
 
     group_size: inputs that share a scale; None: all of them. salient: columns of every group that have a second term.
@@ -94,7 +94,7 @@ def solve_second(
     return solve_ordered(target_NC, ordered(inside_CC, damp, "none", how.grid.group_size), how, scale_dtype=scale_dtype)
 
 
-def with_second(first: Quantized, second: Summand | Weight, column_C: Tensor) -> Weight:
+def with_second(first: Quantized, second: Matrix, column_C: Tensor) -> Weight:
     """The sum of both terms, the second in its columns."""
     assert isinstance(second, Quantized)
     columns = first.codes.shape[1]

@@ -112,9 +112,15 @@ def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None
 
 
 class ColumnRule(ABC):
-    """Decides columns. `group` columns share what `begin` prepares (0: `begin` is never called)."""
+    """Decides columns. `group` columns share what `begin` prepares (0: `begin` is never called), and `span` columns,
+    which are several groups, what `open` does before (0: `open` is never called)."""
 
     group: int
+    span: int = 0
+
+    def open(self, column: int, updated_SN: Tensor) -> None:
+        """Columns [column, column + span), as `begin` has those of a group."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self, column: int, updated_gN: Tensor) -> None:
@@ -141,7 +147,7 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
     rows, columns = weight_NK.shape
     upper, group = factor.upper, rule.group
     inside = 0 < group < columns
-    block = group * max(1, BLOCK // group) if inside else BLOCK
+    block = rule.span or (group * max(1, BLOCK // group) if inside else BLOCK)
     # Outputs side by side: every column is contiguous.
     weight_KN = weight_NK.t().contiguous()
     value_KN, error_KN = torch.empty_like(weight_KN), torch.empty_like(weight_KN)
@@ -157,17 +163,21 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
             target_BN.addmm_(upper[:first, first:last].t(), error_KN[:first])
         diagonal = factor.diagonal[first:last].contiguous()
         here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, diagonal, weight_BN, loss)
+        if rule.span:
+            rule.open(first, updated(here, 0, last - first))
         step = group if inside else last - first
         for j in range(0, last - first, step):
             end = min(j + step, last - first)
             if inside:
-                # GPTQ holds w + x with x U = t - w; only the group's own corner of U matters for its columns.
-                change = (target_BN - weight_BN)[j:end]
-                updated = torch.linalg.solve_triangular(
-                    feedback[j:end, j:end].t(), change, upper=False, unitriangular=True
-                )
-                rule.begin(first + j, weight_BN[j:end] + updated)
+                rule.begin(first + j, updated(here, j, end))
             rule.run(here, j, end)
             if end < last - first:
                 target_BN[end:].addmm_(feedback[j:end, end:].t(), error_BN[j:end])
     return value_KN.t(), loss
+
+
+def updated(block: SweptBlock, begin: int, end: int) -> Tensor:
+    """Columns [begin, end) of a block as GPTQ holds them: w + x with x U = t - w, of which only their own corner of U
+    matters."""
+    change, corner = (block.target - block.weight)[begin:end], block.matrix[begin:end, begin:end]
+    return block.weight[begin:end] + torch.linalg.solve_triangular(corner.t(), change, upper=False, unitriangular=True)

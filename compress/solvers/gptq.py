@@ -39,7 +39,7 @@ from compress.solvers.polish import Polish, SettledRule, members
 from compress.solvers.targets import settled
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, round_scale, to_quantized
-from compress.weights.terms import Summand, Weight
+from compress.weights.matrix import Matrix, Weight
 
 # However many tokens: just enough damping to divide by the diagonal of H.
 POLISH_DAMP = 1e-6
@@ -65,7 +65,7 @@ class Solved:
     """weight: codes, scales and zero points, and the outliers beside them where there are any. loss_N: tr(E H E^T) of
     each row, H damped as the last step has it. damp: what the sweep's factor needed."""
 
-    weight: Summand | Weight
+    weight: Matrix
     loss_N: Tensor
     damp: float
 
@@ -148,7 +148,7 @@ def price_by_sweep(weight_NK: Tensor, seen: Ordered, grid: Grid, scale_dtype: to
     some = weight_NK[sampled_rows(*weight_NK.shape).to(weight_NK.device)]
     trial = some[:TRIAL_ROWS]
 
-    def swept(price: float) -> Summand | Weight:
+    def swept(price: float) -> Matrix:
         price_N = trial.new_full(trial.shape[:1], price)
         return solve_ordered(trial, seen, Method(grid), scale_dtype=scale_dtype, price_N=price_N).weight
 

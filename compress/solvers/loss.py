@@ -9,7 +9,7 @@ from compress.calibration.hessian import symmetric_blocks
 from compress.kernels.layouts.words import some_rows
 from compress.system.comm import Comm
 from compress.weights.grid import working_dtype
-from compress.weights.terms import Summand, Weight
+from compress.weights.matrix import Matrix
 
 
 def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
@@ -24,7 +24,7 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
     return float(comm.all_reduce(total))
 
 
-def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:
+def weight_error(weight_NK: Tensor, found: Matrix) -> float:
     """The relative error of a decided weight: the norm of its difference from the weight over the weight's norm."""
     error = size = 0.0
     for rows in some_rows(*weight_NK.shape):

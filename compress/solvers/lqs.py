@@ -20,22 +20,21 @@ from compress.solvers.loss import quadratic
 from compress.solvers.whitened import approximated
 from compress.system.comm import Comm
 from compress.weights.grid import Grid
-from compress.weights.terms import Summand, Tensors, Weight, added, summands
-
-Codes = Summand | Weight
+from compress.weights.matrix import Matrix, added
+from compress.weights.terms import Tensors
 
 
 @dataclass(frozen=True)
 class Parts:
     """Terms of a layer in a turn: codes, with exact weights beside them, and a low rank; None where it has none."""
 
-    codes: Codes | None = None
+    codes: Matrix | None = None
     low: Tensors | None = None
 
     @property
-    def weight(self) -> Codes:
+    def weight(self) -> Matrix:
         """The sum of all terms; one at least."""
-        terms = () if self.codes is None else summands(self.codes)
+        terms = () if self.codes is None else self.codes.terms
         low = () if self.low is None else (self.low,)
         return added(*terms[:1], *low, *terms[1:])
 
@@ -74,7 +73,7 @@ def lqs(
         Method(grid, refit, sweeps, polish_damp=polish_damp),
     )
 
-    def codes_of(rests: Mapping[str, Tensor]) -> dict[str, Codes]:
+    def codes_of(rests: Mapping[str, Tensor]) -> dict[str, Matrix]:
         rest = rests[""]
         price_N = None
         if outliers:
@@ -91,8 +90,8 @@ def lqs(
 
 def in_turns(
     targets: Mapping[str, Tensor],
-    first: Mapping[str, Codes],
-    codes_of: Callable[[Mapping[str, Tensor]], Mapping[str, Codes]],
+    first: Mapping[str, Matrix],
+    codes_of: Callable[[Mapping[str, Tensor]], Mapping[str, Matrix]],
     low_of: Callable[[Mapping[str, Tensor]], Mapping[str, Tensors | None]],
     iterations: int,
 ) -> dict[str, list[Parts]]:

@@ -23,7 +23,7 @@ from compress.errors import InputError
 from compress.kernels.layouts.words import some_rows
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Grid, Quantized, decode, encode, fit, grouped, quantize, working_dtype
-from compress.weights.terms import Summand, Weight, summands
+from compress.weights.matrix import Matrix, Weight
 
 # Weights on which a price is found.
 SAMPLED = 2**16
@@ -91,7 +91,7 @@ def price_of(share: float, found: Tensor) -> float:
     return high
 
 
-def price_by_trial(share: float, found: Tensor, swept: Callable[[float], Summand | Weight]) -> float:
+def price_by_trial(share: float, found: Tensor, swept: Callable[[float], Matrix]) -> float:
     """The price at which a sweep makes so large a share of a weight exact.
 
     Found without a sweep first. What is fed back makes later weights larger and dearer, so that a sweep makes more of
@@ -120,15 +120,15 @@ def dearest(error_NK: Tensor, diagonal_K: Tensor, share: float) -> Tensor:
     return chosen.view_as(error_NK)
 
 
-def share_of_outliers(weight: Summand | Weight) -> float:
+def share_of_outliers(weight: Matrix) -> float:
     """The part of a weight's values that sparse rows have."""
-    found = [term for term in summands(weight) if isinstance(term, Sparse)]
+    found = [term for term in weight.terms if isinstance(term, Sparse)]
     return sum(len(term.value) / (term.shape[0] * term.inputs) for term in found)
 
 
-def has_outliers(weight: Summand | Weight) -> bool:
+def has_outliers(weight: Matrix) -> bool:
     """True for a weight that has a place for exact values, be it empty."""
-    return any(isinstance(term, Sparse) for term in summands(weight))
+    return any(isinstance(term, Sparse) for term in weight.terms)
 
 
 def set_apart(

@@ -17,7 +17,7 @@ from compress.solvers.tile_rule import TileRule, refit_tiles, tile_costs
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles
 from compress.weights.grid import encode_unsigned
-from compress.weights.terms import Summand, Weight, added
+from compress.weights.matrix import Matrix, added
 
 
 def spqr(
@@ -141,7 +141,7 @@ def price_in_tiles(
     found = tile_costs(groups, format_.bits, seen.costs.view(groups.shape[1:]))
     trial = some[:TRIAL_ROWS]
 
-    def swept(price: float) -> Summand | Weight:
+    def swept(price: float) -> Matrix:
         price_N = trial.new_full(trial.shape[:1], price)
         return solve_tiles(trial, seen, format_=format_, scale_dtype=scale_dtype, price_N=price_N, search=search).weight
 

@@ -14,7 +14,7 @@ from compress.solvers.outliers import by_count, exact_places
 from compress.solvers.polish import Polish, SettledRule, members
 from compress.weights.formats.tiles import Tiles, fit_tiles, scales_and_zeros
 from compress.weights.grid import encode_unsigned
-from compress.weights.terms import summed
+from compress.weights.matrix import summed
 
 # Codes of a scale and of a zero point that are tried, beside the nearest.
 NEIGHBOURS = (-1, 0, 1)

@@ -24,7 +24,8 @@ from compress.solvers.outliers import dearest
 from compress.system.comm import Comm
 from compress.weights.formats.lowrank import low_rank
 from compress.weights.formats.sparse import sparse
-from compress.weights.terms import Tensors, Term, Weight
+from compress.weights.matrix import Term, Weight
+from compress.weights.terms import Tensors
 
 # Of the mean of H's diagonal: far below what decides a rank, far above the last place of float64.
 TIE = 1e-10

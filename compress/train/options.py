@@ -88,8 +88,10 @@ class TrainingOptions(LossOptions):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("warmup", 0 <= self.warmup <= 1, "0 to 1")
         self._check("held_out", 0 <= self.held_out <= 0.5, "0 to 0.5")
-        if self.contrastive and self.rows < 2:
-            raise InputError("contrastive tells a sample from the others of a step; give rows=2 or more")
+        if self.contrastive and self.rows < 2 and not self.memory:
+            raise InputError("contrastive tells a sample from the others of a step; give rows=2 or more, or memory")
+        if 0 < self.memory < self.rows:
+            raise InputError(f"memory {self.memory} holds no whole step of {self.rows} rows; give more, or 0")
         if self.relations and self.compile:
             raise InputError(
                 "relations reads what attention is called with, which compiled blocks hide; give one of the two"

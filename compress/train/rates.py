@@ -13,7 +13,7 @@ no harm to a run whose rate falls in the end. A few steps bear more than many, h
 how large a part is measured (`recipes/studies/quality/rates.py`). The steepest fall, the other usual rule, says nothing
 here: a student that is far from its teacher falls fastest in the first steps, whatever their rate.
 
-Parameters, gradients and random state are restored afterwards: a run begins as if its rate had been given.
+Parameters, gradients, memory and random state are restored afterwards: a run begins as if its rate had been given.
 """
 
 import json
@@ -122,9 +122,10 @@ def range_test_once(this: Training) -> RangeTest:
 
 @contextmanager
 def _as_before(this: Training) -> Iterator[None]:
-    """Puts parameters and random state back after a training."""
+    """Puts parameters, the objective's memory and random state back after a training."""
     parameters = list(this.learned.all.values())
-    before = [p.detach().clone() for p in parameters]
+    changed = [*parameters, *this.objective.buffers()]
+    before = [tensor.detach().clone() for tensor in changed]
     device = parameters[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -132,8 +133,9 @@ def _as_before(this: Training) -> Iterator[None]:
         finally:
             reshard(this.objective.models[0])  # FSDP's root, once run, would not see the restored parameters
             with torch.no_grad():
-                for p, value in zip(parameters, before, strict=True):
-                    p.copy_(value)
+                for tensor, value in zip(changed, before, strict=True):
+                    tensor.copy_(value)
+                for p in parameters:
                     p.grad = None
 
 

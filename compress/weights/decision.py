@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from compress.weights.formats.dense import Dense
+from compress.weights.matrix import Matrix, Weight
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, parts_of, scheme_of
-from compress.weights.terms import Summand, Term, Weight, summands
+from compress.weights.terms import StoredTerm
 
 Figures = Mapping[str, float | int | str]
 
@@ -18,21 +19,16 @@ Figures = Mapping[str, float | int | str]
 class Decision:
     """The decision of a pass about one layer.
 
-    weight: codes, another term, or a sum of several (`compress.weights.terms`). figures: numbers for the report.
+    weight: codes, another term, or a sum of several (`compress.weights.matrix`). figures: numbers for the report.
     inputs, outputs: the rounding of the layer's input and output (None: not rounded). kept: bool [N, K], True for
     weights that are not pruned (None: all of them); later passes leave the others at zero.
     """
 
-    weight: Summand | Weight
+    weight: Matrix
     figures: Figures = field(default_factory=dict)
     inputs: ActivationCodes | None = None
     outputs: ActivationCodes | None = None
     kept: Tensor | None = None
-
-    @property
-    def sum(self) -> Weight:
-        """The weight as a sum of terms."""
-        return Weight(summands(self.weight))
 
     def scheme(self, table: bool = False) -> Scheme:
         """The scheme in which the layer is stored. table: it is a token embedding."""
@@ -45,9 +41,9 @@ class Decision:
     @property
     def dense(self) -> bool:
         """True for a weight of plain numbers and no rounding, which a checkpoint stores as an ordinary weight."""
-        first, *others = summands(self.weight)
+        first, *others = self.weight.terms
         rounds = self.inputs is not None or self.outputs is not None
-        return not others and not rounds and isinstance(first, Term) and isinstance(first.format, Dense)
+        return not others and not rounds and isinstance(first, StoredTerm) and isinstance(first.format, Dense)
 
 
 def joined(parts: Sequence[Decision]) -> Decision:
@@ -59,7 +55,7 @@ def joined(parts: Sequence[Decision]) -> Decision:
         figures["dead_channels"] = sum(int(part.figures.get("dead_channels", 0)) for part in parts)
     mask = next((part.kept for part in parts if part.kept is not None), None)
     return Decision(
-        Weight.stacked([part.sum for part in parts]),
+        Weight.stacked([part.weight for part in parts]),
         {**figures, "groups": len(parts)},
         parts[0].inputs,
         kept=None if mask is None else torch.cat([_kept(part, mask) for part in parts]),
@@ -69,7 +65,7 @@ def joined(parts: Sequence[Decision]) -> Decision:
 def _kept(decision: Decision, like: Tensor) -> Tensor:
     """Bool [N, K], True for weights that are not pruned; on the device of `like` where the decision has no mask."""
     return (
-        torch.ones_like(decision.sum.dequantize(), dtype=torch.bool, device=like.device)
+        torch.ones_like(decision.weight.dequantize(), dtype=torch.bool, device=like.device)
         if decision.kept is None
         else decision.kept
     )

@@ -21,7 +21,7 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from compress.kernels.cpu.column_sweep import Range
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
 from compress.weights.few_levels import scale_of_levels
+from compress.weights.matrix import Term
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse"]
@@ -232,18 +233,23 @@ def suggest_groups(
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(Term):
     """A quantized matrix, the codes that every consumer shares: evaluation, checkpoint and kernels.
 
     codes [N, K] int8 (uint8 when unsigned, float8_e4m3fn on a float grid); scale [N, G], [N, 1], [1, 1] or, of blocks
     of R rows and C columns, [ceil(N / R), ceil(K / C)] in its stored dtype; zero_point of the same shape and of the
-    codes' dtype, or None when symmetric.
+    codes' dtype, or None when symmetric. `weights.formats.codes.Codes` is such a matrix in a format.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     grid: Grid
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[N, K] values: the product is rounded once, to the scale's dtype, then cast to `dtype`."""
@@ -257,39 +263,39 @@ class Quantized:
         values = (groups * self.scale.unsqueeze(-1)).reshape(rows, columns)
         return values if dtype is None else values.to(dtype)
 
-    def rows(self, part: slice) -> "Quantized":
+    def rows(self, part: slice) -> Self:
         """The same quantized matrix, restricted to some rows. Rows that begin within a block have a scale each."""
         if self.grid.block is not None:
             start, stop, step = part.indices(len(self.codes))
             if step != 1 or start % self.grid.block[0]:
                 single = self.by_row()
-                return Quantized(self.codes[part], single.scale[part], None, single.grid)
+                return replace(single, codes=self.codes[part], scale=single.scale[part])
             blocks = block_rows(slice(start, stop), self.grid.block[0])
-            return Quantized(self.codes[part], self.scale[blocks], None, self.grid)
+            return replace(self, codes=self.codes[part], scale=self.scale[blocks])
         whole = self.scale.shape[0] == 1 and self.codes.shape[0] != 1
         scale = self.scale if whole else self.scale[part]
         zero_point = self.zero_point if whole or self.zero_point is None else self.zero_point[part]
-        return Quantized(self.codes[part], scale, zero_point, self.grid)
+        return replace(self, codes=self.codes[part], scale=scale, zero_point=zero_point)
 
-    def by_row(self) -> "Quantized":
+    def by_row(self) -> Self:
         """The same in blocks of one row."""
         assert self.grid.block is not None
         height, width = self.grid.block
         scale = self.scale.repeat_interleave(height, 0)[: len(self.codes)]
-        return Quantized(self.codes, scale, None, replace(self.grid, block=(1, width)))
+        return replace(self, scale=scale, grid=replace(self.grid, block=(1, width)))
 
     @classmethod
-    def stacked(cls, parts: Sequence["Quantized"]) -> "Quantized":
+    def stacked(cls, terms: Sequence[Self]) -> Self:
         """Quantized matrices of one grid below each other, with a scale row for each of theirs: for each row where
         blocks would reach from one into the next."""
-        block = parts[0].grid.block
+        block = terms[0].grid.block
         if block is not None:
-            whole = all(len(part.codes) % block[0] == 0 for part in parts[:-1])
-            if not whole or any(part.grid != parts[0].grid for part in parts):
-                parts = [part.by_row() for part in parts]
-        zeros = [part.zero_point for part in parts if part.zero_point is not None]
-        codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
-        return cls(codes, scale, torch.cat(zeros) if zeros else None, parts[0].grid)
+            whole = all(len(term.codes) % block[0] == 0 for term in terms[:-1])
+            if not whole or any(term.grid != terms[0].grid for term in terms):
+                terms = [term.by_row() for term in terms]
+        zeros = [term.zero_point for term in terms if term.zero_point is not None]
+        codes, scale = torch.cat([term.codes for term in terms]), torch.cat([term.scale for term in terms])
+        return replace(terms[0], codes=codes, scale=scale, zero_point=torch.cat(zeros) if zeros else None)
 
 
 def scales_of(scale: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:

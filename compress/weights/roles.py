@@ -14,5 +14,6 @@ class Role(StrEnum):
     MASKS = "masks and shapes"
     SURVIVORS = "survivors of 2:4"
     FACTORS = "low-rank factors"
+    BLOCKS = "blocks of codes and scales"
     RANGES = "ranges of inputs and outputs"
     DENSE = "dense weights"

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, InputError, one_of
+from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.likely import likely_scheme
+from compress.weights.matrix import Matrix, Term, Weight
 from compress.weights.roles import Role
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
-from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
+from compress.weights.terms import Format, Part, StoredTerm, json_fields, named, own
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: with inputs that are not rounded (a16), with integer inputs (a8 ... a2), or both float8.
@@ -72,11 +74,11 @@ class Scheme:
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """{name: part} of the tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
-        first term has that shape."""
+        first term tells that shape."""
         parts: dict[str, Part] = {}
         for i, term in enumerate(self.terms):
             parts |= named(i, term.parts(rows, columns))
-        if self.terms[0].whole is None:
+        if self.terms[0].needs_shape:
             parts["weight_shape"] = SHAPE
         if self.inputs is not None and not self.dynamic:
             parts |= fixed_parts("input", self.inputs)
@@ -147,17 +149,22 @@ def block_scheme(kind: type[Float8Blocks], range_choice: RangeChoice = "minmax")
     return Scheme(terms=(kind(grid=grid),), inputs=replace(grid, block=INPUT_BLOCK, range_choice="minmax"))
 
 
-def terms_of(weight: Summand | Weight, inputs: Grid | None = None, table: bool = False) -> tuple[Term, ...]:
+def terms_of(weight: Matrix, inputs: Grid | None = None, table: bool = False) -> tuple[StoredTerm, ...]:
     """The terms of a weight, each with its format. inputs: the grid of the layer's input. table: of a token
     embedding."""
-    return tuple(
-        format_of(term.grid, inputs, table).term(term) if isinstance(term, Quantized) else term
-        for term in summands(weight)
-    )
+    return tuple(_stored(term, inputs, table) for term in weight.terms)
+
+
+def _stored(term: Term, inputs: Grid | None, table: bool) -> StoredTerm:
+    """The term with its format: codes without one get that of their grid."""
+    if isinstance(term, StoredTerm):
+        return term
+    assert isinstance(term, Quantized), f"a {type(term).__name__} has no format"
+    return format_of(term.grid, inputs, table).term(term)
 
 
 def scheme_of(
-    weight: Summand | Weight,
+    weight: Matrix,
     inputs: ActivationCodes | None = None,
     outputs: ActivationCodes | None = None,
     table: bool = False,
@@ -174,7 +181,7 @@ def scheme_of(
 
 
 def parts_of(
-    weight: Summand | Weight,
+    weight: Matrix,
     inputs: ActivationCodes | None = None,
     outputs: ActivationCodes | None = None,
     table: bool = False,
@@ -184,7 +191,7 @@ def parts_of(
     parts: dict[str, Tensor] = {}
     for i, term in enumerate(terms):
         parts |= named(i, term.parts())
-    if terms[0].format.whole is None:
+    if terms[0].format.needs_shape:
         parts["weight_shape"] = torch.tensor(terms[0].shape)
     parts |= {} if inputs is None else inputs.parts("input")
     parts |= {} if outputs is None else outputs.parts("output")
@@ -242,6 +249,11 @@ def input_bits(name: str) -> int:
 def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> None:
     """Raises InputError for a scheme that is not allowed; the message names the likeliest allowed one."""
     names, meant = list(allowed), likely_scheme(name)
+    if name.lower() in K_QUANTS:
+        raise InputError(
+            f"{what} {name!r}; llama.cpp's types are written by the pass k-quants, or by gptq and rtn of a recipe or "
+            f"the command line; allowed here: {', '.join(names)}"
+        )
     one_of(what, name, names, repr(meant) if meant in names else "")
 
 

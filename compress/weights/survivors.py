@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.weights.decision import Decision, Figures
 from compress.weights.formats.dense import dense
-from compress.weights.terms import Term
+from compress.weights.matrix import Term
 
 
 @dataclass(frozen=True)

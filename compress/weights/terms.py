@@ -1,7 +1,7 @@
-"""Weights as sums of terms, each stored in a format of its own.
+"""Formats: the storage of the terms of a weight (`weights.matrix`).
 
-    W = sum of terms        Term      one summand, as tensors: its values, the tensors that hold them, some of its rows
-                            Format    the storage of such a term: numbers and words, JSON both ways
+    Format        the storage of a term: numbers and words, JSON both ways
+    StoredTerm    a term with its format, and the tensors that hold it
 
 A format names the tensors (`parts`) of an [N, K] term and makes the term from them again (`read`). All code that
 writes, checks, resumes, loads, counts or shows checkpoints uses only this interface. `weights.formats.registry` lists
@@ -11,7 +11,7 @@ The tensors of the first term have the names that its format gives them, those o
 `term2_NAME` and so on. N outputs, K inputs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, CompressError
-from compress.weights.grid import Grid, Quantized
+from compress.weights.grid import Grid
+from compress.weights.matrix import Term, Weight  # noqa: F401 - formats of others import Weight from here
 from compress.weights.roles import Role
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -43,17 +44,27 @@ class Format:
     dataclasses.
 
     kind: the format's name in `FORMATS` and on disk. whole: the part, if any, that has the shape [N, K] of the term;
-    without one, a layer's shape is stored beside it.
+    telling: one from whose shape that follows (`size`). Without either, a layer's shape is stored beside it.
     """
 
     kind: ClassVar[str]
     whole: ClassVar[str | None] = None
+    telling: ClassVar[str | None] = None
+
+    @property
+    def needs_shape(self) -> bool:
+        """True where a layer's shape is stored beside its tensors."""
+        return self.whole is None and self.telling is None
+
+    def size(self, first: int, second: int) -> tuple[int, int]:
+        """(N, K) from the shape of the part that is `whole` or `telling`."""
+        return first, second
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """The tensors that hold an [N, K] term, by name."""
         raise NotImplementedError
 
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Term":
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "StoredTerm":
         """The term of these tensors, which have been checked."""
         return Tensors(self, parts, rows, columns)
 
@@ -111,36 +122,18 @@ def _restored(value: Any, kind: Any) -> Any:
     return tuple(value) if get_origin(kind) is tuple else value
 
 
-class Term:
-    """One summand of a weight [N, K], as tensors."""
+class StoredTerm(Term):
+    """A term that knows its format."""
 
     format: Format
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        raise NotImplementedError
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values [N, K], by default in the stored dtype."""
-        raise NotImplementedError
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that `format.parts` names."""
         raise NotImplementedError
 
-    def rows(self, part: slice) -> Self:
-        """The term restricted to some rows."""
-        raise NotImplementedError
-
-    @classmethod
-    def stacked(cls, terms: Sequence[Self]) -> Self:
-        """One term from terms of one format with their rows below each other: inverse of `rows`."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
-class Tensors(Term):
+class Tensors(StoredTerm):
     """A term that only holds the tensors of its format; the format computes everything from them."""
 
     format: Format
@@ -177,53 +170,6 @@ class Tensors(Term):
                 )
         held = {name: torch.cat(each) if known[name].by_row else each[0] for name, each in across.items()}
         return cls(first.format, held, sum(term.outputs for term in terms), first.inputs)
-
-
-Summand = Quantized | Term
-
-
-def summed(values: Iterable[Tensor]) -> Tensor:
-    """The sum of tensors, in order, in float32 (float64 where the first is), rounded once to the dtype of the first."""
-    first, *others = values
-    if not others:
-        return first
-    work = torch.float64 if first.dtype == torch.float64 else torch.float32
-    total = first.to(work)
-    for value in others:
-        total = total + value.to(work)
-    return total.to(first.dtype)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight as the sum of terms, at least one."""
-
-    terms: tuple[Summand, ...]
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, K] values, rounded once to the dtype in which the first term is stored, then cast to `dtype`."""
-        total = summed(term.dequantize() for term in self.terms)
-        return total if dtype is None else total.to(dtype)
-
-    def rows(self, part: slice) -> "Weight":
-        """The same weight, restricted to some rows."""
-        return Weight(tuple(term.rows(part) for term in self.terms))
-
-    @classmethod
-    def stacked(cls, weights: Sequence["Weight"]) -> "Weight":
-        """Weights of the same formats below each other."""
-        across = zip(*(weight.terms for weight in weights), strict=True)
-        return cls(tuple(type(terms[0]).stacked(terms) for terms in across))
-
-
-def summands(weight: Summand | Weight) -> tuple[Summand, ...]:
-    """The terms of a weight, be it one or a sum."""
-    return weight.terms if isinstance(weight, Weight) else (weight,)
-
-
-def added(*terms: Summand) -> Summand | Weight:
-    """Inverse of `summands`: one term as itself, several as a sum."""
-    return terms[0] if len(terms) == 1 else Weight(terms)
 
 
 def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def clipped(ranges: Sequence[RangeRecord]) -> str:
     rest = f"; not counted for {unknown} (--set histograms=true counts it)" if unknown else ""
     if not worst.clipped:
         return f"{count}: nothing is clipped{rest}"
-    return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
+    return f"{count}: at most {wording.share(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
 
 
 def title_of(record: RangeRecord) -> str:
@@ -121,14 +121,28 @@ def block_of(tensor: str) -> str:
     return found[1] if found else ""
 
 
-def percent(share: float | None) -> str:
-    """A share to three digits, or a dash for one that was not counted."""
-    return "-" if share is None else f"{100 * share:.3g}%"
-
-
 def interval(low: float, high: float) -> str:
     """Two bounds to four digits."""
     return f"{low:.4g} .. {high:.4g}"
+
+
+def table(ranges: Sequence[RangeRecord], anchors: Sequence[str] = ()) -> ReportTable:
+    """One row per range; the one that clips most is strong. anchors: for each range, that of its picture."""
+    worst = most_clipped(ranges)
+    rows = [
+        (
+            wording.name(title_of(each)),
+            wording.name(each.calibrator),
+            interval(each.lowest, each.highest),
+            interval(each.low, each.high) + (f" ({each.ranges} ranges)" if each.ranges > 1 else ""),
+            wording.NONE if each.clipped is None else wording.share(each.clipped),
+            wording.count(each.tokens),
+        )
+        for each in ranges
+    ]
+    strong = frozenset(i for i, each in enumerate(ranges) if each is worst and each.clipped)
+    columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
+    return ReportTable(columns, rows, names=2, strong=strong, links=anchors)
 
 
 def content(ranges: Sequence[RangeRecord]) -> list[dict[str, Any]]:
@@ -218,7 +232,7 @@ def report_of(model: str, ranges: Sequence[RangeRecord]) -> Report:
     """The content of the page."""
     anchors = ["" if each.histogram is None else f"range-{i}" for i, each in enumerate(ranges)]
     reading = READING if any(anchors) else NO_HISTOGRAMS
-    blocks: list[Block] = [_table(ranges, anchors), Words(reading, "note")]
+    blocks: list[Block] = [table(ranges, anchors), Words(reading, "note")]
     sections = [Section("Ranges", blocks)]
     drawn = [(each, anchor) for each, anchor in zip(ranges, anchors, strict=True) if anchor]
     for block, members in groupby(drawn, key=lambda pair: block_of(pair[0].tensor)):
@@ -237,19 +251,3 @@ def _tiles(ranges: Sequence[RangeRecord]) -> list[Tile]:
         Tile("clipped at most", wording.share(None if worst is None else worst.clipped), "of a range's values"),
         Tile("tokens seen", wording.count(max(tokens)), "by every range" if len(tokens) == 1 else "at most"),
     ]
-
-
-def _table(ranges: Sequence[RangeRecord], anchors: Sequence[str]) -> ReportTable:
-    rows = [
-        (
-            wording.name(title_of(each)),
-            wording.name(each.calibrator),
-            interval(each.lowest, each.highest),
-            interval(each.low, each.high) + (f" ({each.ranges} ranges)" if each.ranges > 1 else ""),
-            wording.NONE if each.clipped is None else wording.share(each.clipped),
-            wording.count(each.tokens),
-        )
-        for each in ranges
-    ]
-    columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
-    return ReportTable(columns, rows, left=frozenset({1}), links=anchors)

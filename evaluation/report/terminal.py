@@ -7,6 +7,8 @@ import rich.table
 from compress.evaluation.report.content import ReportTable
 from compress.system.terminal import console
 
+SHORT = 32  # characters: where a table is too wide, a column of such names stays whole and others are folded
+
 
 def show(*blocks: ReportTable | str) -> None:
     """Print tables and sentences on standard output, from top to bottom."""
@@ -16,12 +18,13 @@ def show(*blocks: ReportTable | str) -> None:
 
 
 def drawn(block: ReportTable) -> rich.table.Table:
-    """A table for rich. Cells too wide for their column are folded. A row whose first cell is empty belongs to the row
-    above; where there are such rows, rules separate the groups."""
+    """A table for rich. Cells too wide for their column are folded; columns of short names stay whole. A row whose
+    first cell is empty belongs to the row above; where there are such rows, rules separate the groups."""
     made = rich.table.Table(title=block.title or None, title_justify="left")
     for i, heading in enumerate(block.columns):
         side: Literal["left", "right"] = "left" if block.is_words(i) else "right"
-        made.add_column(heading, justify=side, overflow="fold")
+        whole = side == "left" and all(len(row[i]) <= SHORT for row in block.rows)
+        made.add_column(heading, justify=side, overflow="fold", no_wrap=whole)
     grouped = any(row and not row[0] for row in block.rows)
     for i, row in enumerate(block.rows):
         if grouped and i and row[0]:

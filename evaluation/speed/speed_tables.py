@@ -1,10 +1,9 @@
-"""A report of a benchmark for the terminal: tables and sentences."""
+"""The content of a benchmark's report on a terminal: tables and sentences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
+from compress.evaluation.report.content import ReportTable
 from compress.evaluation.speed.report import SpeedReport
 from compress.kernels.measure.halved import HALVED
 
@@ -12,9 +11,9 @@ MIB = 2**20
 UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
 
 
-def tables(report: SpeedReport) -> list[Table | str]:
-    """Tables and lines to print, from top to bottom."""
-    shown: list[Table | str] = [_ceilings(report)]
+def tables(report: SpeedReport) -> list[ReportTable | str]:
+    """Tables and lines to show, from top to bottom."""
+    shown: list[ReportTable | str] = [_ceilings(report)]
     if report.tuned:
         shown.append(f"tuned: {len(report.tuned)} entries of the table of this user")
     shown += [_linears(report)] if report.what == "linears" else [_models(report)]
@@ -68,15 +67,6 @@ def title_of(report: SpeedReport) -> str:
     return f"{what}, {s['dtype']}{prompt}, {s['quoted']} of {s['rounds']} rounds"
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
-    for heading in right:
-        table.add_column(heading, justify="right", overflow="fold")
-    return table
-
-
 def _ceilings(report: SpeedReport) -> str:
     threads = f", {report.facts['threads']} threads" if report.device.type == "cpu" else ""
     reached = [
@@ -86,37 +76,35 @@ def _ceilings(report: SpeedReport) -> str:
     return f"ceilings of {report.facts['device']}{threads}: {', '.join(reached)}"
 
 
-def _linears(report: SpeedReport) -> Table:
+def _linears(report: SpeedReport) -> ReportTable:
     rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
     others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
-    headings = ("time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
-    table = _table(title_of(report), ("outputs x inputs", "M", "candidate", "bound"), headings)
+    names = ("outputs x inputs", "M", "candidate", "bound")
+    columns = (*names, "time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
+    rows: list[tuple[str, ...]] = []
     before: tuple[int, ...] = ()
     for entry in report.results:
         product = (entry["N"], entry["K"], entry["M"])
         shape = (f"{entry['N']} x {entry['K']}", f"{entry['M']}") if product != before else ("", "")
-        if before and product != before:
-            table.add_section()
         before = product
         if "time_ms" not in entry:
-            table.add_row(*shape, entry["candidate"], "not measured")
+            left_out = (*shape, entry["candidate"], "not measured")
+            rows.append((*left_out, *[""] * (len(columns) - len(left_out))))
             continue
         name = entry["candidate"] + (" (eager)" if entry.get("launch") == "eager" else "")
         reached = rate(entry["operations_per_s"], "op/s", entry["arithmetic"] == "int8")
         if entry["bound"] == "memory":
             reached = rate(entry["bytes_per_s"], "B/s")
+        figures = (f"{entry['time_ms'] * 1e3:.1f}", reached, percent(entry["share"]))
         ratios = [ratio(entry["speedup_over"].get(other)) for other in others]
-        table.add_row(
-            *(*shape, name, entry["bound"] or "-", f"{entry['time_ms'] * 1e3:.1f}", reached),
-            *(percent(entry["share"]), *ratios),
-        )
-    return table
+        rows.append((*shape, name, entry["bound"] or "-", *figures, *ratios))
+    return ReportTable(columns, rows, title_of(report), names=len(names))
 
 
-def _models(report: SpeedReport) -> Table:
+def _models(report: SpeedReport) -> ReportTable:
+    names = ("variant", "batch", "layer error", "logits error", "decode")
     speeds = ("prefill tok/s", "vs dense", "share", "decode tok/s", "vs dense", "share")
-    left = ("variant", "batch", "layer error", "logits error", "decode")
-    table = _table(title_of(report), left, (*speeds, "weights MiB", "peak MiB"))
+    rows: list[tuple[str, ...]] = []
     for entry in report.results:
         head = (entry["variant"], f"{entry['batch']}")
         errors = ("reference", "reference")
@@ -125,17 +113,17 @@ def _models(report: SpeedReport) -> Table:
                 _error(entry.get("layer_error"), 1.0),
                 _error(entry.get("logits_error"), entry.get("logits_allowed")),
             )
-        sizes = [_mib(entry.get("weights_bytes")), _mib(entry.get("peak_bytes"))]
+        sizes = (_mib(entry.get("weights_bytes")), _mib(entry.get("peak_bytes")))
         if "decode" not in entry:
-            table.add_row(*head, *errors, "not measured", *"------", *sizes)
+            rows.append((*head, *errors, "not measured", *"-" * len(speeds), *sizes))
             continue
         rates = []
         for part in ("prefill", "decode"):
             figures = entry[part]
             rates += [f"{figures['tokens_per_s']:.1f}", ratio(figures.get("speedup_over", {}).get("dense"))]
             rates.append(percent(figures["share"]))
-        table.add_row(*head, *errors, entry["launch"], *rates, *sizes)
-    return table
+        rows.append((*head, *errors, entry["launch"], *rates, *sizes))
+    return ReportTable((*names, *speeds, "weights MiB", "peak MiB"), rows, title_of(report), names=len(names))
 
 
 def ratio(value: float | None) -> str:

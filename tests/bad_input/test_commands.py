@@ -62,7 +62,7 @@ BUDGETS: dict[str, Case] = {
     "budget without a unit": (lambda d: allocate(d, "--budget", "3.5"), ("'3.5'", "3.5bpw", "2.1GB")),
     "method without bits": (
         lambda d: allocate(d, "--budget", "3bpw", "--method", "ternary"),
-        ("'ternary' has no scheme", "gptq, rtn, spqr"),
+        ("'ternary' has no scheme", "gptq, k-quants, rtn, spqr"),
     ),
     "bits twice": (lambda d: allocate(d, "--budget", "3bpw", "--bits", "3,3"), ("bits 3, 3", "each once")),
     "candidates that fold": (
@@ -339,6 +339,31 @@ OPTIONS: dict[str, Case] = {
     "spqr in groups that do not divide": (
         lambda d: d.spqr("--group-size", 24),
         ("group size 24 does not divide the 64 inputs of model.layers.0", "sizes that work"),
+    ),
+    "a K-quant that is none": (
+        lambda d: command("quantize", d.model, "--method", "rtn", "--scheme", "q7_k", "--output", d.output),
+        ("K-quant 'q7_k'", "allowed: q2_k, q3_k, q4_k, q5_k, q6_k"),
+    ),
+    "a K-quant in groups": (
+        lambda d: d.rtn(d.model, "--scheme", "q4_k"),
+        ("option of k-quants 'group_size'", "allowed:"),
+    ),
+    "a K-quant to nearest with damping": (
+        lambda d: command(
+            *("quantize", d.model, "--method", "rtn", "--scheme", "q4_k", "--set", "damp=0.1", "--output", d.output)
+        ),
+        ("damp is of rounding=gptq", "leave it out"),
+    ),
+    "a K-quant of another method": (
+        lambda d: d.spqr("--scheme", "q4_k"),
+        ("scheme of spqr", "'q4_k'", "written by the pass k-quants", "allowed here: w2a16"),
+    ),
+    "a K-quant of inputs that no type has": (
+        lambda d: command(
+            *("quantize", save(make_llama(intermediate_size=72), d.here / "odd"), "--method", "rtn"),
+            *("--scheme", "q4_k", "--output", d.output),
+        ),
+        ("q4_k needs inputs in multiples of 32", "down_proj has 72", "2 layers in all"),
     ),
     "rank above what a layer has": (
         lambda d: low_rank(d, "rank=65"),
@@ -860,6 +885,22 @@ OTHERS: dict[str, Case] = {
         lambda d: command("export", d.model, "--list", "--output", d.output),
         ("--list writes no checkpoint", "drop --output"),
     ),
+    "export: what is not read back": (
+        lambda d: command("export", d.model, "--to", "dense", "--no-verify", "--output", d.output),
+        ("--to dense is not read back", "drop --no-verify"),
+    ),
+    "export: a template of what takes none": (
+        lambda d: command("export", d.model, "--to", "dense", "--template", "t.gguf", "--output", d.output),
+        ("--to dense takes no template", "drop --template"),
+    ),
+    "export: a template that is not there": (
+        lambda d: command("export", d.model, "--to", "gguf", "--template", d.here / "no.gguf", "--output", d.output),
+        ("no.gguf' is no file", "convert_hf_to_gguf.py DENSE"),
+    ),
+    "export: a template that is no GGUF file": (
+        lambda d: command("export", d.model, "--to", "gguf", "--template", d.file("t", "x"), "--output", d.output),
+        ("t' cannot be read by gguf", "convert_hf_to_gguf.py DENSE"),
+    ),
     "export: no record": (
         lambda d: command("export", d.model, "--sparse24", "--output", d.output),
         ("holds no compress.json", "prune it first"),
@@ -867,6 +908,14 @@ OTHERS: dict[str, Case] = {
     "export: of what is not compressed": (
         lambda d: command("export", d.model, "--dense", "--output", d.output),
         ("is not compressed", "dense as they are"),
+    ),
+    "export: a graph of what is not compressed": (
+        lambda d: command("export", d.model, "--to", "onnx", "--output", d.output),
+        ("it holds no codes",),
+    ),
+    "export: another word for ONNX": (
+        lambda d: command("export", d.model, "--to", "onnx-qd", "--output", d.output),
+        ("unknown export 'onnx-qd'", "did you mean 'onnx-qdq'"),
     ),
     "export: missing model": (
         lambda d: command("export", "./no/such", "--dense", "--output", d.output),
@@ -877,6 +926,10 @@ OTHERS: dict[str, Case] = {
         ("--trust-remote-code: only for a MODEL",),
     ),
     "recipes: unknown": (lambda d: command("recipes", "fp8"), ("unknown recipe 'fp8'", "fp8-rtn")),
+    "methods: no module": (
+        lambda d: command("methods", "no_such_module:Mine"),
+        ("pass 'no_such_module:Mine' cannot be imported", "write module:Class, with the module on PYTHONPATH"),
+    ),
     "methods: unknown": (
         lambda d: command("methods", "gtpq"),
         ("'gtpq'", "did you mean 'gptq'?", METHODS),
@@ -939,6 +992,9 @@ TAUGHT: dict[str, Case] = {
     "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "values, all")),
     "maps and relations": (lambda d: distill(d, "attention=1", "relations=1"), ("eager", "fused", "one of the two")),
     "nobody to be told from": (lambda d: distill(d, "contrastive=1", "rows=1"), ("contrastive", "rows=2 or more")),
+    "a memory of nothing": (lambda d: distill(d, "memory=64"), ("memory is the contrastive loss's", "contrastive=1")),
+    "a short memory": (lambda d: distill(d, "contrastive=1", "rows=8", "memory=4"), ("memory 4 holds no", "8 rows")),
+    "projector": (lambda d: distill(d, "projector=fitted"), ("a projector is for hidden states", "features=1")),
     "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),
     "file that is missing": (
         lambda d: distill(d, "teacher=no.safetensors"),

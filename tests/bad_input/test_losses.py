@@ -14,7 +14,7 @@ from compress.train.losses.exits import exits_loss
 from compress.train.losses.features import features_loss
 from compress.train.losses.layer_pairs import layer_pairs
 from compress.train.losses.logits import LogitsLoss, logits_loss
-from compress.train.losses.projector import fitted_projector
+from compress.train.losses.projector import ProjectorFit
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.top_k import top_k
 
@@ -86,7 +86,7 @@ CASES = {
     ),
     "no pairs": (lambda: layer_pairs(3, 6, []), "no pairs of layers; give at least one"),
     "nothing to fit": (
-        lambda: fitted_projector(Z(3, 4), Z(3, 5), mask_T=Z(3)),
+        lambda: ProjectorFit(4, 5, Z(1)).projector(),
         "a projector cannot be fitted to no tokens; give some whose mask is not 0",
     ),
     "maps": (
@@ -118,7 +118,7 @@ CASES = {
     "embeddings": (lambda: info_nce(Z(3, 4), Z(3, 5)), "widths: 4 of the student, 5 of the teacher; a projector"),
     "samples of embeddings": (lambda: info_nce(Z(3, 4), Z(2, 4)), "3 samples of the student, 2 of the teacher; "),
     "cold": (lambda: info_nce(Z(3, 4), Z(3, 4), temperature=-1.0), "temperature -1.0; allowed: above 0"),
-    "set": (lambda: crd(Z(3, 4), Z(3, 4), IDS, empty_memory(4), 0), "a set of 0 samples; allowed: 1 or more"),
+    "set": (lambda: crd(Z(3, 4), Z(3, 4), IDS, empty_memory(1, 4, Z(1)), 0), "a set of 0 samples; allowed: 1 or more"),
     "mask of samples": (lambda: info_nce(Z(3, 4), Z(3, 4), mask_N=Z(4)), "mask of shape [4] for 3 samples"),
 }
 

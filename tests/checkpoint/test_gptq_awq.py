@@ -1,67 +1,42 @@
 """Layouts of GPTQ and AWQ: the decided values, read back by a transcription of the formats that shares no code."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from commands import command, last_line, make_llama, save
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transcribed import awq_weight, gptq_weight, layers_of
 
 import compress
-from compress.errors import InputError
+from compress.checkpoint.export.read_back import by_gptqmodel, check_values
+from compress.errors import CheckpointError, InputError
 from compress.passes.protocol.recipe import make_pass
+from compress.runtime.layers.linear import QuantLinear
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def bits_of(words: torch.Tensor) -> np.ndarray:
-    """The bits of int32 words, lowest first, along the first axis: [W, N] -> [32 W, N]."""
-    held = words.numpy().view(np.uint32)
-    return ((held[:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None]) & 1).reshape(-1, held.shape[1])
+def reads_back(out: Path, exported: Path) -> None:
+    """Our reader finds the weights that were decided, runs on their codes, and saves the same words again."""
+    dense = compress.load(out, dequantize=True).state_dict()
+    again = compress.load(exported, dequantize=True).state_dict()
+    assert dense.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in dense.items())
+    ours, theirs = compress.load(out), compress.load(exported)
+    assert all(type(layer).__name__ == "ForeignWordsLinear" for layer in by_words(theirs))
+    with torch.no_grad():
+        assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
+    kept = load_file(exported / "model.safetensors")
+    words = {name: tensor for name, tensor in theirs.state_dict().items() if name.endswith(("qweight", "qzeros"))}
+    assert len(words) == 28
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in words.items())
 
 
-def numbers(stream: np.ndarray, bits: int) -> np.ndarray:
-    """Numbers of so many bits, one after the other along the first axis."""
-    return sum(stream[i::bits].astype(np.int32) << i for i in range(bits))
-
-
-def gptq_weight(parts: dict[str, torch.Tensor], bits: int) -> torch.Tensor:
-    """[N, K] float32 as format 1 defines it: zero points are stored less one."""
-    codes = numbers(bits_of(parts["qweight"]), bits)
-    zeros = numbers(bits_of(parts["qzeros"].t().contiguous()), bits).T + 1
-    group = parts["g_idx"].numpy()
-    scales = parts["scales"].numpy().astype(np.float32)
-    return torch.from_numpy(((codes - zeros[group]).astype(np.float32) * scales[group]).T.copy())
-
-
-def awq_weight(parts: dict[str, torch.Tensor], group_size: int) -> torch.Tensor:
-    """[N, K] float32 as version gemm defines it: nibble i of a word is output AWQ_ORDER[i] of eight."""
-
-    def outputs(words: torch.Tensor) -> np.ndarray:
-        held = words.numpy().view(np.uint32)
-        found = np.zeros((held.shape[0], held.shape[1] * 8), np.int32)
-        for nibble, place in enumerate(AWQ_ORDER):
-            found[:, place::8] = held >> np.uint32(4 * nibble) & 15
-        return found
-
-    codes, zeros, scales = (
-        outputs(parts["qweight"]),
-        outputs(parts["qzeros"]),
-        parts["scales"].numpy().astype(np.float32),
-    )
-    group = np.arange(len(codes)) // group_size
-    return torch.from_numpy(((codes - zeros[group]).astype(np.float32) * scales[group]).T.copy())
-
-
-def layers_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    held: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        layer, _, part = name.rpartition(".")
-        held.setdefault(layer, {})[part] = tensor
-    return {layer: parts for layer, parts in held.items() if "qweight" in parts}
+def by_words(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, QuantLinear)]
 
 
 def run(tmp_path: Path, method: str = "rtn", dtype: torch.dtype = torch.float16, **options: object) -> Path:
@@ -88,6 +63,7 @@ def test_gptq_holds_what_was_decided(bits, method, group, dtype, tmp_path):
     assert len(layers) == written.layers == 14
     for name, parts in layers.items():
         assert torch.equal(gptq_weight(parts, bits).to(dtype), dense[f"{name}.weight"])
+    reads_back(out, written.output)
     config = json.loads((written.output / "config.json").read_text())["quantization_config"]
     assert config == json.loads((written.output / "quantize_config.json").read_text())
     assert (config["quant_method"], config["bits"], config["group_size"], config["sym"]) == ("gptq", bits, group, True)
@@ -102,8 +78,38 @@ def test_awq_holds_what_was_decided(grid, tmp_path):
     assert len(layers) == written.layers == 14
     for name, parts in layers.items():
         assert torch.equal(awq_weight(parts, 32).half(), dense[f"{name}.weight"])
+    reads_back(out, written.output)
     config = json.loads((written.output / "config.json").read_text())["quantization_config"]
     assert (config["version"], config["modules_to_not_convert"]) == ("gemm", ["lm_head"])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPTQ checkpoint of 4 bits."""
+    here = tmp_path_factory.mktemp("gptq")
+    return compress.export(run(here, scheme="w4a16", group_size=32), here / "gptq", "gptq").output
+
+
+def test_an_export_is_read_back_and_again_later(exported, copy_of):
+    recorded = json.loads((exported / "compress.json").read_text())["verification"]
+    outcome = command("verify", exported)
+    assert outcome.code == 0
+    assert outcome.out == f"14 layers bit for bit; read by {recorded['reader']}\n"
+    assert compress.verify(exported) == recorded
+    changed = copy_of(exported)
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qweight"][0, 0] ^= 1
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.qweight is not what the run wrote"):
+        compress.verify(changed)
+    with pytest.raises(CheckpointError, match=r"up_proj of .* does not hold the values that were exported"):
+        check_values(changed, json.loads((changed / "compress.json").read_text())["values"])
+
+
+@pytest.mark.skipif(find_spec("gptqmodel") is None, reason="gptqmodel is not installed")
+def test_gptqmodel_reads_the_same(exported):
+    assert by_gptqmodel(exported)["differ"] == []
+    assert compress.verify(exported)["reader"].startswith("gptqmodel ")
 
 
 @pytest.mark.parametrize(

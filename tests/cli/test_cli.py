@@ -494,6 +494,25 @@ def test_methods_gptq_shows_source_and_an_option_a_line_with_its_default_and_wha
     assert max(map(len, table.splitlines())) <= 110
 
 
+def test_methods_shows_the_card_of_a_pass_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bases may be named in any way, and its defaults need no literals."""
+    (tmp_path / "pulling.py").write_text(
+        "from dataclasses import dataclass, field\nfrom typing import ClassVar\nimport compress\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Pulled(compress.RTN):\n"
+        '    """Pull weights towards zero, then round them."""\n\n    name: ClassVar[str] = "pulled"\n\n'
+        '    pull: float = 1 / 4\n    """0 to 1: share by which weights shrink."""\n\n'
+        "    parts: tuple[str, ...] = field(default_factory=lambda: ('all',))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    outcome = command("methods", "pulling:Pulled")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("Pull weights towards zero, then round them.\n\noption ")
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in outcome.out.splitlines()[3:] if line[0] != " "}
+    assert lines["pull"] == ["0.25", "0 to 1: share by which weights shrink"]
+    assert lines["parts"] == ["('all',)"]
+    assert lines["grid"][1].startswith("signed-scale, symmetric")
+
+
 def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
     from compress.passes.protocol.recipe import BUILT_IN
 

@@ -21,9 +21,10 @@ from compress.cli.tasks import answered
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
 from compress.evaluation.cost.size import Size, SizeRow
 from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
+from compress.evaluation.report.terminal import show as render
 from compress.evaluation.speed.report import SpeedReport
 from compress.evaluation.speed.speed_tables import tables
-from compress.system.terminal import PlainConsole, console, visible
+from compress.system.terminal import PlainConsole, visible
 
 # Closes a tag that nobody opened, opens one, an emoji; a terminal's title, a new line, backwards from here, not UTF-8.
 NASTY = "a[/red][bold]:smile:\x1b]0;owned\x07\r\n\u202e\x9b1m\udcff"
@@ -79,7 +80,7 @@ PRINTED = {
     ),
     "calibration": (lambda: show.calibration(ranges()), 4),
     "inspection": (lambda: show.inspection([SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
-    "bench": (lambda: [console().print(part) for part in tables(bench())], 6),
+    "bench": (lambda: render(*tables(bench())), 6),
 }
 
 

@@ -18,6 +18,7 @@ from compress.passes.awq import AWQ
 from compress.passes.binary import Binary
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
+from compress.passes.k_quants import KQuants
 from compress.passes.low_rank import LowRank
 from compress.passes.lqs import LQS
 from compress.passes.options.weight_format import WeightFormat
@@ -50,6 +51,8 @@ PASSES: list[Pass] = [
     AWQ(statistics="float64", outliers=0.03),
     SpQR(statistics="float64"),
     SpQR(statistics="float64", threshold=0.2, act_order="none"),
+    KQuants(statistics="float64", shrink=False),
+    KQuants(scheme="q3_k", rounding="nearest"),
     Embeddings(),
     LowRank(statistics="float64"),
     LowRank(statistics="float64", rank=5, factor_bits=8, outliers=0.05, iterations=1),
@@ -63,6 +66,7 @@ LAYOUTS = [
     {"scheme": "w8a16", "group_size": 96, "grid": "narrow"},
 ]
 COLUMNS, TOKENS = 96, 400
+SUPER_BLOCK = 256
 # An odd number of rows in all, and the border between two ranks inside a layer.
 HEIGHTS = {"model.layers.0.self_attn.q_proj": 37, "model.layers.0.self_attn.k_proj": 8}
 SCALE_DTYPES = dict(zip(HEIGHTS, (torch.bfloat16, torch.float16), strict=True))
@@ -82,31 +86,37 @@ every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, 
 
 
 def laid_out(one: Pass, layout: dict) -> Pass:
-    """The pass with those options of a layout that it has; tiles have groups."""
+    """The pass with those options of a layout that it has; tiles have groups, and K-quants schemes of their own."""
     chosen = {key: value for key, value in layout.items() if key in options_of(type(one))}
+    if isinstance(one, KQuants):
+        return one
     if isinstance(one, SpQR) and chosen.get("group_size") == -1:
         chosen["group_size"] = COLUMNS
     return replace(one, **chosen)
 
 
-def make_weights() -> dict[str, Tensor]:
+def columns_of(one: Pass) -> int:
+    return SUPER_BLOCK if isinstance(one, KQuants) else COLUMNS
+
+
+def make_weights(columns: int = COLUMNS) -> dict[str, Tensor]:
     """Float32, rows of different size, a few outliers."""
     generator = torch.Generator().manual_seed(11)
     weights = {}
     for name, rows in HEIGHTS.items():
-        weight = torch.randn(rows, COLUMNS, generator=generator) / COLUMNS**0.5
+        weight = torch.randn(rows, columns, generator=generator) / columns**0.5
         weight = weight * (torch.randn(rows, 1, generator=generator) / 2).exp()
-        weight[torch.rand(rows, COLUMNS, generator=generator) < 0.005] *= 6
+        weight[torch.rand(rows, columns, generator=generator) < 0.005] *= 6
         weights[name] = weight
     return weights
 
 
-def make_inputs() -> Tensor:
+def make_inputs(columns: int = COLUMNS) -> Tensor:
     """Float64 tokens: channels mixed by a random matrix, of log-normal size."""
     generator = torch.Generator().manual_seed(12)
-    x = torch.randn(TOKENS, COLUMNS, generator=generator, dtype=torch.float64)
-    x = x @ torch.randn(COLUMNS, COLUMNS, generator=generator, dtype=torch.float64) / COLUMNS**0.5
-    return x * torch.randn(COLUMNS, generator=generator, dtype=torch.float64).exp()
+    x = torch.randn(TOKENS, columns, generator=generator, dtype=torch.float64)
+    x = x @ torch.randn(columns, columns, generator=generator, dtype=torch.float64) / columns**0.5
+    return x * torch.randn(columns, generator=generator, dtype=torch.float64).exp()
 
 
 def make_site(one: Pass, weights: dict[str, Tensor], x: Tensor) -> Site:
@@ -123,7 +133,7 @@ def make_site(one: Pass, weights: dict[str, Tensor], x: Tensor) -> Site:
 @cache
 def decided(one: Pass) -> tuple[Site, dict[str, Decision]]:
     """A site and what a pass decides of it, for all tests that ask: neither is to be changed."""
-    site = make_site(one, make_weights(), make_inputs())
+    site = make_site(one, make_weights(columns_of(one)), make_inputs(columns_of(one)))
     return site, one.apply(site)
 
 
@@ -133,7 +143,7 @@ def same(a, b) -> bool:
 
 
 def codes_of(decision: Decision) -> Quantized:
-    return decision.sum.terms[0]
+    return decision.weight.terms[0]
 
 
 def finite(decision: Decision) -> bool:
@@ -168,7 +178,7 @@ def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
     one = laid_out(one, layout)
     site, first = decided(one)
     second = one.apply(site)
-    for name, before in make_weights().items():
+    for name, before in make_weights(columns_of(one)).items():
         assert torch.equal(site.weights[name], before)
         assert same(first[name].weight, second[name].weight)
         assert first[name].figures == second[name].figures
@@ -222,7 +232,7 @@ def test_two_ranks_decide_what_one_decides(one, layout):
 @every_pass_on_a_layout
 def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
     one = laid_out(one, layout)
-    weights, x = make_weights(), make_inputs()
+    weights, x = make_weights(columns_of(one)), make_inputs(columns_of(one))
     first, last = HEIGHTS
     weights[first][3] = 0
     weights[last][:] = 0

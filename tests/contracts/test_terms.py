@@ -26,6 +26,8 @@ from compress.weights.formats.codes import (
 )
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
+from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords, InOrderOfGroups
+from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.lowrank import low_rank as low_rank_of
 from compress.weights.formats.registry import FORMATS, OURS
@@ -34,10 +36,11 @@ from compress.weights.formats.sparse24 import sparse24 as sparse24_of
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiled, Tiles
 from compress.weights.grid import Grid, quantize
+from compress.weights.matrix import Term, Weight
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
-from compress.weights.terms import Format, Term, Weight
+from compress.weights.terms import Format
 
-ROWS, COLUMNS = 24, 64
+ROWS, COLUMNS = 24, 256
 GROUPS = {"granularity": "group", "group_size": 16}
 BLOCKS = Grid(bits=8, type="float", granularity="block", block=(128, 128))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,11 +101,27 @@ def tiles(dtype: torch.dtype) -> Term:
     return Tiled(codes, scale, zero, ranges, format_)
 
 
+def super_blocks(dtype: torch.dtype) -> Term:
+    """Random bytes with steps of 1, which are float16 whatever the dtype of the model."""
+    format_ = KQuant(type="q4_k")
+    held = torch.randint(
+        256, (ROWS, format_.layout.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
+    )
+    held[:, :4] = torch.ones(ROWS, 2, dtype=torch.float16).view(torch.uint8)
+    return KBlocks(held, format_)
+
+
 def binary_columns(dtype: torch.dtype) -> Term:
     grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
-    values = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(5))
+    values = torch.randn(ROWS, COLUMNS // 4, generator=torch.Generator().manual_seed(5))
     column = torch.arange(1, COLUMNS, 4, dtype=torch.int16)
     return Columns(column, BinaryCodes(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
+
+
+def act_order(dtype: torch.dtype) -> Term:
+    format_ = GPTQActOrder(grid=Grid(bits=4, **GROUPS))
+    order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(7))
+    return InOrderOfGroups(codes(format_, dtype), (order // 16).to(torch.int32), format_)
 
 
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
@@ -114,6 +133,13 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8, blocks": lambda dtype: codes(Float8Blocks(grid=BLOCKS), dtype),
     "float8, blocks as they are published": lambda dtype: codes(FineGrained(grid=BLOCKS), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
+    "GPTQ's words": lambda dtype: codes(GPTQWords(grid=Grid(bits=4, **GROUPS)), dtype),
+    "GPTQ's words of 3 bits, asymmetric": lambda dtype: codes(
+        GPTQWords(grid=Grid(bits=3, symmetric=False, **GROUPS), less=0), dtype
+    ),
+    "GPTQ's words, a scale per channel": lambda dtype: codes(GPTQWords(grid=Grid(bits=8)), dtype),
+    "GPTQ's words, act-order": act_order,
+    "AWQ's words": lambda dtype: codes(AWQWords(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
     "ternary": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
     "ternary, a scale per channel": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True)), dtype),
     "binary": lambda dtype: codes(BinaryCodes(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
@@ -131,6 +157,7 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "2:4, packed, 8 bits": lambda dtype: two_of_four(Grid(bits=8), dtype),
     "2:4, packed, 6 bits, asymmetric": lambda dtype: two_of_four(Grid(bits=6, symmetric=False, **GROUPS), dtype),
     "tiles": tiles,
+    "super-blocks": super_blocks,
     "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
 }
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
@@ -185,7 +212,7 @@ def test_disk_and_json_give_the_same_bits_back(name, tmp_path):
         assert again == scheme
         check_parts("layer", {k: (tuple(t.shape), t.dtype) for k, t in held.items()}, again, (ROWS, COLUMNS))
         found = read_weight("layer", again, held, (ROWS, COLUMNS))
-        assert found.dequantize().dtype == dtype
+        assert found.dequantize().dtype == (torch.float32 if name == "super-blocks" else dtype)
         assert torch.equal(found.dequantize(), weight.dequantize()), dtype
 
 

@@ -17,6 +17,7 @@ METHODS: list[list[compress.Pass]] = [
     [compress.RTN(group_size=16), compress.KVCache()],
     [fast_gptq(group_size=16), compress.Reconstruct(steps=1), compress.Embeddings()],
     [compress.SpQR(group_size=16)],
+    [compress.KQuants()],
     [compress.Ternary()],
     [compress.Binary()],
     [compress.AWQ(group_size=16)],

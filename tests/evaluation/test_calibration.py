@@ -19,7 +19,7 @@ import compress
 from compress.calibration.calibrators import calibrator
 from compress.checkpoint.write.record import HistogramRecord, RangeRecord, range_record
 from compress.errors import CheckpointError, InputError
-from compress.evaluation.report import calibration
+from compress.evaluation.report import calibration, wording
 from compress.evaluation.report.calibration import Bar
 from compress.evaluation.report.drawing import WIDE, Axis, padded
 from compress.weights.grid import Grid
@@ -175,7 +175,7 @@ def test_the_table_has_every_layer_and_says_what_is_clipped_most(written):
     assert all(f"model.layers.1.{site}" in outcome.out for site, _ in SITES)
     ranges = calibration.calibrated_ranges(str(written))
     worst = max(ranges, key=lambda found: found.clipped)
-    line = f"8 calibrated ranges: at most {100 * worst.clipped:.3g}% is clipped (input of {worst.tensor})"
+    line = f"8 calibrated ranges: at most {wording.share(worst.clipped)} is clipped (input of {worst.tensor})"
     assert outcome.out.splitlines()[-1] == line
     assert "…" not in outcome.out
     assert command("inspect", written, "--calibration", "--quiet").out == ""
@@ -280,9 +280,10 @@ def test_blocks_are_told_by_the_first_number():
 def test_ranges_that_nobody_counted_are_said():
     ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
     assert calibration.clipped(ranges[:2]) == (
-        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (--set histograms=true counts it)"
+        "2 calibrated ranges: at most 25.0 % is clipped (input of a); "
+        "not counted for 1 (--set histograms=true counts it)"
     )
-    assert calibration.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
+    assert calibration.clipped(ranges[1:]) == "2 calibrated ranges: at most 50.0 % is clipped (input of a)"
 
 
 def test_quantize_says_how_much_is_clipped_at_most(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,10 +407,24 @@ def test_bytes_are_counted_once() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_peak_is_seen_after_it_is_gone() -> None:
-    base = memory.settled_bytes(CPU)
+def test_a_peak_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher's thread may get no time for longer than the peak lasts: it lasts until that has looked."""
+    base, level = memory.settled_bytes(CPU), memory.anonymous_bytes
+    looks = threading.Semaphore(0)
+
+    def counted() -> int | None:
+        found = level()
+        looks.release()
+        return found
+
+    monkeypatch.setattr(memory, "anonymous_bytes", counted)
     with memory.watched_memory(CPU, base) as peak:
-        torch.ones(2**24).sum()
+        large = torch.ones(2**24)
+        while looks.acquire(blocking=False):
+            pass
+        assert all(looks.acquire(timeout=60) for _ in range(2))  # the second look began after the tensor was there
+        del large
+        monkeypatch.setattr(memory, "anonymous_bytes", lambda: 0)  # looks from here on see nothing
     assert peak.bytes is not None
     assert peak.bytes > 2**24 * 4 * 0.9
 

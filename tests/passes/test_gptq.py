@@ -295,7 +295,7 @@ def test_refit_and_descent_serve_new_tokens_however_few_they_are_fitted_to(shrin
             weight, x = realistic_layer(32, 96, seed, tokens=2000)
             site, hessian = make_site({"a": weight}, x[:tokens], batch=24), mean_square(x[1000:])
             plain, polished = (
-                one._solve(site, one.relied(site.stats["hessian"]), "gptq")["a"].weight
+                one.by_solution(site, one.relied(site.stats["hessian"]), "gptq")["a"].weight
                 for one in (
                     GPTQ(scheme="w4a16", group_size=32, drift=0, clip=False, shrink=shrink, refit=n, sweeps=n)
                     for n in (0, 2)

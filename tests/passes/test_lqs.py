@@ -79,12 +79,12 @@ def test_more_rounds_are_never_worse_and_all_are_better_than_codes_alone(more):
 def test_where_nothing_is_gained_codes_stay_alone():
     one = compress.LQS(**COARSE, **PLAIN)
     decision = one.apply(site_of(one, {"a": torch.zeros_like(WEIGHT)}))["a"]
-    assert [type(term) for term in decision.sum.terms] == [Quantized]
+    assert [type(term) for term in decision.weight.terms] == [Quantized]
     assert (decision.figures["rank"], decision.figures["loss"]) == (0, 0.0)
 
 
 def test_exact_weights_are_gptqs_and_codes_are_zero_beneath():
-    codes, low, exact = decided(outliers=0.03, iterations=1).sum.terms
+    codes, low, exact = decided(outliers=0.03, iterations=1).weight.terms
     assert isinstance(low.format, LowRankFactors)
     places = exact.dequantize() != 0
     assert places.double().mean() == pytest.approx(0.03, rel=0.4)

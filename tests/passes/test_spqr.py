@@ -126,7 +126,7 @@ def test_with_all_of_ours_off_it_is_the_published_algorithm(sorted_inputs):
         weight, x = weight[:, order], x[:, order]
     codes, outlier, values, scale_codes, zero_codes = published(weight, x, PAPER.threshold, PAPER.damp)
     decision = PAPER.apply(site_of(weight, x))["layer"]
-    tiled, exact = decision.sum.terms
+    tiled, exact = decision.weight.terms
     assert torch.equal(tiled.codes.int(), codes)
     assert torch.equal(tiled.scale.int(), scale_codes)
     assert torch.equal(tiled.zero.int(), zero_codes)
@@ -169,7 +169,7 @@ def test_every_part_of_ours_lowers_the_loss_or_leaves_it():
 def test_the_share_of_outliers_that_was_asked_for_is_met(share):
     weight, x = weight_and_inputs(256, 128)
     decision = SpQR(outliers=share, drift=0.0).apply(site_of(weight, x, torch.bfloat16))["layer"]
-    _, exact = decision.sum.terms
+    _, exact = decision.weight.terms
     assert len(exact.value) / weight.numel() == pytest.approx(share, rel=0.25)
     assert decision.figures["outliers"] == len(exact.value) / weight.numel()
 
@@ -196,7 +196,7 @@ def test_any_shape_becomes_tiles_that_come_back_from_their_tensors(rows, groups,
     again = decision.scheme().read(parts, *weight.shape)
     assert torch.isfinite(again.dequantize()).all()
     assert torch.equal(again.dequantize(), decision.weight.dequantize())
-    assert len(decision.sum.terms) == (2 if outliers else 1)
+    assert len(decision.weight.terms) == (2 if outliers else 1)
 
 
 def test_a_tile_of_equal_weights_is_exact():
@@ -209,7 +209,7 @@ def test_a_tile_of_equal_weights_is_exact():
 def test_an_exact_weight_is_what_codes_and_value_sum_up_to():
     weight, x = weight_and_inputs()
     decision = SpQR(outliers=0.05, drift=0.0, sweeps=0, refit=0).apply(site_of(weight, x, torch.float32))["layer"]
-    tiled, exact = decision.sum.terms
+    tiled, exact = decision.weight.terms
     assert isinstance(tiled, Tiled)
     assert isinstance(exact, Sparse)
     chosen = exact.dequantize() != 0

@@ -30,8 +30,8 @@ from compress.weights.formats.codes import Codes, Packed
 from compress.weights.formats.columns import BinaryColumns, Columns
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.grid import Grid, Quantized, fit, quantize
+from compress.weights.matrix import Weight
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.terms import Weight
 
 examples = settings(max_examples=25, deadline=None, derandomize=True)
 MEMBERS = 6
@@ -200,7 +200,7 @@ def test_two_ranks_decide_the_second_term_that_one_decides():
         ranks = [each.result()["a"] for each in work]
     alone = one.apply(site)["a"]
     for decided in ranks:
-        assert torch.equal(decided.sum.dequantize(), alone.sum.dequantize())
+        assert torch.equal(decided.weight.dequantize(), alone.weight.dequantize())
         assert decided.figures["loss"] == pytest.approx(alone.figures["loss"], rel=1e-9)
 
 
@@ -295,7 +295,7 @@ def test_groups_that_do_not_divide_and_columns_that_are_not_there_are_refused():
 
 
 def test_columns_rise_within_the_inputs():
-    codes = Codes(quantize(torch.randn(4, 3), signs(None)), BinaryCodes(grid=signs(None)))
+    codes = BinaryCodes(grid=signs(None)).term(quantize(torch.randn(4, 3), signs(None)))
     for column in ([2, 1, 5], [1, 1, 5], [-1, 1, 5], [1, 5, 16]):
         term = Columns(torch.tensor(column, dtype=torch.int16), codes, 16)
         with pytest.raises(CheckpointError, match="column does not rise within the 16 inputs"):

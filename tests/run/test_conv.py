@@ -23,8 +23,8 @@ from compress.solvers.outliers import share_of_outliers
 from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Grid, encode, quantize
+from compress.weights.matrix import Weight
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import Weight
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 PLAIN = {"drift": 0.0, "statistics": "float64"}

@@ -19,8 +19,8 @@ from compress.runtime.layers.linear import PackedSparse24Linear, QuantLinear, Sp
 from compress.weights.formats.dense import dense
 from compress.weights.formats.sparse24 import sparse24
 from compress.weights.grid import Grid, quantize
+from compress.weights.matrix import Term
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.terms import Term
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUPS = {"granularity": "group", "group_size": 32}

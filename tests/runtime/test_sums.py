@@ -29,8 +29,8 @@ from compress.weights.formats.codes import Packed
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid, quantize
+from compress.weights.matrix import Weight
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.terms import Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -15,8 +15,9 @@ from compress.runtime.layers.linear import QuantLinear
 from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import Grid
 from compress.weights.grid import quantize as rounded_to
+from compress.weights.matrix import Weight
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import FLOATS, Format, Part, Weight
+from compress.weights.terms import FLOATS, Format, Part
 
 SCHEMES = ("w2a16", "w4a16", "w8a16", "w4a8", "w8a8", "fp8")
 FORMER = 0.05  # of an output's standard deviation: what no layer in float32 may be off by

@@ -15,6 +15,7 @@ from compress.passes.protocol.sites import FoldSite, Reader, Site
 from compress.solvers.awq import awq
 from compress.solvers.binary import binary
 from compress.solvers.gptq import POLISH_DAMP, gptq
+from compress.solvers.k_quants.solve import k_quant
 from compress.solvers.lqs import lqs
 from compress.solvers.outliers import nearest
 from compress.solvers.scores import magnitude, taylor, wanda
@@ -32,19 +33,20 @@ STORED = torch.bfloat16
 WEIGHT, X = realistic_layer(48, 64, seed=5)
 H = mean_square(X)
 DAMPED = {"polish_damp": POLISH_DAMP + X.shape[1] / len(X)}  # as few tokens ask for
+WIDE, WIDE_X = realistic_layer(8, 256, seed=6)
 # The statistics are taken as they are: what they are worth, and drift, is asked outside of the mathematics.
 AS_IS = {"drift": 0.0, "shrink": False, "statistics": "float64"}
 CODES = {"scheme": "w3a16", "group_size": 16}
 
 
-def decided(one: Pass) -> Decision:
-    """What a pass decides for the layer, whose input it is shown in one micro-batch."""
-    hessian, norm = Hessian(X.shape[1], X.device, dtype=torch.float64), ChannelNorm(X.shape[1], X.device)
+def decided(one: Pass, weight: Tensor = WEIGHT, x: Tensor = X) -> Decision:
+    """What a pass decides for a layer, whose input it is shown in one micro-batch."""
+    hessian, norm = Hessian(x.shape[1], x.device, dtype=torch.float64), ChannelNorm(x.shape[1], x.device)
     for statistic in (hessian, norm):
-        statistic.update(X, None)
+        statistic.update(x, None)
     stats = {"hessian": hessian.result(), "norm": norm.result()}
-    assert torch.equal(stats["hessian"].hessian, H)
-    return one.apply(Site({"layer": WEIGHT}, stats, {"layer": STORED}, Comm()))["layer"]
+    assert torch.equal(stats["hessian"].hessian, mean_square(x))
+    return one.apply(Site({"layer": weight}, stats, {"layer": STORED}, Comm()))["layer"]
 
 
 def grid_of(one: Pass) -> Grid:
@@ -146,6 +148,14 @@ def test_a_method_decides_what_its_mathematics_finds(made: Callable[[], tuple[Te
     weight = decided(one).weight
     assert torch.equal(found, weight.dequantize(found.dtype))
     assert not torch.equal(found, WEIGHT.to(found.dtype))
+
+
+@pytest.mark.parametrize("scheme", ["q3_k", "q4_k"])
+def test_super_blocks(scheme: str):
+    one = compress.KQuants(scheme=scheme, **AS_IS)
+    how = {"refit": 2, "sweeps": 2, "polish_damp": POLISH_DAMP + WIDE_X.shape[1] / len(WIDE_X)}
+    found = k_quant(WIDE, mean_square(WIDE_X), format_=one.format, **how)
+    assert torch.equal(found.weight.blocks, decided(one, WIDE, WIDE_X).weight.blocks)
 
 
 def test_scales_of_a_fold():

@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import read_tensors
-from compress.weights.terms import Term, Weight
+from compress.weights.matrix import Term, Weight
 
 
 def same(first: Path, second: Path, layers: int = 14) -> None:

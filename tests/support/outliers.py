@@ -12,7 +12,7 @@ from compress.weights.decision import Decision
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.tiles import Tiled, Tiles, fit_tiles
 from compress.weights.grid import encode_unsigned, quantize
-from compress.weights.terms import Weight
+from compress.weights.matrix import Weight
 
 
 def tiled(weight_NK: Tensor, format_: Tiles, dtype: torch.dtype) -> Tiled:

@@ -10,7 +10,7 @@ from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
-from compress.weights.terms import Summand
+from compress.weights.matrix import Term
 
 
 def largest(weight: Tensor, share: float) -> Tensor:
@@ -35,6 +35,6 @@ class Largest(Pass):
             decisions[name] = Decision(self.stands_for(weight * kept, site.scale_dtypes[name]), kept=kept)
         return decisions
 
-    def stands_for(self, weight: Tensor, dtype: torch.dtype) -> Summand:
+    def stands_for(self, weight: Tensor, dtype: torch.dtype) -> Term:
         """What is decided in place of a weight."""
         return dense(weight.to(dtype))

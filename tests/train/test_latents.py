@@ -10,7 +10,7 @@ from compress.train.rounding.latents import PARTS, ROOM, TOGETHER, begun, places
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, Quantized, encode, grouped, quantize
-from compress.weights.terms import Weight
+from compress.weights.matrix import Weight
 
 GROUPED = {"granularity": "group", "group_size": 8}
 GRIDS = [
@@ -55,7 +55,7 @@ def test_masks_and_other_terms_are_left_to_themselves():
     other = sparse(original, original > 1)
     summed = Decision(Weight((quantize(original - other.dequantize(), GRIDS[0], torch.float32), other)))
     latent = begun(summed, places_of(summed, original), torch.float32)
-    assert (latent - original).norm() < 0.7 * (summed.sum.dequantize() - original).norm()
+    assert (latent - original).norm() < 0.7 * (summed.weight.dequantize() - original).norm()
 
 
 @every("grid", [Grid(bits=1, type="sign", **GROUPED), Grid(bits=8, granularity="channel", type="float")])

@@ -13,7 +13,7 @@ from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows
 from compress.train.losses import chunked
 from compress.train.losses.attention import attention_loss
-from compress.train.losses.contrastive import Candidates, info_nce
+from compress.train.losses.contrastive import Candidates, Memory, crd, info_nce
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.top_k import top_k
@@ -61,7 +61,7 @@ def test_logits_that_nobody_makes_give_the_same_losses_and_gradients(monkeypatch
     options = Train(logits=0.7, task=0.3, temperature=2.0)
     given = batch(padding=3)
     plain, made = Objective(options, *pair), Objective(options, *pair)
-    made.begin(given)
+    made.begin(Rows(given))
     assert all(made.heads), made.notes
     assert not made.notes
     (expected, gradients), (sums, others) = found(plain, given), found(made, given)
@@ -86,7 +86,7 @@ def test_logits_are_never_whole():
     pair = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
     ids = torch.arange(256).view(2, 128)
     objective = Objective(Train(task=1.0), *pair)
-    objective.begin(Rows({"input_ids": ids[:1, :2]}).numbered().take([0]))
+    objective.begin(Rows({"input_ids": ids[:1, :2]}).numbered())
     given = Rows({"input_ids": ids}).numbered().take([0, 1])
 
     def largest() -> int:
@@ -129,7 +129,7 @@ def test_other_logits_are_made_and_a_line_says_so():
         ),
     ):
         objective = Objective(Train(), *pair)
-        objective.begin(given)
+        objective.begin(Rows(given))
         (note,) = objective.notes
         assert note.startswith(says)
         total = objective(given)["logits"]
@@ -148,7 +148,7 @@ def test_a_cached_teacher_says_of_each_sample_what_it_said(monkeypatch):
         kept = top_k(logits, k)
         rows = TopKRows(kept.log_probs_Tk, kept.indices_Tk.int(), 1.0, 96)
         objective = Objective(Train(teacher="said.safetensors"), student, rows)
-        objective.begin(given)
+        objective.begin(Rows(given))
         assert objective.heads[0] is not None
         some = Rows(given).take([2, 0])
         own = student(input_ids=IDS[[2, 0]]).logits[:, :-1]
@@ -200,7 +200,7 @@ def test_micro_batches_have_no_say_in_who_is_told_apart():
     student, teacher = exact("bert"), exact("bert", 1)
     rows = Rows({"input_ids": IDS}).numbered()
     objective = Objective(Train(logits=0, contrastive=1.0, contrast=0.5), student, teacher)
-    objective.begin(rows.take([0]))
+    objective.begin(rows)
 
     def total(micro: int, indices: list[int]) -> Tensor:
         objective.begin_step(rows, indices, micro, Comm())
@@ -215,16 +215,61 @@ def test_micro_batches_have_no_say_in_who_is_told_apart():
     torch.testing.assert_close(twice, info_nce(s[:1], Candidates(t, torch.tensor([0])), temperature=0.5).total)
 
 
-def test_widths_that_differ_learn_through_projectors():
+def test_a_memory_tells_a_sample_from_those_of_earlier_steps():
+    """By CRD's equation, whatever the micro-batches; samples that are measured are not remembered."""
+    student, teacher = exact("bert"), exact("bert", 1)
+    rows = Rows({"input_ids": IDS}).numbered()
+    with torch.no_grad():
+        s, t = (m(input_ids=IDS).last_hidden_state.mean(1) for m in (student, teacher))
+    for micro in (2, 1):
+        objective = Objective(Train(logits=0, contrastive=1.0, contrast=0.5, memory=3, rows=2), student, teacher)
+        objective.begin(rows)
+        objective.begin_step(rows, [0, 1], micro, Comm())
+        objective.begin_step(rows, [2, 3], micro, Comm(), measuring=True)
+        assert objective.memory_ids.tolist() == [-1, 0, 1]
+        objective.begin_step(rows, [3, 0], micro, Comm())
+        assert objective.memory_ids.tolist() == [1, 0, 3]
+        parts = [[3, 0][i : i + micro] for i in range(0, 2, micro)]
+        with torch.no_grad():
+            total = sum(objective(rows.take(part))["contrastive"] for part in parts)
+        held = [1, 0, 3]
+        expected = crd(
+            s[[3, 0]], t[[3, 0]], torch.tensor([3, 0]), Memory(t[held], torch.tensor(held)), 4, temperature=0.5
+        )
+        torch.testing.assert_close(total, expected.total)
+
+
+def narrow() -> nn.Module:
+    """An encoder of half the width."""
     import transformers
 
     config = transformers.BertConfig(
         vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
     )
-    student, teacher = transformers.BertModel(config).double().eval(), exact("bert")
+    return transformers.BertModel(config).double().eval()
+
+
+def test_fitted_projectors_begin_where_training_them_alone_would_end():
+    """On the samples that they are fitted to, whatever the micro-batches, their gradient is nearly zero."""
+    student, teacher = narrow(), exact("bert")
+    given = batch(padding=3)
+    rows, slopes = Rows(given), []
+    for kind, micro in (("orthogonal", 1), ("fitted", 3), ("fitted", 2)):
+        objective = Objective(Train(logits=0, features=1.0, projector=kind, distance="mse"), student, teacher)
+        objective.begin(rows, [0, 3, 2], micro, Comm())
+        found(objective, rows.take([3, 2, 0]))
+        slopes.append(max(float(p.grad.abs().max()) for p in objective.parameters()))
+    assert all(slope < 1e-2 * slopes[0] for slope in slopes[1:])
+    objective = Objective(Train(features=1.0, projector="fitted"), exact("llama"), exact("llama", 1))
+    objective.begin(rows)
+    assert "no projector is fitted: the hidden states of both models have 32 channels" in objective.notes
+
+
+def test_widths_that_differ_learn_through_projectors():
+    student, teacher = narrow(), exact("bert")
     rows = Rows({"input_ids": IDS}).numbered()
     objective = Objective(Train(logits=0, features=1.0, contrastive=1.0, relations=1.0), student, teacher)
-    objective.begin(rows.take([0]))
+    objective.begin(rows)
     objective.begin_step(rows, [0, 1], 2, Comm())
     _, gradients = found(objective, rows.take([0, 1]))
     assert {tuple(p.shape) for p in objective.parameters()} == {(32, 16)}

@@ -14,8 +14,8 @@ from compress.train.rounding.swapped_layers import PARTS, attach, detach, finish
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Grid, quantize
+from compress.weights.matrix import Weight
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import Weight
 
 GROUPED = {"granularity": "group", "group_size": 9}
 GRIDS = [

@@ -16,7 +16,7 @@ from training_worker import CHOSEN, DATA, FIRST, OPTIONS, PASSES, TABLES, own_lo
 import compress
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import read_tensors
-from compress.weights.terms import Weight
+from compress.weights.matrix import Weight
 
 pytestmark = [
     pytest.mark.dist,

@@ -8,8 +8,8 @@ from compress.errors import CheckpointError
 from compress.runtime.check.twin import error
 from compress.runtime.layers.linear import QuantLinear
 from compress.weights.formats.lowrank import LowRankFactors, factors, low_rank
+from compress.weights.matrix import Weight
 from compress.weights.scheme import check_parts, parts_of, scheme_of
-from compress.weights.terms import Weight
 
 ROWS, COLUMNS = 40, 96
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,8 +13,8 @@ from compress.weights.formats.dense import dense
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24, sparse24
 from compress.weights.grid import Grid, Quantized, quantize
+from compress.weights.matrix import Term, Weight
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.terms import Summand, Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,7 +60,7 @@ def test_values_are_exactly_those_of_what_it_is_made_of(N, groups, group, most, 
 )
 def test_bits_of_a_weight(bits, symmetric, taken):
     weight = halved(128, 1024).bfloat16()
-    whole: Summand = dense(weight) if bits == 16 else quantize(weight, grid_of(bits, symmetric, 128))
+    whole: Term = dense(weight) if bits == 16 else quantize(weight, grid_of(bits, symmetric, 128))
     held = sum(part.nbytes for name, part in parts_of(sparse24(whole)).items() if name != "weight_shape")
     assert 8 * held / weight.numel() == taken
 

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.export.exporter import Written
 from compress.checkpoint.export.place import Place
+from compress.checkpoint.export.read_back import summary
 from compress.checkpoint.read.pretrained import embeddings_of, empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
-from compress.weights.formats.codes import Codes, CodesFormat, Packed, WholeCodes
-from compress.weights.grid import Grid
+from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
+from compress.weights.formats.gptq_awq import GPTQActOrder, WordsFormat
+from compress.weights.grid import Grid, Quantized
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,9 @@ class Integers:
 
 def integers_of(source: Source, layer: str) -> Integers:
     """The codes of a layer against which `why_not_integers` has nothing: all of them, and the scales, exactly."""
-    (term,) = weight_of(source, layer).terms
-    assert isinstance(term, Codes)
-    codes, grid = term.quantized, term.quantized.grid
+    (codes,) = weight_of(source, layer).terms
+    assert isinstance(codes, Quantized)
+    grid = codes.grid
     middle = 2 ** (grid.bits - 1)
     groups = 1 if grid.group_size is None else codes.codes.shape[1] // grid.group_size
     shape = (len(codes.codes), groups)
@@ -37,6 +40,30 @@ def integers_of(source: Source, layer: str) -> Integers:
     return Integers(
         (codes.codes.to(torch.int16) + middle).to(torch.uint8), scale, (zero.to(torch.int16) + middle).to(torch.uint8)
     )
+
+
+def write_layers(source: Source, place: Place, kind: type[WordsFormat]) -> Written:
+    """Write every layer in a format, one after the other, behind the tensors that are no part of one. Notes what the
+    layouts of integers leave out."""
+    say_what_is_lost(source, place)
+    layers, rest = stored_in(source).layers, list(copied(source))
+    each = sum(len(kind(grid=grid_of(layer)).parts(*layer.shape)) for layer in layers.values())
+    values: dict[str, str] = {}
+    place.tensors(_tensors(source, rest, kind, values), len(rest) + each)
+    return Written(len(layers), {"values": values})
+
+
+def _tensors(
+    source: Source, rest: list[str], kind: type[WordsFormat], values: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
+    for name in rest:
+        yield name, source.weights.tensor(name)
+    for name, layer in stored_in(source).layers.items():
+        held = integers_of(source, name)
+        values[name] = summary(weight_of(source, name).dequantize())
+        packed = kind(grid=grid_of(layer)).packed(held.codes, held.scale, held.zero)
+        yield from ((f"{name}.{part}", tensor) for part, tensor in packed.items())
 
 
 def why_not_integers(source: Source, bits: Collection[int], groups: Collection[int]) -> list[str]:
@@ -62,7 +89,7 @@ def why_not_integers(source: Source, bits: Collection[int], groups: Collection[i
         found.append(f"{name} has codes of {grid.bits} bits; allowed: {_listed(bits)}")
     if size not in groups:
         found.append(f"{name} has groups of {size}; allowed: {_listed(groups)}; quantize with --group-size")
-    return found or _why_not_float16(source)
+    return found or why_not_float16(source)
 
 
 def grid_of(layer: StoredLayer) -> Grid:
@@ -99,17 +126,22 @@ def _why_not(layer: StoredLayer) -> str | None:
     if len(scheme.terms) > 1:
         return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
     (form,) = scheme.terms
-    if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
+    if isinstance(form, GPTQActOrder):
+        return "has inputs that belong to groups in any order; `--to dense` takes it"
+    if not isinstance(form, Packed | WholeCodes | WordsFormat) or form.grid.type != "int" or not form.grid.signed:
         return f"is stored as {scheme}, not as integers; `--to dense` takes it"
     if scheme.inputs is not None:
         return f"rounds its input ({scheme}); quantize weights alone, like --scheme w{form.grid.bits}a16"
     return None
 
 
-def _why_not_float16(source: Source) -> list[str]:
+def why_not_float16(source: Source) -> list[str]:
+    """The first layer whose scales are no numbers of float16, the end of a sentence about a checkpoint. Those of
+    super-blocks always are."""
     for name, layer in stored_in(source).layers.items():
-        scale = source.weights.tensor(layer.parts["weight_scale"])
-        if not torch.equal(scale.to(torch.float16).to(scale.dtype), scale):
+        part = next((layer.parts[part] for part in ("scales", "weight_scale") if part in layer.parts), None)
+        scale = None if part is None else source.weights.tensor(part)
+        if scale is not None and not torch.equal(scale.to(torch.float16).to(scale.dtype), scale):
             return [f"scales of {name} are {scale.dtype} values that float16 has not; quantize a float16 model"]
     return []
 

@@ -7,7 +7,7 @@ An exporter of another project registers itself by a line like `EXPORTERS["mine"
 import importlib
 from typing import TYPE_CHECKING
 
-from compress.errors import one_of
+from compress.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from compress.checkpoint.export.exporter import Exporter
@@ -17,12 +17,21 @@ EXPORTERS = {
     "dense": "compress.checkpoint.export.dense:DenseLayout",
     "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
     "awq": "compress.checkpoint.export.awq:AWQLayout",
+    "gguf": "compress.checkpoint.export.gguf.exporter:GGUFLayout",
+    "onnx": "compress.onnx.exporters:MatMulNBitsGraph",
+    "onnx-exact": "compress.onnx.exporters:ExactGraph",
+    "onnx-qdq": "compress.onnx.exporters:PortableGraph",
     "sparse24": "compress.checkpoint.export.two_of_four:TwoOfFour",
 }
 
 
-def exporter_named(name: str) -> "Exporter":
-    """The exporter of a word. Raises InputError for an unknown word; the message names the likeliest one."""
+def exporter_named(name: str, **options: str) -> "Exporter":
+    """The exporter of a word, with options that its class names (`Exporter.options`). Raises InputError for an unknown
+    word; the message names the likeliest one; and for an option that it has not."""
     module, _, kind = EXPORTERS[one_of("export", name, EXPORTERS)].partition(":")
-    exporter: Exporter = getattr(importlib.import_module(module), kind)()
+    made: type[Exporter] = getattr(importlib.import_module(module), kind)
+    for option in options:
+        if option not in made.options:
+            raise InputError(f"--to {name} takes no {option}; drop --{option}")
+    exporter: Exporter = made(**options)
     return exporter

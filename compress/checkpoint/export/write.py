@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.place import Place
+from compress.checkpoint.export.reading import in_own_process
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
@@ -51,14 +53,16 @@ def export(
     to: str | Exporter = "dense",
     *,
     overwrite: bool = False,
+    verify: bool = True,
     reporter: Reporter | None = None,
 ) -> Exported:
     """Write a checkpoint another way.
 
     model: directory or hub id. output: a directory to make; one that is there is replaced with `overwrite` only, and
-    only if this tool wrote it. to: a word of `EXPORTERS`, or an exporter. What the output lacks, or keeps as it was,
-    goes to the reporter, into the record and into what is returned. Formats of a plugin are known once its module is
-    imported.
+    only if this tool wrote it. to: a word of `EXPORTERS`, or an exporter. verify: read an output that is no checkpoint
+    with the package of its readers, in a process of its own, and compare it with what was decided; the record says by
+    which version. What the output lacks, or keeps as it was, goes to the reporter, into the record and into what is
+    returned. Formats of a plugin are known once its module is imported.
 
     Raises InputError, having written nothing, for a model that cannot be written so or an output that is in the way;
     CompressError where it cannot be written.
@@ -76,6 +80,12 @@ def export(
             written = exporter.write(source, place)
             record = {**_record(source, exporter, place), **written.record}
             size = place.finish(exporter.companions, source.path, record)
+            if verify and exporter.reads_back:
+                reporter.note("reading the output back in a fresh process")
+                found = in_own_process(directory.model)
+                rewrite(directory.model, {"verification": found})
+                for line in found.get("remarks", ()):
+                    reporter.note(line)
         except (OSError, SafetensorError) as error:
             raise CompressError(f"cannot write {directory.output}: {error}") from None
         directory.take_name(overwrite)

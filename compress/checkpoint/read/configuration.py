@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from compress.errors import CheckpointError
 from compress.system.schema import fits
-from compress.weights import own_words
+from compress.weights import gptq_awq, own_words
 
 METHOD = "compressed-tensors"
 # Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
@@ -65,6 +65,18 @@ class OwnConfig(TypedDict, total=False):
     quantization_config: CompressedTensorsConfig
 
 
+class GPTQsConfig(TypedDict):
+    """A configuration whose method is GPTQ."""
+
+    quantization_config: gptq_awq.GPTQConfig
+
+
+class AWQsConfig(TypedDict):
+    """A configuration whose method is AWQ."""
+
+    quantization_config: gptq_awq.AWQConfig
+
+
 class SumsConfig(TypedDict):
     """A configuration whose method is ours (`weights.own_words`)."""
 
@@ -79,6 +91,7 @@ def check_config(config: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for a configuration that cannot be read."""
     fits(config, Config, path)
     kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
+    kinds |= {gptq_awq.GPTQ: GPTQsConfig, gptq_awq.AWQ: AWQsConfig}
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method in kinds:
         fits(config, kinds[method], path)

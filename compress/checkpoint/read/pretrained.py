@@ -24,6 +24,7 @@ from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
+from compress.checkpoint.read.stored import idle_biases
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 
 
@@ -131,7 +132,7 @@ def from_pretrained(
             f"{source.path}: {name} has shape {found}, its config.json asks for {expected} ({len(mismatched)} tensors "
             "differ in all)"
         )
-    unused = sorted(info["unexpected_keys"])
+    unused = sorted(set(info["unexpected_keys"]) - (idle_biases(source) if info["unexpected_keys"] else set()))
     if unused and strict:
         raise CheckpointError(
             f"{source.path} holds {unused[0]}, which is no part of {type(model).__name__} ({len(unused)} such tensors)"

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,12 +10,14 @@ from torch import Tensor
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
-from compress.weights import fine_grained, own_words
+from compress.weights import fine_grained, gptq_awq, own_words
 from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
-from compress.weights.formats.codes import Int8Table
+from compress.weights.formats.codes import CodesFormat, Int8Table
+from compress.weights.formats.gptq_awq import groups_in_order
+from compress.weights.matrix import Weight
 from compress.weights.scheme import Scheme, check_parts, shape_of
-from compress.weights.terms import FLOATS, Weight
+from compress.weights.terms import FLOATS
 
 NOT_PACKED = ("I8", "F8_E4M3")
 
@@ -97,11 +100,13 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         for name, (_, dtype) in found.items()
         if name.endswith(".weight") and dtype in NOT_PACKED
     }
+    words = {name.removesuffix(f".{gptq_awq.MARK}") for name in found if name.endswith(f".{gptq_awq.MARK}")}
     quantization = source.quantization
     if quantization is None:
-        if names:
+        if names | words:
             raise CheckpointError(
-                f"{source.path} holds compressed tensors of {min(names)} but config.json has no quantization_config"
+                f"{source.path} holds compressed tensors of {min(names | words)} but config.json has no "
+                f"quantization_config{', like quantize_config.json; copy it there' if words else ''}"
             )
         return {}
     method, layout = quantization.get("quant_method"), quantization.get("format")
@@ -114,10 +119,13 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         if not names:
             raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
         return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
+    if method in gptq_awq.METHODS:
+        if not words:
+            raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
+        return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
-        raise CheckpointError(
-            f"{source.path} is quantized as {method}; readable: compressed-tensors, {fine_grained.METHOD}"
-        )
+        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, *gptq_awq.METHODS))
+        raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
         raise CheckpointError(
@@ -130,6 +138,20 @@ def _schemes(source: Source) -> dict[str, Scheme]:
     return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
 
 
+def _words_scheme(source: Source, quantization: Mapping[str, Any], layer: str) -> Scheme:
+    """The scheme of a layer of a GPTQ or AWQ checkpoint. Raises CheckpointError."""
+    if quantization["quant_method"] == gptq_awq.AWQ:
+        return gptq_awq.read_awq(quantization, layer, source.path)
+    scheme = gptq_awq.read_gptq(quantization, layer, source.path)
+    name = f"{layer}.{gptq_awq.ORDER}"
+    shape, dtype = source.headers.get(name, ((), ""))
+    groups = cast(CodesFormat, scheme.terms[0]).groups(shape[0]) if len(shape) == 1 else 0
+    if groups == 0 or dtype != "I32" or shape[0] % groups:
+        return scheme  # `check_parts` says what is wrong
+    in_order = torch.equal(source.weights.tensor(name), groups_in_order(shape[0], groups))
+    return gptq_awq.read_gptq(quantization, layer, source.path, in_order)
+
+
 def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
     """(N, K) of a layer, once its tensors are checked against its scheme. Raises CheckpointError."""
     found = source.headers
@@ -137,14 +159,15 @@ def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str])
     if strange is not None:
         raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
     held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
-    whole = scheme.terms[0].whole
-    if whole is not None:
-        size = held[whole][0] if whole in held else (0, 0)
+    first = scheme.terms[0]
+    telling = first.whole or first.telling
+    if telling is not None:
+        size = held[telling][0] if telling in held else (0, 0)
         if len(size) != 2:
-            raise CheckpointError(f"{layer}.{whole} has shape {size}; it must have two dimensions")
+            raise CheckpointError(f"{layer}.{telling} has shape {size}; it must have two dimensions")
         if 0 in size:
-            raise CheckpointError(f"{layer}.{whole} has shape {size}; there is nothing in it")
-        shape = (size[0], size[1])
+            raise CheckpointError(f"{layer}.{telling} has shape {size}; there is nothing in it")
+        shape = first.size(size[0], size[1])
     elif "weight_shape" not in parts:
         raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
     else:
@@ -209,6 +232,15 @@ def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str,
         return dict(parts)
     floats = {name: torch.promote_types(part.dtype, dtype) for name, part in parts.items() if part.dtype in FLOATS}
     return {name: part.to(floats[name]) if name in floats else part for name, part in parts.items()}
+
+
+def idle_biases(source: Source) -> set[str]:
+    """Names of biases of GPTQ and AWQ layers that are all zero. Some writers store one for every layer, whether the
+    model has it or not."""
+    if (source.quantization or {}).get("quant_method") not in gptq_awq.METHODS:
+        return set()
+    names = [name for layer in stored_in(source).layers if (name := f"{layer}.bias") in source.headers]
+    return {name for name in names if not bool(source.weights.tensor(name).any())}
 
 
 def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight:

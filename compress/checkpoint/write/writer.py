@@ -33,9 +33,9 @@ from compress.weights.decision import Decision
 from compress.weights.formats.codes import Int8Table
 from compress.weights.formats.registry import check_importable
 from compress.weights.formats.sparse24 import sparse24
+from compress.weights.matrix import Matrix, added
 from compress.weights.own_words import is_own
 from compress.weights.scheme import Scheme, read_entry
-from compress.weights.terms import added, summands
 
 
 class Writer:
@@ -111,7 +111,7 @@ class Writer:
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
-        dense = {n: written_dense(layers[n], d.sum.dequantize(), opened) for n, d in decided.items() if n not in stored}
+        dense = {n: written_dense(layers[n], d.weight, opened) for n, d in decided.items() if n not in stored}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         plain |= _by_parameter(block, opened, {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
@@ -126,7 +126,7 @@ class Writer:
             mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
         for record in finished.records:
             name = record.name
-            record.figures["sha256"] = checksum(dense[name] if name in dense else decided[name].sum.dequantize())
+            record.figures["sha256"] = checksum(dense[name] if name in dense else decided[name].weight.dequantize())
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
@@ -248,7 +248,7 @@ def halved(layer: Layer, decision: Decision) -> Decision:
     try:
         if not layer.has_format:
             raise InputError(f"a {type(layer.module).__name__} has no such form")
-        return replace(decision, weight=added(*map(sparse24, summands(decision.weight))))
+        return replace(decision, weight=added(*map(sparse24, decision.weight.terms)))
     except InputError as why:
         raise CompressError(
             f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
@@ -273,9 +273,10 @@ def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
         raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")
 
 
-def written_dense(layer: Layer, values_NK: Tensor, opened: Opened) -> Tensor:
-    """Decided values [N, K] of a layer without a format, in the dtype that the model stores. They are not rounded to
+def written_dense(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
+    """Decided values of a layer without a format, in the dtype that the model stores. They are not rounded to
     the dtype of the computation in between."""
+    values_NK = decided.dequantize()
     assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
     return values_NK.to(opened.dtype_of(layer.parameter))
 

@@ -48,17 +48,23 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 
 @click.command(short_help="Choose a scheme for each layer within a budget: a recipe, or its checkpoint.")
 @click.argument("model")
-@click.option("--method", default="gptq", show_default=True, help="The pass that every layer gets: gptq, rtn, spqr.")
+@click.option(
+    "--method", default="gptq", show_default=True, help="The pass that every layer gets: gptq, k-quants, rtn, spqr."
+)
 @click.option("--bits", callback=numbers(int), default="2,3,4,5,6,8", show_default=True, help="Bits a layer may get.")
 @click.option(
-    "--group-sizes", callback=numbers(int), help="Group sizes it may get, -1 a whole channel.  [default: usual]"
+    "--group-sizes",
+    callback=numbers(int),
+    help="Group sizes a layer may get; -1: a whole channel.  [default: as of quantize]",
 )
-@click.option("--outliers", callback=numbers(float), default="0", show_default=True, help="Shares of exact weights.")
+@click.option(
+    "--outliers", callback=numbers(float), default="0", show_default=True, help="Shares of weights that may stay exact."
+)
 @click.option(
     "--patterns",
     default="none",
     show_default=True,
-    help="Zeros made first by sparsegpt, like none,2:4; of 2:4 they are not stored (for compress.load alone).",
+    help="Patterns that sparsegpt may prune a layer to first, like none,2:4. Only compress.load reads 2:4.",
 )
 @setting_option
 @click.option("--budget", metavar="SIZE", help="3.5bpw: bits per weight of compressed layers. 2.1GB: of all files.")
@@ -75,7 +81,8 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     type=click.Choice(["kl", "loss"]),
     default="kl",
     show_default=True,
-    help="Minimize the KL of each swap, or errors of layer outputs (faster; a poor guide to deep models).",
+    help="Cost of a scheme: kl (the model's, with that layer swapped) or loss (the layer's: faster, poor in deep "
+    "models).",
 )
 @click.option(
     "--fused/--no-fused",
@@ -88,7 +95,7 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 @ignore_option
 @click.option("--output", metavar="RECIPE", callback=writable, help="Write the recipe to this .yaml file.")
 @click.option(
-    "--run", metavar="OUT", help="Run the recipe, too: write the checkpoint to this directory, measure its KL."
+    "--run", metavar="OUT", help="Also run the recipe: write the checkpoint to this directory, and measure its KL."
 )
 @saving_options
 @trust_option

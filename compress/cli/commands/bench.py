@@ -20,20 +20,23 @@ from compress.cli.options import (
     write_report,
 )
 from compress.errors import CompressError, InputError
-from compress.system.terminal import console
 
 
 @click.command(short_help="Measure speed on this machine: of the kernels, or of a model.")
 @click.argument("model", required=False)
-@click.option("--shapes", metavar="NxK,...", help="Outputs x inputs of the linear layers.  [default: Llama's on a GPU]")
-@click.option("--tokens", metavar="M,...", help="Tokens that are multiplied at once.")
-@click.option("--schemes", metavar="NAME,...", help="What a shape is measured as.  [default: dense,w4a16,w8a8]")
-@click.option("--batch", metavar="B,...", help="Sequences that are generated at once.  [default: 1,16; CPU: 1,4]")
-@click.option("--prompt", type=int, help="Tokens of a prompt.  [default: 2048; CPU: 128]")
-@click.option("--new", type=int, help="Tokens that follow it.  [default: 128; CPU: 16]")
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of the arithmetic: bfloat16, float16, float32.")
-@click.option("--rounds", type=int, help="How often everything is timed.  [default: 50; of a MODEL: 10]")
-@click.option("--quick", is_flag=True, help="Less of everything.")
+@click.option(
+    "--shapes", metavar="NxK,...", help="Outputs x inputs of the linear layers.  [default: Llama's; CPU: square ones]"
+)
+@click.option("--tokens", metavar="M,...", help="Numbers of tokens that a product is timed for.")
+@click.option("--schemes", metavar="NAME,...", help="Schemes of a model of known shape.  [default: dense,w4a16,w8a8]")
+@click.option("--batch", metavar="B,...", help="Batch sizes: sequences generated at once.  [default: 1,16; CPU: 1,4]")
+@click.option("--prompt", type=int, help="Tokens of the prompt.  [default: 2048; CPU: 128]")
+@click.option("--new", type=int, help="New tokens after the prompt.  [default: 128; CPU: 16]")
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, help="Dtype of the arithmetic: bfloat16, float16, float32."
+)
+@click.option("--rounds", type=int, help="Number of timings of each product or model.  [default: 50; of a MODEL: 10]")
+@click.option("--quick", is_flag=True, help="Fewer shapes, tokens and rounds.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
 @html_option("Write the results as one page of pictures and tables.")
 @trust_option
@@ -52,7 +55,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     compress bench OUT                a compressed checkpoint against its dequantized self
 
     Shapes: tiny, small, llama-3-8b, llama-3-70b. What a kernel or a model computes is checked before it is timed.
-    Times are held against the bandwidth and the products that this machine reaches at best, measured in the same run.
+    Each time is compared with the best bandwidth and arithmetic rate of this machine, measured in the same run.
     """
     of_linears, of_models = ("shapes", "tokens", "tune"), ("schemes", "batch", "prompt", "new", "trust_remote_code")
     foreign = [
@@ -64,6 +67,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     check_page(html)
     begin()
     from compress.cli.progress import reporting
+    from compress.evaluation.report.terminal import show
     from compress.evaluation.speed.run import run_bench
     from compress.evaluation.speed.speed_tables import tables
 
@@ -77,8 +81,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     if json_file == "-":
         write_report("-", report.content())
     elif not quiet:
-        for part in tables(report):
-            console().print(part, highlight=False)
+        show(*tables(report))
     if report.failures:
         more = f" ({len(report.failures)} in all)" if len(report.failures) > 1 else ""
         raise CompressError(f"wrong or failed, and not timed: {report.failures[0]}{more}")

@@ -26,7 +26,7 @@ from compress.system.terminal import visible
 @calibration_option(required=True)
 @click.option("--output", required=True, metavar="FILE", help="The file to write; it ends in .safetensors.")
 @click.option("--top-k", type=int, default=64, show_default=True, help="Log-probabilities to store for each token.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature of the training to come.")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature that training will use.")
 @length_option
 @batch_size_option
 @overwrite_option("Replace a file that holds no cached logits.")
@@ -39,7 +39,8 @@ from compress.system.terminal import visible
 def cache_logits(
     teacher: str, calibration: str, output: str, fsdp: bool, json_file: str | None, quiet: bool, **options: Any
 ) -> None:
-    """Run TEACHER once and store the largest log-probabilities of each token. Training reads the file in its place.
+    """Run TEACHER once and store the largest log-probabilities of each token. Training then reads the file,
+    and needs no teacher.
 
     \b
     compress cache-logits TEACHER --calibration TEXT --output said.safetensors

@@ -12,8 +12,8 @@ from compress.errors import InputError
 
 
 @click.command(short_help="Compare plain rounding and GPTQ on the built-in model.")
-@click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16.")
-@click.option("--group-size", type=int, default=128, show_default=True)
+@click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16: bits per weight.")
+@click.option("--group-size", type=int, default=128, show_default=True, help="Inputs that share a scale.")
 @click.option("--output", metavar="DIR", help="Keep the two checkpoints here.  [default: a temporary directory]")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoints of an earlier demo in --output.")
 @quiet_option

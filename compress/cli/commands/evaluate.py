@@ -32,13 +32,14 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
 
 @click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
 @click.argument("model")
-@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
+@click.option("--reference", metavar="MODEL", help="The original, to compare with.")
 @click.option(
     "--text",
     "texts",
     multiple=True,
     metavar="TEXT",
-    help="Held-out text, or token ids (evaluated row by row). Repeatable. Needed but for --task and --pairs.",
+    help="Held-out text, or token ids (evaluated row by row). Needed unless --task, --pairs or --labelled is given. "
+    "Repeatable.",
 )
 @task_options
 @click.option(
@@ -49,20 +50,26 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     metavar="FILE",
     help="For a classifier: .safetensors or .npz of `labels` and inputs by name (instead of --text).",
 )
-@click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
+@click.option("--calibration", metavar="TEXT", help="Text of the calibration: also measured, with its gap to --text.")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option(
-    "--stride", type=int, help="Tokens between the beginnings of windows, which overlap then.  [default: --length]"
+    "--stride",
+    type=int,
+    help="Tokens from the start of a window to the next; less than --length: they overlap.  [default: --length]",
 )
-@click.option("--samples", type=int, help="At most so many windows of each text, spread over it.")
-@click.option("--noise-floor", is_flag=True, help="Measure the original against itself in its own 16 bits, too.")
-@click.option("--no-cache", is_flag=True, help="Keep nothing of what the original says, and read nothing.")
+@click.option("--samples", type=int, help="Number of windows of each text, spread over it.  [default: all]")
+@click.option(
+    "--noise-floor",
+    is_flag=True,
+    help="Also measure the noise floor: the KL of the original computed in its own 16 bits.",
+)
+@click.option("--no-cache", is_flag=True, help="Neither store nor reuse the predictions of the original.")
 @click.option(
     "--fail-if",
     "gates",
     multiple=True,
     metavar="CONDITION",
-    help="Exit with 3 where it is true or cannot be told: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
+    help="Exit with 3 if this is true, or was not measured: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
     "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
 )
 @trust_option
@@ -88,10 +95,10 @@ def evaluate(
 ) -> None:
     """Measure perplexity, KL divergence to the original, answers to questions, and true size.
 
-    Non-overlapping windows; every token after a window's first is predicted (--stride: those that no earlier window has
-    had). KL is KL(original || MODEL) in nats per token, delta p the probability of the text's token less the
-    original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
-    too). A directory that compress wrote keeps what was found (--no-keep: it does not).
+    The text is cut into windows. Every token but a window's first is predicted; where windows overlap (--stride), every
+    token that no earlier window predicted. KL is KL(original || MODEL) in nats per token. Delta p is the probability of
+    the text's token, minus that of the original. Bytes are those of the weight files. ± is the standard error over
+    windows (in --json also over tokens).
     """
     _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
     begin()

@@ -22,19 +22,23 @@ from compress.errors import InputError, one_of
 from compress.system.terminal import visible
 
 
-@click.command(short_help="Write a checkpoint another way, for other readers or in fewer bytes.")
+@click.command(short_help="Write a checkpoint in another layout, for other readers or in fewer bytes.")
 @click.argument("model")
-@click.option("--to", metavar="NAME", help=f"The way to write it: {', '.join(EXPORTERS)}, or one of a plugin.")
+@click.option("--to", metavar="NAME", help=f"The layout: {', '.join(EXPORTERS)}, or one of a plugin.")
 @click.option("--dense", is_flag=True, help="The same as --to dense.")
 @click.option("--sparse24", is_flag=True, help="The same as --to sparse24.")
 @click.option("--output", metavar="DIR", help="The directory to write. It appears when it is complete.")
-@click.option("--list", "listing", is_flag=True, help="Only show which ways fit MODEL, and why others do not.")
-@overwrite_option("Replace an output that this tool wrote.")
+@click.option("--list", "listing", is_flag=True, help="Only show which layouts fit MODEL, and why others do not.")
+@overwrite_option("Replace an output that compress wrote.")
 @click.option(
     "--allow-little",
     is_flag=True,
-    help="Of --to sparse24: end with exit code 0 where less than 5 % of the bytes are saved, too.",
+    help="With --to sparse24: accept less than 5 % of bytes saved (exit code 0 instead of 1).",
 )
+@click.option(
+    "--template", metavar="FILE", help="Of --to gguf: a GGUF file that llama.cpp's converter made of the dense export."
+)
+@click.option("--no-verify", is_flag=True, help="Do not read the output back with the package of its readers.")
 @plugin_option
 @json_option
 @quiet_option
@@ -48,22 +52,23 @@ def export(
     listing: bool,
     overwrite: bool,
     allow_little: bool,
+    no_verify: bool,
+    template: str | None,
     json_file: str | None,
     quiet: bool,
 ) -> None:
-    """Write a checkpoint of this tool another way, with exactly the same values.
+    """Write a checkpoint of compress in another layout, with exactly the same values.
 
     \b
-    dense     the weights that the codes stand for, as a plain checkpoint of
-              transformers, for readers that do not know compression: it takes
-              the bytes of the original again
-    gptq      GPTQ's layout, for GPTQModel, ExLlama and vLLM: symmetric codes of
-              2, 3, 4 or 8 bits
+    dense     dequantized weights, as a plain transformers checkpoint, for any
+              reader; as large as the original
+    gptq      GPTQ's layout, for GPTQModel, ExLlama and vLLM: symmetric codes
     awq       AWQ's layout (gemm), for vLLM, SGLang and TGI: codes of 4 bits
-    sparse24  layers that are pruned to 2:4, numbers or codes, as the two of
-              four that are kept and their places, for `compress.load` alone:
-              9 bits a weight instead of 16, 3 instead of 4; other layers stay
-              as they are, and are named
+    gguf      one GGUF file, for llama.cpp, Ollama and LM Studio
+    onnx      an ONNX graph for ONNX Runtime, which rounds inputs to int8
+              (onnx-exact: it does not; onnx-qdq: standard operators alone)
+    sparse24  2:4 layers without their zeros, for `compress.load` alone: 9 bits
+              per weight instead of 16, or 3 instead of 4; others stay
 
     \b
     compress export OUT --list
@@ -81,14 +86,16 @@ def export(
     (name,) = names
     assert output is not None
     begin()
-    exporter = exporter_named(name)
+    exporter = exporter_named(name, **({} if template is None else {"template": template}))
     if given("allow_little") and not exporter.smaller:
         raise InputError(f"--to {name} promises no smaller checkpoint, and is not held to one; drop --allow-little")
+    if no_verify and not exporter.reads_back:
+        raise InputError(f"--to {name} is not read back; drop --no-verify")
     from compress.checkpoint.saving import Saving
     from compress.cli.progress import reporting
 
     with reporting("export", quiet) as reporter:
-        made = compress.export(model, output, exporter, overwrite=overwrite, reporter=reporter)
+        made = compress.export(model, output, exporter, overwrite=overwrite, verify=not no_verify, reporter=reporter)
     write_report(json_file, asdict(made))
     if not silent:
         said = change(Saving(made.bytes_before, made.bytes))
@@ -99,7 +106,7 @@ def export(
 
 def _check_listing() -> None:
     """Refuse options of writing beside --list. (--overwrite is of --json, too.)"""
-    for option in ("to", "dense", "sparse24", "output", "allow_little"):
+    for option in ("to", "dense", "sparse24", "output", "allow_little", "no_verify", "template"):
         if given(option):
             raise InputError(f"--list writes no checkpoint; drop --{option.replace('_', '-')}")
 

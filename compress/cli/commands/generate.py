@@ -14,17 +14,21 @@ from compress.system.terminal import visible
 @click.command(short_help="Continue a prompt with a model, compressed or not.")
 @click.argument("model")
 @click.option("--prompt", required=True, help="Text to continue.")
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="New tokens at most.")
+@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="Most new tokens.")
 @click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: always the likeliest token."
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Temperature of sampling; 0: the likeliest token.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
 @click.option("--dequantize", is_flag=True, help="Compute with dense weights instead of compressed ones.")
 @click.option(
-    "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
+    "--int8-activations", is_flag=True, help="Also round inputs of layers to int8: faster on a CPU, less exact."
 )
 @click.option(
-    "--compile", "compiled", is_flag=True, help="Compile the step from token to token first: a minute, then faster."
+    "--compile", "compiled", is_flag=True, help="Compile decoding first: takes a minute, then each token is faster."
 )
 @trust_option
 @plugin_option
@@ -42,7 +46,7 @@ def generate(
     trust_remote_code: bool,
     device: str | None,
 ) -> None:
-    """Continue a prompt with a model; a compressed one runs compressed."""
+    """Continue a prompt. A compressed model runs on its stored codes."""
     begin()
     import torch
 

@@ -26,11 +26,11 @@ from compress.system.terminal import visible
 
 @click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
 @click.argument("model")
-@click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
-@click.option("--calibration", is_flag=True, help="The ranges that calibration fixed, and what they clip.")
-@click.option("--training", is_flag=True, help="How the model was trained: steps, losses, speed.")
+@click.option("--kernels", is_flag=True, help="Show which kernel each compressed layer gets, and why not a faster one.")
+@click.option("--calibration", is_flag=True, help="Show the ranges that calibration fixed, and what they clip.")
+@click.option("--training", is_flag=True, help="Show how the model was trained: steps, losses, speed.")
 @html_option("With --calibration: write its table and histograms as one page.")
-@click.option("--svg", metavar="FILE", callback=writable, help="With --training: draw the losses (needs nothing more).")
+@click.option("--svg", metavar="FILE", callback=writable, help="With --training: draw the losses as a picture.")
 @trust_option
 @plugin_option
 @device_option
@@ -139,11 +139,13 @@ def _layers(model: str, json_file: str | None, silent: bool) -> None:
 @quiet_option
 @exits_cleanly
 def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
-    """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
+    """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that; or that an
+    export does, as the package of its readers reads it."""
     begin()
     found = compress.verify(model, trust_remote_code)
     write_report(json_file, found)
     if not quiet and json_file != "-":
-        click.echo(visible(f"{found['layers']} layers bit for bit; transformers {found['transformers']}"))
+        compared = f"transformers {found['transformers']}" if "transformers" in found else f"read by {found['reader']}"
+        click.echo(visible(f"{found['layers']} layers bit for bit; {compared}"))
         for remark in found.get("remarks", ()):
             click.echo(visible(remark))

@@ -10,15 +10,18 @@ from compress.errors import one_of
 @click.argument("name", required=False)
 @exits_cleanly
 def methods(name: str | None) -> None:
-    """List the methods, or show the card of one: what it does, its source, and an option a line."""
-    from compress.cli.cards import card_of, summary_of
-    from compress.passes.protocol.recipe import PASSES, method_named
+    """List the methods, or show the card of one: what it does, its source, and its options, one per line.
+
+    NAME is a method, or module:Class for a pass of your own, with its module on PYTHONPATH.
+    """
+    from compress.cli.cards import card_of, card_of_class, summary_of
+    from compress.passes.protocol.recipe import PASSES, method_named, pass_class
 
     if name is None:
         for key in PASSES:
             click.echo(f"{key:12} {summary_of(key)}")
         return
-    click.echo(str(card_of(method_named(name))))
+    click.echo(str(card_of_class(pass_class(name)) if ":" in name else card_of(method_named(name))))
 
 
 @click.command(short_help="List the built-in recipes, or print one.")

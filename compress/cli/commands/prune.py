@@ -38,23 +38,24 @@ class MaskMethod(click.Option):
     cls=MaskMethod,
 )
 @click.option("--pattern", metavar="N:M", help="Keep N of every M inputs in a row, like 2:4.")
-@click.option("--sparsity", type=float, help="Instead of a pattern: the share that becomes zero.  [default: 0.5]")
+@click.option(
+    "--sparsity", type=float, help="Share of weights that becomes zero, instead of a pattern.  [default: 0.5]"
+)
 @click.option(
     "--structure",
     metavar="PARTS",
-    help="Instead of zeros, a smaller model: of heads, channels and layers those that go, and how much of them, like "
-    "heads:0.25,channels:0.25,layers:1 (the usual amounts).",
+    help="Remove parts, instead of making zeros: heads, channels, hidden (width) or layers, and how much of each, like "
+    "heads:0.25,channels:0.25,layers:1 (the default amounts).",
 )
 @click.option(
     "--per",
-    help="Of a share: row (of each output), layer (of all of a layer) or model (of all layers, but for sparsegpt).  "
+    help="What --sparsity is a share of: each row (one output), each layer, or the model (not with sparsegpt).  "
     "[default: row]",
 )
 @click.option(
     "--allocate",
-    help="Of wanda and sparsegpt: whether all layers lose the same share (uniform), or by outliers (owl), or by what "
-    "each loses, weighed by the KL of the model with that layer alone pruned (layer-loss: takes forwards of the model "
-    "on 4096 tokens, half as many as it has layers; KL of a small model at 60 % zeros: 2.56, 2.20, 2.04).  "
+    help="Shares of layers, for wanda and sparsegpt: uniform (all the same), owl (by outliers) or layer-loss (by each "
+    "layer's loss and the KL that pruning it alone makes: half as many forwards on 4096 tokens as layers).  "
     "[default: uniform]",
 )
 @setting_option
@@ -63,14 +64,14 @@ class MaskMethod(click.Option):
 def prune(
     model: str, method: str, structure: str | None, settings: tuple[str, ...], fsdp: bool, **options: Any
 ) -> None:
-    """Make weights of MODEL zero, or remove some of its structure, and write a plain checkpoint of transformers.
+    """Make weights of MODEL zero, or remove parts of it, and write a plain transformers checkpoint.
 
     \b
     compress prune demo --method sparsegpt --pattern 2:4 --calibration demo --output out
     compress prune MODEL --method wanda --sparsity 0.5 --calibration TEXT --output out
     compress prune MODEL --method taylor --per model --sparsity 0.5 --calibration TEXT --output out
     compress prune demo --structure channels:0.25,layers --calibration demo --output out
-    compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out    # and round what is left
+    compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out    # 2:4, then 4 bits
     """
     check_processes(fsdp, options["device"])
     chosen = {key: value for key in OF_A_MASK if (value := options.pop(key)) is not None}

@@ -24,14 +24,21 @@ FAST = {"clip": False, "refit": 0, "sweeps": 0}
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option(
     "--effort",
-    help="Of gptq. fast: its sweep alone (clip=false, refit=0, sweeps=0). best: adds the pass `reconstruct`.  "
-    "[default: default]",
+    help="For gptq: fast (its sweep alone: clip=false, refit=0, sweeps=0), default, or best (adds the pass "
+    "`reconstruct`).  [default: default]",
 )
 @click.option(
     "--recipe",
     metavar="FILE",
     help="A YAML file of passes, or a name from `compress recipes`. Replaces --method and its options; only "
     "--group-size may be combined with it.",
+)
+@click.option(
+    "--for",
+    "engine",
+    metavar="ENGINE",
+    help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens in "
+    "OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
 )
 @method_options
 @setting_option
@@ -43,6 +50,7 @@ def quantize(
     method: str,
     effort: str | None,
     recipe: str | None,
+    engine: str | None,
     embeddings: str | None,
     kv_cache: str | None,
     settings: tuple[str, ...],
@@ -55,14 +63,33 @@ def quantize(
     compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
     compress quantize MODEL --recipe w4a16-gptq --calibration TEXT --output out
+    compress quantize MODEL --for llama.cpp --calibration TEXT --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
+    chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache)
+    if engine is not None:
+        from compress.api.engines import check_engine
+
+        check_engine(engine, passes)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
-    run("quantize", model, passes, who, notes, fsdp=fsdp, **options)
+    run("quantize", model, passes, who, [*picks, *notes], engine, fsdp=fsdp, **options)
+
+
+def for_engine(
+    engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
+    from compress.api.engines import engine_named, picked
+    from compress.passes.protocol.recipe import options_of, pass_class
+
+    engine_named(engine)
+    if recipe is not None:
+        return dict(chosen), []
+    return picked(engine, chosen, list(options_of(pass_class(method))))
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 FORMS = (".html", ".htm", ".md", ".json", ".svg")
 
 
-@click.command(short_help="Write what runs came to as one page, Markdown, JSON, or a model card.")
+@click.command(short_help="Write results of runs as one page, Markdown, JSON, or a model card.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--output",
     metavar="FILE",
     callback=writable,
-    help="A page (.html), text (.md), the data (.json), or quality against bytes as a picture (.svg).",
+    help="The file to write: a page (.html), text (.md), data (.json), or a picture of quality against bytes (.svg).",
 )
-@click.option("--markdown", metavar="FILE", callback=writable, help="Write the same as Markdown, too.")
+@click.option("--markdown", metavar="FILE", callback=writable, help="Also write the report as Markdown.")
 @json_option
-@click.option("--diff", is_flag=True, help="Two runs side by side: differences, and the layers that moved most.")
+@click.option("--diff", is_flag=True, help="Compare two runs: their differences, and the layers that changed most.")
 @click.option("--card", is_flag=True, help="Write a model card, README.md, into the directory of the run.")
-@overwrite_option("Replace files, with --card README.md, that compress did not write.")
+@overwrite_option("Replace existing files (with --card: README.md), also those that compress did not write.")
 @plugin_option
 @quiet_option
 @exits_cleanly
@@ -54,8 +54,8 @@ def report(
     overwrite: bool,
     quiet: bool,
 ) -> None:
-    """Write what runs came to. RUN is a directory that compress wrote (with what `evaluate` has kept in it), or a file
-    of `compress evaluate --json`.
+    """Write the results of runs. RUN is a directory that compress wrote, with what `compress evaluate` measured of it,
+    or a file of `compress evaluate --json`.
 
     The page needs no network and no script. Without --output (or --markdown, --json, --card) the Markdown goes to
     standard output.

@@ -27,15 +27,19 @@ from compress.cli.options import (
 @training_option
 @extent_options
 @click.option(
-    "--group-size", type=int, help="Inputs that share a scale, in every recipe that has groups, instead of its own."
+    "--group-size", type=int, help="Inputs that share a scale, in every recipe with groups.  [default: the recipe's]"
 )
-@click.option("--text", required=True, metavar="TEXT", help="Held-out text on which each is compared with MODEL.")
-@click.option("--output", required=True, metavar="DIR", help="The directory of the sweep, new or to go on with.")
-@click.option("--text-samples", type=int, help="At most so many windows of held-out text.")
+@click.option("--text", required=True, metavar="TEXT", help="Held-out text to compare each with MODEL on.")
+@click.option(
+    "--output", required=True, metavar="DIR", help="The directory of the sweep: a new one, or one to continue."
+)
+@click.option("--text-samples", type=int, help="Number of windows of held-out text.  [default: all]")
 @click.option("--text-length", type=int, help="Tokens per window of held-out text.")
 @task_options
-@click.option("--speed", is_flag=True, help="Tokens a second of a prompt and of decoding; the original's once.")
-@click.option("--keep/--discard", default=True, show_default=True, help="Whether checkpoints stay once evaluated.")
+@click.option("--speed", is_flag=True, help="Measure tokens per second of prompt processing and decoding.")
+@click.option(
+    "--keep/--discard", default=True, show_default=True, help="Keep or delete each checkpoint after its evaluation."
+)
 @trust_option
 @device_option
 @json_option
@@ -45,15 +49,15 @@ from compress.cli.options import (
 def sweep(
     model: str, recipes: tuple[str, ...], output: str, json_file: str | None, quiet: bool, **options: Any
 ) -> None:
-    """Quantize MODEL by every RECIPE (a YAML file, or a name from `compress recipes`), and evaluate each against it.
+    """Quantize MODEL by each RECIPE (a YAML file, or a name from `compress recipes`), and compare each with MODEL.
 
     \b
     compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
     compress sweep MODEL RECIPE... --calibration TEXT --text TEXT --task piqa.jsonl --speed --output DIR
 
-    The same command goes on where it was stopped: what is done, by the content of model, recipe and texts, stays; a
-    task or --speed that is new is measured on the checkpoints that are there. Of the original nothing is measured
-    twice. A recipe that fails is reported, and the others go on; the exit code is 1 then.
+    The same command continues a sweep that was stopped. What is done for the same model, recipe and texts is not done
+    again. A new task, or --speed, is measured on the checkpoints that are there. The original is measured once. If a
+    recipe fails, the others still run; the exit code is then 1.
     """
     begin()
     from compress.cli.progress import reporting

@@ -17,15 +17,19 @@ training_options = group(
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
     click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
     click.option(
-        "--learning-rate", type=float, help="Of weights, at its highest.  [default: chosen by a range test of 31 steps]"
+        "--learning-rate",
+        type=float,
+        help="Highest learning rate of weights.  [default: chosen by a range test of 31 steps]",
     ),
-    click.option("--task", type=float, help="Weight of the next token beside the teacher.  [default: 0]"),
+    click.option(
+        "--task", type=float, help="Weight of the loss on the text's next token; the teacher's has 1.  [default: 0]"
+    ),
     click.option(
         "--train",
         "training_settings",
         multiple=True,
         metavar="NAME=VALUE",
-        help="Any option of the training, like --train schedule=linear: see `compress methods train`. Repeat for more.",
+        help="Any option of training, like --train schedule=linear: see `compress methods train`. Repeatable.",
     ),
 )
 
@@ -38,7 +42,7 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
     return make_pass("train", split_settings(settings, {**chosen, **fixed}))
 
 
-@click.command(short_help="Quantize a model and train it so (quantization-aware training).")
+@click.command(short_help="Quantize a model, then train it with its rounding (QAT).")
 @click.argument("model")
 @click.option(
     "--method",
@@ -47,7 +51,10 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
     help="The pass that quantizes before training: see `compress methods`.",
 )
 @method_options
-@click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
+@click.option(
+    "--teacher",
+    help="Model to learn from: original, none, a directory, or cached logits (FILE.safetensors).  [default: original]",
+)
 @added_options
 @training_options
 @setting_option
@@ -64,7 +71,7 @@ def qat(
     fsdp: bool,
     **options: Any,
 ) -> None:
-    """Quantize MODEL, train it with its rounding, and write the checkpoint that training saw.
+    """Quantize MODEL, train it with its rounding, and write a checkpoint with the codes of training.
 
     \b
     compress qat demo --scheme w2a16 --group-size 32 --calibration demo --steps 200 --output out
@@ -82,19 +89,19 @@ def qat(
     run("train", model, passes, f"method {method!r}", notes, fsdp=fsdp, **options)
 
 
-@click.command(short_help="Train a smaller model, or any other, to do what a teacher does.")
+@click.command(short_help="Train a smaller model to predict what a teacher predicts.")
 @click.argument("teacher")
 @click.option("--student", metavar="MODEL", help="The model that learns.  [default: a part of the teacher]")
-@click.option("--student-layers", type=int, metavar="N", help="So many blocks of the teacher, those it needs most.")
+@click.option(
+    "--student-layers", type=int, metavar="N", help="Number of the teacher's blocks to keep: those that matter most."
+)
 @click.option(
     "--student-hidden",
     type=int,
     metavar="N",
-    help="So many channels of its hidden state, in all layers; also with --student-layers.",
+    help="Width of the student's hidden state; also with --student-layers.",
 )
-@click.option(
-    "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
-)
+@click.option("--structure", metavar="PARTS", help="Parts of the teacher to remove: see `compress prune --structure`.")
 @training_options
 @run_options
 @exits_cleanly
@@ -108,7 +115,7 @@ def distill(
     fsdp: bool,
     **options: Any,
 ) -> None:
-    """Train a student on what TEACHER says, and write it.
+    """Train a student to predict what TEACHER predicts, and write it.
 
     \b
     compress distill demo --student-layers 2 --calibration demo --output out

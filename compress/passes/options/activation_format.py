@@ -19,11 +19,12 @@ class ActivationFormat(WeightFormat):
     """A pass that may round the inputs and outputs of its layers, to 2 to 8 bits, as the scheme says."""
 
     activations: Activations = "dynamic"
-    """Fit of rounded inputs: to every token as it comes (of a convolution: every sample), or by calibration."""
+    """Ranges of rounded inputs. dynamic: one of each token (in a convolution: of each sample); static: fixed by
+    calibration."""
 
     activation_grid: ActivationGrid = "symmetric"
-    """Grid of static inputs and outputs; unsigned is for inputs that are never negative (after a ReLU), and gives
-    outputs the asymmetric grid."""
+    """Grid of static inputs and outputs. unsigned: for inputs that are never negative (after a ReLU); outputs then have
+    the asymmetric grid."""
 
     outputs: Outputs = "none"
     """Rounding of a layer's output, bias included, to 8 bits, by a fixed range per tensor."""

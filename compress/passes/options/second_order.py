@@ -1,7 +1,7 @@
 """The options and the course of the passes that solve for the least error of what a layer returns.
 
     relied      statistics, as far as the tokens carry them              Hessian, damping, drift correction
-    _solve      a target for each layer, then `solver`, a function of tensors from `compress.solvers`
+    by_solution a target for each layer, then `solver`, a function of tensors from `compress.solvers`
     borne_out   with very few tokens: which of its solutions a layer gets
     figures     what the record says
 
@@ -31,7 +31,7 @@ from compress.solvers.outliers import has_outliers, share_of_outliers
 from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
 from compress.system.comm import Comm
 from compress.weights.decision import Figures
-from compress.weights.terms import Summand, Weight
+from compress.weights.matrix import Matrix
 
 # What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
@@ -59,7 +59,7 @@ class Relied:
 class Aimed:
     """The weight of a layer, the values [N, K] that it aims at, and the share of the drift correction in those."""
 
-    weight: Summand | Weight
+    weight: Matrix
     target: Tensor
     drift: float
 
@@ -101,7 +101,7 @@ class SecondOrder(Pass):
         """Inputs that share a scale; None: all of them."""
 
     @abstractmethod
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Summand | Weight:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         """A layer's weight, as it is now, rounded to nearest: what it gets where nothing better is borne out."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class SecondOrder(Pass):
     def decide_stage(self) -> Decide:
         return replace(super().decide_stage, reference=self.drift > 0)
 
-    def solved(self, site: Site) -> dict[str, tuple[Summand | Weight, Figures]]:
+    def solved(self, site: Site) -> dict[str, tuple[Matrix, Figures]]:
         """{layer: (its weight, figures)}."""
         statistics: HessianResult = site.stats["hessian"]
         relied = self.relied(statistics)
@@ -137,10 +137,10 @@ class SecondOrder(Pass):
             chosen = dict.fromkeys(site.weights, "rounding")
             if statistics.halves:
                 chosen = borne_out(site, statistics.halves, self._by_every_solution)
-        found: dict[str, tuple[Summand | Weight, Figures]] = {}
+        found: dict[str, tuple[Matrix, Figures]] = {}
         for solution in sorted(set(chosen.values())):
             part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
-            for name, one in self._solve(part, relied, solution).items():
+            for name, one in self.by_solution(part, relied, solution).items():
                 figures = self.figures(site, name, one, relied)
                 found[name] = one.weight, {**figures, "solution": self.called[solution]}
         return {name: found[name] for name in site.weights}
@@ -157,16 +157,14 @@ class SecondOrder(Pass):
         correction = drift_correction(statistics, seen.factor.damp + noise * self.shrink) if self.drift else None
         return Relied(statistics, seen, correction, POLISH_DAMP + share * noise)
 
-    def _by_every_solution(
-        self, site: Site, statistics: HessianResult
-    ) -> Iterator[tuple[Solution, dict[str, Summand | Weight]]]:
+    def _by_every_solution(self, site: Site, statistics: HessianResult) -> Iterator[tuple[Solution, dict[str, Matrix]]]:
         relied = self.relied(statistics)
         for solution in SOLUTIONS:
             if relied.correction is not None or solution != "gptq without drift":
-                yield solution, {n: one.weight for n, one in self._solve(site, relied, solution).items()}
+                yield solution, {n: one.weight for n, one in self.by_solution(site, relied, solution).items()}
 
-    def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
-        """The site's layers by one solution."""
+    def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
+        """The site's layers by one solution. Passes whose weights have further terms extend it."""
         hessian = relied.hessian
         weights = {n: site.wanted(n).to(hessian.dtype) for n in site.weights}
         if solution == "rounding":
@@ -179,9 +177,7 @@ class SecondOrder(Pass):
         found = self.solve(site, rows, relied)
         return {n: Aimed(found[n], target, share) for n, (target, share) in aims.items()}
 
-    def solve(
-        self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
-    ) -> dict[str, Summand | Weight]:
+    def solve(self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied) -> dict[str, Matrix]:
         """`solver` over the rows of all layers, each rank its share."""
         return solve_stacked(site, rows, self.solver(relied), self.together)
 
@@ -208,7 +204,7 @@ class SecondOrder(Pass):
 def borne_out(
     site: Site,
     halves: Sequence[HessianResult],
-    solve: Callable[[Site, HessianResult], Iterable[tuple[Solution, Mapping[str, Summand | Weight]]]],
+    solve: Callable[[Site, HessianResult], Iterable[tuple[Solution, Mapping[str, Matrix]]]],
 ) -> dict[str, Solution]:
     """For every layer the boldest solution that, found by either half of the tokens, is better on the other.
 
@@ -227,7 +223,7 @@ def borne_out(
     return {name: boldest(found) for name, found in losses.items()}
 
 
-def loss_on(comm: Comm, weight_NK: Tensor, weight: Summand | Weight, judge: HessianResult) -> float:
+def loss_on(comm: Comm, weight_NK: Tensor, weight: Matrix, judge: HessianResult) -> float:
     """Mean over tokens of |X_ref W^T - X Q^T|^2, less the part of it that does not depend on Q."""
     error = weight_NK - weight.dequantize(weight_NK.dtype)
     loss = quadratic(comm, error, judge.hessian)

@@ -34,14 +34,13 @@ class WeightFormat(Pass):
     in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
 
     scheme: str = "w4a16"
-    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block: bits of a weight beside 16-bit inputs; a8 ... a2
-    round inputs, too, to integers of so many bits, as do fp8 (both e4m3) and fp8-block (of rtn alone: one scale per 128
-    x 128 weights, and per 128 inputs of a token)."""
+    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block: bits per weight, then bits per input; a16
+    leaves inputs as they are. fp8: float8 (e4m3) for both. fp8-block (rtn alone): also float8, with a scale per 128 x
+    128 weights and per 128 inputs of a token."""
 
     group_size: int = 0
-    """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that
-    does not divide all layers 64 or 32, which have kernels, too; where none does, each layer has its own of these, or
-    -1."""
+    """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the
+    inputs of every layer, 64 or 32; if none does, each layer has one of these, or -1."""
 
     group_up_to: int = 128
     """128, 64 or 32: the usual size, where group_size leaves it open."""

@@ -4,7 +4,7 @@
 which share their statistics. How to add a pass: CONTRIBUTING.md.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, TypeVar
@@ -18,6 +18,7 @@ from compress.passes.protocol.stages import (
     Learn,
     Reconstruction,
     Reorder,
+    Restructure,
     Rewrite,
     Stage,
     Survey,
@@ -26,12 +27,11 @@ from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
 
-S = TypeVar("S", Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
+S = TypeVar("S", Restructure, Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
 Aspect = Literal["dense weight", "mask", "quantized weight"]
-# What a pass is about: the layers inside the blocks, the token embedding and the output head, key-value caches, or
-# which layers there are and how wide.
-Treats = Literal["layers", "embeddings", "caches", "structure"]
+# What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
+Treats = Literal["layers", "embeddings", "caches"]
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,17 @@ class Pass:
     def calibrated(self) -> bool:
         """True if the pass needs calibration data."""
         return any(
-            isinstance(s, Reconstruction | Rewrite | Reorder) or (not isinstance(s, Learn) and s.needs)
+            s.calibrated
+            if isinstance(s, Restructure)
+            else isinstance(s, Reconstruction | Rewrite | Reorder) or (not isinstance(s, Learn) and bool(s.needs))
             for s in self.stages
         )
+
+    @property
+    def removes(self) -> bool:
+        """True if the model has fewer parameters afterwards."""
+        stage = self.stage(Restructure)
+        return stage is not None and stage.removes
 
     @property
     def rounds_inputs(self) -> bool:
@@ -150,6 +158,10 @@ class Pass:
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
+
+    def placed(self, layers: Sequence[str]) -> "Pass":
+        """This pass for a model whose layers have these names, with what depends on their places settled."""
+        return self
 
     @property
     def usual_size(self) -> int | None:

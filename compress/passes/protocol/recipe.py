@@ -11,6 +11,7 @@ passes:
 
 import importlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PASSES = {
     "rtn": "compress.passes.rtn:RTN",
     "gptq": "compress.passes.gptq:GPTQ",
+    "k-quants": "compress.passes.k_quants:KQuants",
     "spqr": "compress.passes.spqr:SpQR",
     "ternary": "compress.passes.ternary:Ternary",
     "binary": "compress.passes.binary:Binary",
@@ -48,6 +50,9 @@ PASSES = {
 }
 # What people call some of them elsewhere.
 OTHER_NAMES = {"nearest": "rtn", "round-to-nearest": "rtn", "svd": "low-rank", "bitnet": "ternary", "qat": "train"}
+# llama.cpp's types are a pass of their own, as none of the options of grids is theirs: {method: its `rounding`}.
+K_QUANT = re.compile(r"q\d_k(_\w)?")
+ROUNDINGS = {"gptq": "gptq", "rtn": "nearest"}
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -78,7 +83,12 @@ def options_of(kind: "type[Pass]") -> "dict[str, Field[Any]]":
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
-    """A pass by name (or `module:Class`) with its options. Raises InputError for a wrong name, option or value."""
+    """A pass by name (or `module:Class`) with its options; `gptq` and `rtn` of a scheme of llama.cpp's are `k-quants`.
+    Raises InputError for a wrong name, option or value."""
+    if name in ROUNDINGS and K_QUANT.fullmatch(str(options.get("scheme")).lower()):
+        name, options = "k-quants", {"rounding": ROUNDINGS[name], **options}
+    if name == "k-quants" and isinstance(scheme := options.get("scheme"), str):
+        options = {**options, "scheme": scheme.lower()}
     kind = pass_class(name)
     known = options_of(kind)
     arguments = {}

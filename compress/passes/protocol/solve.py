@@ -12,15 +12,15 @@ from compress.passes.protocol.sites import Site
 from compress.system.comm import Comm
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Quantized
-from compress.weights.terms import Summand, Weight, added, summands
+from compress.weights.matrix import Matrix, Term, added
 
 # What is solved: the arguments of a solver that have a row for each output, by their names there.
 Rows = Mapping[str, Tensor]
 # What comes of it: a weight whose terms' tensors have a row for each output, too, or are sparse rows.
-Solve = Callable[..., Summand | Weight]
+Solve = Callable[..., Matrix]
 
 
-def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Summand | Weight:
+def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Matrix:
     """Solve a weight whose output rows are independent: each rank its share, then all of them gathered.
 
     `solve(**rows)` returns the rows that it is given. together: so many rows in a row are not independent of each
@@ -34,14 +34,14 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Summa
     mine = shares[comm.rank]
     part = solve(**{key: tensor[mine] for key, tensor in rows.items()})
     lengths = [share.stop - share.start for share in shares]
-    return added(*(_gathered(comm, term, lengths) for term in summands(part)))
+    return added(*(_gathered(comm, term, lengths) for term in part.terms))
 
 
 def _times(part: slice, factor: int, most: int) -> slice:
     return slice(min(part.start * factor, most), min(part.stop * factor, most))
 
 
-def _gathered(comm: Comm, term: Summand, lengths: list[int]) -> Summand:
+def _gathered(comm: Comm, term: Term, lengths: list[int]) -> Term:
     """The rows of all ranks' terms below each other, of which each has so many."""
     if isinstance(term, Sparse):
         chosen = replace(term, value=torch.ones_like(term.value)).dequantize().bool()
@@ -50,35 +50,33 @@ def _gathered(comm: Comm, term: Summand, lengths: list[int]) -> Summand:
     assert is_dataclass(term), "a term that is solved by rows is tensors that have rows"
     held = {f.name: getattr(term, f.name) for f in fields(term)}
     tensors = {name: comm.gather_rows(t, lengths) for name, t in held.items() if isinstance(t, Tensor)}
-    return cast(Summand, replace(term, **tensors))  # type: ignore[arg-type]
+    return cast(Term, replace(term, **tensors))
 
 
-def solve_stacked(
-    site: Site, layers: Mapping[str, Rows], solve: Solve, together: int = 1
-) -> dict[str, Summand | Weight]:
+def solve_stacked(site: Site, layers: Mapping[str, Rows], solve: Solve, together: int = 1) -> dict[str, Matrix]:
     """Solve the layers of a site, which share their statistics, as one tall weight for each dtype of scales.
 
     `layers` has the same arguments of `solve` for each of them; `solve(scale_dtype=, **rows)` and `together` are as in
     `solve_rows`. With one scale in all, a layer's rows have to be given theirs.
     """
-    solved: dict[str, Summand | Weight] = {}
+    solved: dict[str, Matrix] = {}
     for names in stacks(site, together):
         rows = {key: torch.cat([layers[n][key] for n in names]) for key in layers[names[0]]}
         whole = solve_rows(site.comm, rows, partial(solve, scale_dtype=site.scale_dtypes[names[0]]), together)
         first = 0
         for name in names:
             last = first + len(next(iter(layers[name].values())))
-            solved[name] = added(*(_one_scale(term) for term in summands(whole.rows(slice(first, last)))))
+            solved[name] = added(*(_one_scale(term) for term in whole.rows(slice(first, last)).terms))
             first = last
     return solved
 
 
-def _one_scale(rows: Summand) -> Summand:
+def _one_scale(rows: Term) -> Term:
     """The rows of a layer that has one scale in all with that scale once; others as they are."""
     if not isinstance(rows, Quantized) or rows.grid.granularity != "tensor":
         return rows
     zero_point = None if rows.zero_point is None else rows.zero_point[:1]
-    return Quantized(rows.codes, rows.scale[:1], zero_point, rows.grid)
+    return replace(rows, scale=rows.scale[:1], zero_point=zero_point)
 
 
 def stacks(site: Site, together: int = 1) -> list[list[str]]:

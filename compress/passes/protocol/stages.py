@@ -1,5 +1,6 @@
 """Stages of a pass: values, each of which says what it needs to know and what it does with that.
 
+    Restructure  edits of the whole model, before anything else is planned: parts that go, rotations of the hidden state
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
     Gradients how the loss of the model changes with each weight, before the first layer is decided
     Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
@@ -12,20 +13,42 @@
 A pass is a tuple of them (`Pass.stages`). The loop asks for no more: what is new is a stage, not another question.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from compress.calibration.stats import StatisticFactory
+from compress.model.known_edits import Edit
+from compress.passes.protocol.removal import RemovalOptions
 from compress.passes.protocol.sites import Between, FoldSite, Rewritten, Scaling, Site
+from compress.passes.protocol.whole import Whole
 from compress.system.comm import RowShard
 from compress.train.options import TrainingOptions
 from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 
 Needs = Mapping[str, StatisticFactory]
+
+
+@dataclass(frozen=True)
+class Restructure:
+    """Edits of the whole model. It is the only stage of its pass, and one of the first two fields is given.
+
+    edits: (name of a module, "" for the model; an edit of it), in order, the same on every rank. They are first applied
+    to a copy without values (on the meta device), for which the rest of the run is planned, then to the model.
+    removal: shares that go of every block (`run.shrink.restructure`). calibrated: whether calibration data is needed.
+    removes: whether the model gets smaller; otherwise all shapes stay. keeps_zeros: whether weights that an earlier
+    command has pruned stay zero. otherwise: what to do about it where they do not.
+    """
+
+    edits: Callable[[Whole], Iterable[tuple[str, Edit]]] | None = None
+    removal: RemovalOptions | None = None
+    calibrated: bool = False
+    removes: bool = True
+    keeps_zeros: bool = False
+    otherwise: str = "leave that pass out"
 
 
 @dataclass(frozen=True)
@@ -146,4 +169,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Gradients | Learn | Reorder | Reconstruction | Rewrite | Decide | Fix
+Stage = Restructure | Survey | Gradients | Learn | Reorder | Reconstruction | Rewrite | Decide | Fix

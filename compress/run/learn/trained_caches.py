@@ -25,7 +25,7 @@ class TrainedCaches:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def on(self) -> None:
-        """From now on keys and values are rounded. The scales are no part of the model's state_dict."""
+        """Make attentions round keys and values. The scales are not in the model's state_dict."""
         for name, codes in self.decided.items():
             attention = self.model.get_submodule(name)
             if codes.scales is not None:
@@ -34,7 +34,7 @@ class TrainedCaches:
             self.handles.append(round_cache(attention, codes.scheme)[1])
 
     def off(self) -> None:
-        """Attentions are again what they were."""
+        """Stop rounding, and remove the scales."""
         while self.handles:
             self.handles.pop().remove()
         for name in self.decided:

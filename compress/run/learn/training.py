@@ -28,6 +28,7 @@ from compress.run.walk.token_tables import round_tables
 from compress.train.gain import little_gain
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.loop import History, Training, train, unchanged, untouched
 from compress.train.loop.optimizer import Learned
 from compress.train.loop.saved import fixed_of
@@ -37,7 +38,6 @@ from compress.train.options import TrainingOptions
 from compress.train.rates import RangeTest, range_test_once
 from compress.train.rounding.penalties import Penalties, penalized
 from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
-from compress.train.rounding.quantizers import quantized_of
 from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.train.rounding.swapped_layers import (
     PARTS,
@@ -51,6 +51,7 @@ from compress.train.rounding.swapped_layers import (
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
+from compress.weights.grid import Quantized
 
 
 class Collected:
@@ -62,21 +63,21 @@ class Collected:
         self.places: dict[str, Tensor] = {}
 
     def finished(self, block: str) -> Finished | None:
-        """Nothing is."""
+        """None: no block is taken from an earlier run."""
         return None
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Keep it."""
+        """Keep what was decided about a block."""
         self.blocks[block] = finished
 
     @property
     def caches(self) -> dict[str, CacheCodes]:
-        """By attention."""
+        """The codes of caches, by attention."""
         return {name: codes for each in self.blocks.values() for name, codes in each.caches.items()}
 
     @property
     def decisions(self) -> dict[str, Decision]:
-        """By layer."""
+        """The decisions, by layer."""
         return {n: d for each in self.blocks.values() for n, d in each.decided.items() if isinstance(d, Decision)}
 
 
@@ -163,9 +164,8 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
     found = {}
     for layer in layers:
         decided = decisions.get(layer.name, Decision(dense(layer.weight)))
-        first, *others = decided.sum.terms
-        codes = quantized_of(first)
-        if others or (codes is not None and codes.grid.signs):
+        first, *others = decided.weight.terms
+        if others or (isinstance(first, Quantized) and first.grid.signs):
             why = "in terms that make no zero together" if others else "as signs, none of which is zero"
             raise InputError(
                 f"{layer.name} is stored {why}, and train prunes it; leave sparsity out or the layer (`but`)"
@@ -199,17 +199,18 @@ def _train(
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
         weights = weights_outside(run.model, inside)
         objective = Objective(options, run.model, teacher)
-        objective.begin(rows.take([0]))
+        micro = min(lessons.micro, -(-options.rows // run.comm.world))
+        seen, _ = rows.split(options.held_out)
+        objective.begin(seen, SampleOrder(len(seen), options.rows, options.seed).of_step(0), micro, run.comm)
         reshard(run.model)  # a root that has run would not see what a checkpoint brings
         for note in objective.notes:
             run.record.note(run.reporter, note)
         scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
         if not weights and not scales:
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
-        fixed = fixed_of(quantizers)
+        fixed = fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()}
         learned = Learned(weights, scales)
         before, after = _thinning(run, learn, mine)
-        micro = min(lessons.micro, -(-options.rows // run.comm.world))
         this = Training(
             options,
             objective,

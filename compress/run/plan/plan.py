@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from compress.model.layers import (
 )
 from compress.model.left_alone import left_alone
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder
+from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder, Restructure
 from compress.run.plan.matching import Ignored, Matching, check_untouched
 from compress.weights.caches import CacheScheme
 from compress.weights.masks import Earlier
@@ -34,8 +35,8 @@ class Plan:
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all passes as given, with options settled that they left open.
     notes: remarks for the user about that. convolutions, experts: whether they are layers. earlier: the pruning
-    that the model comes with. A plan without anything to decide is of a recipe that removes structure and does no more:
-    the model is written as it is.
+    that the model comes with. A plan without anything to decide is of a recipe that edits the whole model and does no
+    more: the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -122,7 +123,7 @@ def plan(
     if valued:
         check_tensors(model)
         check_untouched(model)
-    structural, passes = structural_of(passes)
+    structural, passes = restructuring_of(passes)
     kv = _cache_pass(model, passes)
     if convolutions is None:
         convolutions = treats_convolutions(model)
@@ -148,7 +149,7 @@ def plan(
     ignored.check_matched(example=everything[0].name if everything else "")
     notes: list[str] = []
     treated = {"layers": everything, "embeddings": tables, "caches": ()}
-    recipe = tuple(_fitted(p, [layer for layer in treated[p.treats] if p.wants(layer.name)], notes) for p in passes)
+    recipe = tuple(_fitted(p, treated[p.treats], notes) for p in passes)
     result = Plan(
         tuple(stacks),
         layers,
@@ -166,28 +167,39 @@ def plan(
     return result
 
 
-def structural_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """(The pass that removes structure, if there is one; the others.) Raises InputError where it is not the first of
-    them, or not the only one, or for some layers only."""
-    structural = tuple(p for p in passes if p.treats == "structure")
-    rest = tuple(p for p in passes if p.treats != "structure")
-    if len(structural) > 1:
-        raise InputError("one structure pass removes heads, channels and layers together; give one")
+def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """(The passes that edit the whole model; the others.) Raises InputError where these are not the first of them, or
+    for some layers only, and for a second one that removes shares."""
+    found = [(p, stage) for p in passes if (stage := p.stage(Restructure)) is not None]
+    structural = tuple(p for p, _ in found)
+    rest = tuple(p for p in passes if p not in structural)
+    removing = [p.name for p, stage in found if stage.removal is not None]
+    if len(removing) > 1:
+        raise InputError(f"one {removing[0]} pass removes heads, channels and layers together; give one")
     for p in structural:
         p.check({})
-    if structural and passes[0] is not structural[0]:
-        raise InputError("structure changes the shapes of the layers that other passes decide about; put it first")
-    if structural and structural[0].where:
-        raise InputError(
-            "structure takes as much from every block, which is all that a configuration can say; leave `only` and "
-            "`but` out"
-        )
+    for before, p in pairwise(passes):
+        if p in structural and before not in structural:
+            raise InputError(
+                f"{p.name} changes the shapes of the layers that other passes decide about; put it first"
+                if p.removes
+                else f"{p.name} changes the weights that other passes decide about; put it first"
+            )
+    for p, stage in found:
+        if p.where:
+            why = "takes as much from every block, which is all that a configuration can say"
+            raise InputError(
+                f"{p.name} {why if stage.removal is not None else 'edits the whole model'}; leave `only` and `but` out"
+            )
     return structural, rest
 
 
-def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
-    """The pass with one group size for all its layers, where it left that open. Where no size suits them all it stays
-    open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into `notes`."""
+def _fitted(p: Pass, everything: Sequence[Layer], notes: list[str]) -> Pass:
+    """The pass with one group size for those of the layers that are its, where it left that open. Where no size suits
+    them all it stays open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into
+    `notes`."""
+    p = p.placed([layer.name for layer in everything])
+    layers = [layer for layer in everything if p.wants(layer.name)]
     widths = {layer.shape[1] for layer in layers}
     found, usual = p.fitted(widths) if widths else p, p.usual_size
     odd = next((layer for layer in layers if usual is not None and layer.shape[1] % usual), None)

@@ -19,7 +19,7 @@ from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CheckpointError, InputError
 from compress.model.layers import Layer, find_stacks, layers_of, obstacle
 from compress.passes.protocol.base import Pass
-from compress.passes.structure import Structure
+from compress.passes.protocol.stages import Restructure
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.system.comm import Comm
@@ -60,13 +60,13 @@ def check_plan(plan: Plan, earlier: Earlier) -> None:
             check_keeps([layer for layer in everything if p.wants(layer.name)], p, earlier)
 
 
-def check_structure(model: nn.Module, p: Structure, earlier: Earlier) -> None:
-    """`check_keeps` of a pass that removes structure, where it makes up for that."""
-    if p.compensate and (p.shares or p.layers):
+def check_restructured(model: nn.Module, p: Pass, stage: Restructure, earlier: Earlier) -> None:
+    """`check_keeps` of a pass that edits the whole model."""
+    if not stage.keeps_zeros:
         blocks = [each for stack in find_stacks(model) for each in stack.blocks]
         layers = [layer for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
         treatable = [layer for layer in layers if obstacle(layer.module) is None]
-        check_keeps(treatable, p, earlier, "give compensate=False")
+        check_keeps(treatable, p, earlier, stage.otherwise)
 
 
 def masked(plan: Plan, residency: Residency, layers: Sequence[Layer]) -> dict[str, Decision]:

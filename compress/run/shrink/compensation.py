@@ -17,7 +17,7 @@ from compress.model.calls import Arrival, Call
 from compress.model.edits.changes import DATA, Applied, change
 from compress.model.layers import Layer, Stack, layers_of, obstacle
 from compress.model.opened import Opened
-from compress.passes.structure import Structure
+from compress.passes.protocol.removal import RemovalOptions
 from compress.run.installed import Versions
 from compress.run.plan.matching import Ignored, shared_weights
 from compress.run.residency import Local
@@ -33,7 +33,7 @@ class Compensation:
     """Compensation for dropped blocks in a model whose blocks are all still there. A collective."""
 
     model: nn.Module
-    p: Structure
+    p: RemovalOptions
     residency: Local
     ignored: Ignored
     comm: Comm

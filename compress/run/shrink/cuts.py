@@ -11,7 +11,7 @@ from compress.model.edits.changes import DATA, Applied, change
 from compress.model.edits.keep import OUTSIDE, Coupling, Keep, Member
 from compress.model.layers import Layer
 from compress.model.opened import Opened
-from compress.passes.structure import Part
+from compress.passes.protocol.removal import Part
 from compress.run.installed import Versions
 from compress.run.shrink.groups import Chosen
 

@@ -19,26 +19,17 @@ from compress.model.edits.configured import Fields, configure, unread_of
 from compress.model.edits.drop import Drop
 from compress.model.edits.keep import Coupling, Keep
 from compress.model.edits.width import Width, narrow, taken_by, width_of
-from compress.model.layers import Layer, Stack, find_stacks, output_head
-from compress.model.structure.couplings import find_couplings, why_not
-from compress.model.structure.discovery import signature_of
+from compress.model.layers import Layer, Stack, find_stacks
 from compress.model.valueless import size_of, without_values
-from compress.passes.structure import Part, Structure
-from compress.run.plan.matching import Ignored, shared_weights
+from compress.passes.protocol.removal import Part, RemovalOptions
+from compress.run.plan.matching import Ignored
 from compress.run.residency import Residency
+from compress.run.shrink.blocks import CouplingFinder
 from compress.run.shrink.cuts import NAMES, Cut, part_of
+from compress.run.shrink.restructured import ModelSize
 from compress.run.walk.sites import structure_of
 
-MIB = 2**20
 TRIED = 16  # numbers of heads, where the one that was asked for does not work
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters of a model, and the bytes that its tensors take in a checkpoint."""
-
-    parameters: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Foreseen:
     extended by the parts that must go with those it names. model: as it will be, without values. couplings: of every
     block, where they are known. without: blocks in which there is nothing of the kind to cut, and why."""
 
-    p: Structure
+    p: RemovalOptions
     cuts: Mapping[nn.Module, tuple[Cut, ...]]
     before: ModelSize
     after: ModelSize
@@ -63,10 +54,8 @@ class Foreseen:
         what = [*([f"{blocks - layers} of {blocks} blocks"] if layers else []), *dict.fromkeys(said)]
         if self.width is not None:
             what.append(f"{self.p.staying('hidden', self.width)} of {self.width} channels of the hidden state")
-        before, after = self.before, self.after
         return [
-            f"structure: {', '.join(what)} will stay: {after.parameters} of {before.parameters} parameters "
-            f"({after.parameters / before.parameters:.1%}), {after.bytes / MIB:.2f} of {before.bytes / MIB:.2f} MiB",
+            f"structure: {', '.join(what)} will stay: {self.after.said(self.before)}",
             *(f"structure: {each}" for each in self.said),
             *(f"structure: nothing to cut in {name}: {why}" for name, why in self.without.items()),
         ]
@@ -75,10 +64,9 @@ class Foreseen:
 class Foresight:
     """Looks at all blocks of a model for one pass."""
 
-    def __init__(self, model: nn.Module, p: Structure, residency: Residency, ignored: Ignored) -> None:
+    def __init__(self, model: nn.Module, p: RemovalOptions, residency: Residency, ignored: Ignored) -> None:
         self.model, self.p, self.residency, self.ignored = model, p, residency, ignored
-        self.shared, self.head = shared_weights(model), output_head(model)
-        self.known: dict[tuple[object, ...], tuple[tuple[Coupling, ...], tuple[str, ...]]] = {}
+        self.finder = CouplingFinder(model, residency, ignored)
         self.couplings: dict[nn.Module, tuple[Coupling, ...]] = {}
         self.without: dict[str, str] = {}
         self.said: list[str] = []
@@ -108,9 +96,9 @@ class Foresight:
     def cuts_of(self, name: str, block: nn.Module, call: Call) -> Iterator[Cut]:
         """The cuts of a block, in the order in which it computes."""
         with self.residency.open(block, keep=False) as opened, evaluating(block):
-            couplings, rejected = self.couplings_of(name, opened.block, call)
+            couplings, rejected = self.finder.couplings_of(name, opened.block, call)
             self.couplings[block] = couplings
-            usable = [c for c in couplings if self.usable(name, c)]
+            usable = [c for c in couplings if self.finder.usable(name, c)]
             layers = [Layer(m.name, block.get_submodule(m.name)) for c in usable for m in c.consumers]
             order = [n for site in structure_of(block, [call], layers).sites for n in site] if layers else []
         places = {consumer: i for i, consumer in enumerate(order)}
@@ -128,35 +116,13 @@ class Foresight:
             if part in self.p.shares:
                 yield Cut(part, coupling, self.p.staying(part, coupling.groups))
 
-    def couplings_of(self, name: str, block: nn.Module, call: Call) -> tuple[tuple[Coupling, ...], tuple[str, ...]]:
-        """(the couplings of an open block, why others are none)."""
-        kind = signature_of(block)
-        if kind not in self.known:
-            result = find_couplings(block, call, self.shared)
-            self.known[kind] = result.found, result.rejected
-            return self.known[kind]
-        couplings, rejected = self.known[kind]
-        for coupling in couplings:
-            if problems := why_not(block, call, coupling):
-                raise InputError(
-                    f"{', '.join(coupling.sizes)} of {name} cannot be cut as in blocks like it: {problems[0]}"
-                )
-        return couplings, rejected
-
-    def usable(self, name: str, coupling: Coupling) -> bool:
-        """True if no pattern ignores a layer of the coupling, and none is the output head."""
-        prefix = f"{name}." if name else ""
-        names = [prefix + member.name for _, member in coupling.members()]
-        asked = [self.ignored.asked_for(full) for full in names]
-        return not any(asked) and all(self.model.get_submodule(full) is not self.head for full in names)
-
     # --- channels of the hidden state
 
     def width(self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]) -> Width:
         """The places of the hidden channels. Adds heads to the pass where no configuration leaves them as they are."""
         for name, block in chain.from_iterable(stack.blocks for stack in stacks):
             with self.residency.open(block, keep=False) as opened, evaluating(block):
-                self.couplings[block], _ = self.couplings_of(name, opened.block, calls[block])
+                self.couplings[block], _ = self.finder.couplings_of(name, opened.block, calls[block])
         width = hidden_width(self.model, stacks, self.couplings)
         ignored = (name.rpartition(".")[0] for name in width.axes)
         if asked := next((name for name in ignored if self.ignored.asked_for(name)), None):
@@ -168,7 +134,7 @@ class Foresight:
                 self.p = self.with_heads(width, error)
         return width
 
-    def with_heads(self, width: Width, error: InputError) -> Structure:
+    def with_heads(self, width: Width, error: InputError) -> RemovalOptions:
         """The pass for a configuration that has no size of heads: as many heads go as channels of the hidden state.
         Raises the error where that is not what is wrong."""
         staying, text = self.p.staying("hidden", width.size), self.model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -185,7 +151,7 @@ class Foresight:
         self.said.append(
             f"{type(text).__name__} has no size of heads, so heads go with the channels of the hidden state"
         )
-        return replace(self.p, heads=1 - staying / width.size, compensate=self.p.compensate and self.p.calibrated)
+        return replace(self.p, heads=1 - staying / width.size, compensate=self.p.compensate and self.p.uses_data)
 
     def cut_copy(
         self, stacks: Sequence[Stack], cuts: Mapping[nn.Module, Sequence[Cut]], width: Width | None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
-from compress.passes.structure import Structure
+from compress.passes.protocol.removal import RemovalOptions
 from compress.solvers.removal import (
     Costs,
     CutConsumer,
@@ -61,7 +61,7 @@ class Chosen:
 
 
 def choose(
-    p: Structure, groups: tuple[int, int], readings: Mapping[str, Reading], written_G: Tensor, comm: Comm
+    p: RemovalOptions, groups: tuple[int, int], readings: Mapping[str, Reading], written_G: Tensor, comm: Comm
 ) -> Chosen:
     """Decide about a coupling. groups: how many there are, and how many stay. written: [G] sum of squares of the
     weights that make each group. A collective: the groups are those of the first rank."""
@@ -88,7 +88,7 @@ def choose(
     return Chosen(kept, solved, figures)
 
 
-def consumer_of(p: Structure, reading: Reading, comm: Comm) -> CutConsumer:
+def consumer_of(p: RemovalOptions, reading: Reading, comm: Comm) -> CutConsumer:
     """The second moments of a reader as they are relied on, and the weight that makes up for what was cut before it."""
     statistics: HessianResult = reading.stats["hessian"]
     if p.shrink:
@@ -105,7 +105,7 @@ def consumer_of(p: Structure, reading: Reading, comm: Comm) -> CutConsumer:
 
 
 def groups_left(
-    p: Structure,
+    p: RemovalOptions,
     groups: int,
     count: int,
     readings: Mapping[str, Reading],

@@ -8,37 +8,32 @@ The model is in memory as a whole, cut: under FSDP2 on every rank, before it is 
 ranks, so all of them cut alike.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from compress.calibration.collect import collected
 from compress.errors import CompressError
 from compress.model.calls import Arrival, Batch, Call, evaluating, without_cache
-from compress.model.edits.changes import Applied, undo
 from compress.model.edits.configured import Fields, configure, unread_of
 from compress.model.edits.drop import Drop
-from compress.model.layers import Layer, Stack, find_stacks, layers_of, whole_model
+from compress.model.layers import Layer, Stack, find_stacks, whole_model
 from compress.model.opened import Opened
-from compress.model.valueless import size_of
-from compress.passes.structure import Structure
+from compress.passes.protocol.removal import RemovalOptions
 from compress.run.installed import Versions
-from compress.run.plan.batches import ChainBrokenError
 from compress.run.plan.matching import Ignored
 from compress.run.residency import Local
+from compress.run.shrink.blocks import calls_of, check_ignored, stacks_called
 from compress.run.shrink.compensation import Compensation
 from compress.run.shrink.cuts import Cut, Removed
-from compress.run.shrink.foresight import Foreseen, Foresight, ModelSize, check_droppable, hidden_width, unread_of_all
+from compress.run.shrink.foresight import Foreseen, Foresight, check_droppable, hidden_width, unread_of_all
 from compress.run.shrink.groups import Reading, choose
 from compress.run.shrink.narrowing import Narrowing
+from compress.run.shrink.restructured import Restructured, config_of
 from compress.run.shrink.without import Without
-from compress.run.walk.capture import capture, output_shape
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.sites import structure_of
 from compress.run.walk.state import Streams
@@ -46,43 +41,15 @@ from compress.system.comm import Comm
 from compress.system.progress import Reporter
 
 
-@dataclass
-class Restructured:
-    """A finished restructuring: the entry of compress.json, notes for the user, and changes to undo."""
-
-    record: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    changes: list[Applied] = field(default_factory=list)
-
-    def undo(self) -> None:
-        """Make the model what it was, bit for bit."""
-        while self.changes:
-            undo(self.changes.pop())
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of what was removed; a resumed run must have removed the same."""
-        went = [self.record["dropped"], [(cut["block"], cut["cut"], cut["removed"]) for cut in self.record["cut"]]]
-        if "hidden" in self.record:
-            went.append(self.record["hidden"]["removed"])
-        return hashlib.sha256(json.dumps(went).encode()).hexdigest()
-
-
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """A model's configuration as it is now; nothing for a model without one."""
-    config = getattr(model, "config", None)
-    return json.loads(config.to_json_string(use_diff=False)) if isinstance(config, PretrainedConfig) else {}
-
-
 @dataclass(frozen=True)
 class Restructuring:
-    """One pass over one model. batches: this rank's; probe: one micro-batch, the same on every rank. check: refuses,
-    before any work, a model (without values) of the shapes that are to be left."""
+    """One pass over one model. batches: this rank's; probe: makes one micro-batch, the same on every rank. check:
+    refuses, before any work, a model (without values) of the shapes that are to be left."""
 
     model: nn.Module
-    p: Structure
+    p: RemovalOptions
     batches: Sequence[Batch]
-    probe: Batch
+    probe: Callable[[], Batch]
     residency: Local
     ignored: Ignored
     check: Callable[[nn.Module], None]
@@ -104,19 +71,19 @@ class Restructuring:
     def carry_out(self, one_block: bool) -> None:
         """Look, say what will be left, remove, and hold it to that."""
         check_ignored(self.model, self.ignored)
-        stacks, calls = self.stacks(one_block)
+        stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
         check_droppable(self.model, stacks, self.p.layers)
         foreseen = Foresight(self.model, self.p, self.residency, self.ignored).foreseen(stacks, calls)
         self.check(foreseen.model)
-        self.done.notes += foreseen.notes(self.p.layers, sum(len(stack.blocks) for stack in stacks))
-        for note in self.done.notes:
+        notes = foreseen.notes(self.p.layers, sum(len(stack.blocks) for stack in stacks))
+        self.done.notes += notes
+        for note in notes:
             self.reporter.note(note)
         replace(self, p=foreseen.p).remove(stacks, foreseen)
 
     def remove(self, stacks: list[Stack], foreseen: Foreseen) -> None:
         """Remove what was said."""
-        record = self.done.record
-        record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}
+        self.done.begin(foreseen.before, foreseen.after)
         config = config_of(self.model)
         if self.p.layers:
             stacks = [self.drop(*stacks)]
@@ -130,48 +97,18 @@ class Restructuring:
             counts = {(c.coupling.groups, c.staying) for each in foreseen.cuts.values() for c in each}
             changed = configure(self.model, unread, counts if known else (), known=known, like=foreseen.model)
             self.done.changes.append(changed)
-        found = ModelSize(*size_of(self.model))
-        if found != foreseen.after:
-            raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")
-        now = config_of(self.model)
-        record["config"] = {key: [config.get(key), new] for key, new in now.items() if config.get(key) != new}
+        self.done.finish(self.model, config, foreseen.after)
 
-    # --- which blocks there are, and what they are called with
-
-    def stacks(self, one_block: bool) -> tuple[list[Stack], dict[nn.Module, Call]]:
-        """The stacks of the model and the probe's call of every block; the model as one block where that is asked for,
-        or where its blocks are no chain."""
-        stacks = find_stacks(self.model)
-        if one_block or len(stacks) > 1:
-            stacks = [whole_model(self.model)]
-        try:
-            return stacks, self.probed(stacks)
-        except ChainBrokenError:
-            stacks = [whole_model(self.model)]
-            return stacks, self.probed(stacks)
-
-    def probed(self, stacks: Sequence[Stack]) -> dict[nn.Module, Call]:
-        calls: dict[nn.Module, Call] = {}
-        for stack in stacks:
-            captured = self.captured(stack, [self.probe])
-            calls |= {block: of[0] for (_, block), of in zip(stack.blocks, captured, strict=True)}
-        return calls
-
-    def captured(self, stack: Stack, batches: Sequence[Batch]) -> list[list[Call]]:
-        """The calls of every block of a stack."""
-
-        def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            with self.residency.open(stack.blocks[0][1], keep=False) as opened:
-                return output_shape(opened.block, args, kwargs)
-
-        return capture(self.model, stack, batches, self.residency, first_output)
+    def captured(self, stack: Stack) -> list[list[Call]]:
+        """This rank's calls of every block of a stack."""
+        return calls_of(self.model, stack, self.batches, self.residency)
 
     # --- whole blocks
 
     def drop(self, stack: Stack) -> Stack:
         """Drop the blocks without which the model loses least, one after the other; returns what is left of the stack,
         in which the block behind each makes up for it."""
-        captured = self.captured(stack, self.batches)
+        captured = self.captured(stack)
         without = Without(self.model, stack, self.batches, captured, self.residency, self.comm)
         gone: list[int] = []
         losses: dict[int, float] = {}
@@ -195,7 +132,7 @@ class Restructuring:
     def narrowed(self, stacks: Sequence[Stack], foreseen: Foreseen) -> tuple[Fields, list[tuple[str, str]]]:
         """Cut the hidden state; returns what the configuration has to say, and `Coupling.unread` of all blocks."""
         width = hidden_width(self.model, stacks, foreseen.couplings)
-        calls = self.captured(whole_model(self.model), self.batches)[0] if self.p.calibrated else []
+        calls = self.captured(whole_model(self.model))[0] if self.p.uses_data else []
         count, weighed = self.p.staying("hidden", width.size), self.p.importance == "magnitude"
         work = Narrowing(self.model, width, count, calls, weighed, self.residency, self.comm)
         changes, self.done.record["hidden"] = work.run()
@@ -206,7 +143,7 @@ class Restructuring:
 
     def cut_stack(self, stack: Stack, cuts: Mapping[nn.Module, Sequence[Cut]]) -> list[tuple[str, str]]:
         """Cut every block behind those that are cut already; returns `Coupling.unread` of all."""
-        captured = self.captured(stack, self.batches) if self.p.calibrated else [[] for _ in stack.blocks]
+        captured = self.captured(stack) if self.p.uses_data else [[] for _ in stack.blocks]
         streams = Streams(captured[0], captured[0] if self.p.compares else [])
         unread: list[tuple[str, str]] = []
         for i, (name, block) in enumerate(stack.blocks):
@@ -274,12 +211,3 @@ class Restructuring:
         sites = [[by_name[name] for name in names] for names in structure.sites]
         suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
         return found
-
-
-def check_ignored(model: nn.Module, ignored: Ignored) -> None:
-    """Raises InputError for a pattern that names no layer."""
-    blocks = [each for stack in find_stacks(model) for each in stack.blocks]
-    names = [layer.name for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
-    for name in names:
-        ignored.asked_for(name)
-    ignored.check_matched(example=names[0])

@@ -83,7 +83,7 @@ def permuted(layers: Sequence[LayerRecord]) -> str | None:
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     words = p.wording
-    first = decision.sum.terms[0]
+    first = decision.weight.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
     figures = dict(decision.figures)
     if decision.kept is not None:

@@ -16,9 +16,10 @@ from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import STRIPS_DIMENSIONS
 from compress.kernels.routes import Route
 from compress.weights.grid import Grid, Quantized, quantize
+from compress.weights.matrix import Matrix
 from compress.weights.rounding import ActivationCodes, Side
 from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named, scheme_of, terms_of
-from compress.weights.terms import Format, Summand, Weight
+from compress.weights.terms import Format
 
 
 class OnCodes(nn.Module):
@@ -183,9 +184,7 @@ class QuantLinear(StoredRows):
         return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
 
     @classmethod
-    def from_quantized(
-        cls, weight: Summand | Weight, bias: Tensor | None = None, scheme: Scheme | None = None
-    ) -> "QuantLinear":
+    def from_quantized(cls, weight: Matrix, bias: Tensor | None = None, scheme: Scheme | None = None) -> "QuantLinear":
         """The layer of a quantized weight. scheme: needed where the input is rounded, too, to every token. Raises
         InputError for fixed ranges, whose scales only `from_parts` takes."""
         scheme = scheme_of(weight) if scheme is None else scheme

@@ -180,7 +180,7 @@ class PackedLinear(WordLinear):
         words = planar.words[rows]
         parts = {"weight_scale": planar.scale[:, rows].t().contiguous()}
         parts |= self.stored(words, None if planar.zero is None else planar.zero[:, rows])
-        if self.scheme.terms[0].whole is None:
+        if self.scheme.terms[0].needs_shape:
             parts["weight_shape"] = torch.tensor([len(words), self.in_features], device=words.device)
         return parts
 

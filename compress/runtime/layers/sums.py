@@ -15,8 +15,9 @@ from compress.kernels.routes import Route, with_entries
 from compress.runtime.layers.base import QuantLinear, kernel_of
 from compress.runtime.layers.sparse import SparseLinear
 from compress.weights.grid import FLOAT8, straight_through
+from compress.weights.matrix import summed
 from compress.weights.scheme import Scheme
-from compress.weights.terms import FLOATS, Format, named, own, summed
+from compress.weights.terms import FLOATS, Format, named, own
 
 # {part of a fixed range in a checkpoint: the buffer that holds it}.
 FIXED = {
@@ -57,8 +58,9 @@ class HeldTerm(nn.Module):
         return {name: part.view(FLOAT8) if name in self.floats8 else part for name, part in named}
 
     @property
-    def dtype(self) -> torch.dtype:
-        return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), torch.get_default_dtype())
+    def dtype(self) -> torch.dtype | None:
+        """The stored dtype of its numbers; None for a term of codes alone."""
+        return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), None)
 
     def dequantize(self) -> Tensor:
         """The values [N, K] of the term."""
@@ -94,7 +96,8 @@ class SumLinear(QuantLinear):
     @property
     def dtype(self) -> torch.dtype:
         first: Any = self.summands[0]
-        return first.dtype
+        found: torch.dtype | None = first.dtype
+        return self._dtype if found is None else found
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         assert rows == self.whole(), "sums are not filled by rows"
@@ -115,7 +118,7 @@ class SumLinear(QuantLinear):
             known = term.parts(self.out_features, self.in_features)
             held: dict[str, Tensor] = summand.parts(rows)  # type: ignore[operator]
             parts |= named(i, {name: part for name, part in held.items() if name in known})
-        if self.scheme.terms[0].whole is None:
+        if self.scheme.terms[0].needs_shape:
             parts["weight_shape"] = torch.tensor([self.out_features, self.in_features], device=self.device)
         fixed = {part: getattr(self, name) for part, name in FIXED.items()}
         return parts | {part: value for part, value in fixed.items() if value is not None}

@@ -15,7 +15,7 @@ from compress.model.attention import attentions, hold_scales
 from compress.runtime.load.assembly import places_in
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.caches import round_cache
-from compress.weights.terms import Weight
+from compress.weights.matrix import Weight
 
 
 def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
@@ -30,22 +30,39 @@ def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tu
     """(The model of `load_dequantized`, {layer: opening}): linear layers hold weights only while their opening is
     entered (`run_by_block`). No openings, and all weights loaded, where transformers does not keep the layers as they
     are."""
+    model, layers = without_weights(source, dtype)
+    if not layers:
+        return load_dequantized(source, dtype), {}
+    found = dict(model.named_modules())
+    openings: dict[str, Opening] = {}
+    for name, layer in layers.items():
+        module = found[name]
+        assert isinstance(module, nn.Linear)
+        openings[name] = partial(_filled, module, module.weight.dtype, source, layer)
+        module._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=module.weight.dtype), False)
+    return model, openings
+
+
+def without_weights(
+    source: Source, dtype: torch.dtype | None = None, *, rounding: bool = False
+) -> tuple[nn.Module, dict[str, str]]:
+    """(The model of `load_dequantized`, {module: layer of the checkpoint}), without the weights of these linear layers:
+    they share one stand-in. An empty dictionary where transformers does not keep the layers as they are.
+
+    rounding: accept layers that round their input, too, which these do not.
+    """
     stored, empty = stored_in(source).layers, empty_model(source)
     modules, place = dict(empty.named_modules()), places_in(empty)
     layers = {place(modules, name): name for name, layer in stored.items() if layer.shares is None}
     layers = {name: layer for name, layer in layers.items() if isinstance(modules.get(name), nn.Linear)}
     # A stand-in that takes no memory, recognised afterwards by its data pointer.
     nothing = torch.zeros(1, 1, dtype=dtype or read_config(source).dtype)
-    model = _load(source, dtype, {layer: nothing.expand(stored[layer].shape) for layer in layers.values()})
+    given = {layer: nothing.expand(stored[layer].shape) for layer in layers.values()}
+    model = _load(source, dtype, given, rounding)
     found = dict(model.named_modules())
-    waiting = {n: m for n, m in found.items() if isinstance(m, nn.Linear) and m.weight.data_ptr() == nothing.data_ptr()}
-    if waiting.keys() != layers.keys():  # transformers converted some weights, or several modules share one
-        return _load(source, dtype, {}), {}
-    openings: dict[str, Opening] = {}
-    for name, module in waiting.items():
-        openings[name] = partial(_filled, module, module.weight.dtype, source, layers[name])
-        module._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=module.weight.dtype), False)
-    return model, openings
+    waiting = {n for n, m in found.items() if isinstance(m, nn.Linear) and m.weight.data_ptr() == nothing.data_ptr()}
+    # Otherwise transformers converted some weights, or several modules share one.
+    return model, layers if waiting == layers.keys() else {}
 
 
 @contextmanager
@@ -59,11 +76,12 @@ def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -
         module._parameters["weight"] = empty
 
 
-def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]) -> nn.Module:
-    """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}."""
+def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor], rounding: bool = False) -> nn.Module:
+    """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}. rounding: as in
+    `without_weights`."""
     layers, caches = stored_in(source).layers, stored_in(source).caches
     active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
-    if active:
+    if active and not rounding:
         both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
         raise InputError(
             f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "

@@ -9,8 +9,8 @@ With s_i, t_j the embeddings of samples divided by their lengths, T a temperatur
 InfoNCE takes the teacher's other embeddings of the batch for negatives, on all ranks (`everywhere`): the teacher has no
 gradient, so gathering its embeddings is exact, and two ranks have the loss of one process.
 
-CRD takes them from a memory of the teacher's embeddings of earlier samples, M samples being the whole set. A row of the
-memory that is of the same sample as s_i is no negative of it, and N is one less.
+CRD takes them from a memory of the teacher's last embeddings, M samples being the whole set. A row of the memory that
+is of the same sample as s_i is no negative of it, and N is one less.
 
 Departs from CRD: negatives are the same for all of a batch; the student is contrasted with the teacher's memory, and
 not the teacher with a memory of the student's, which ages as the student learns; the authors' code divides exp by a
@@ -32,6 +32,7 @@ from compress.train.losses.features import unit
 from compress.train.losses.summed import Summed, same_width, summed, wide
 
 TEMPERATURE = 0.07  # Wu et al. 2018 (arXiv 1805.01978)
+EMPTY = -1  # the id of a row that holds no sample
 REMEDY = "a projector of the student's takes one to the other"
 
 
@@ -72,21 +73,24 @@ def info_nce(
 
 
 class Memory(NamedTuple):
-    """The teacher's last embeddings [C, D], oldest first, and the samples they are of, int64 [C]."""
+    """The teacher's last embeddings [C, D], oldest first, and the samples they are of, int64 [C]: `EMPTY` for rows that
+    hold none yet."""
 
     rows_CD: Tensor
     ids_C: Tensor
 
 
-def empty_memory(width: int, device: torch.device | str = "cpu") -> Memory:
-    return Memory(torch.empty(0, width, device=device), torch.empty(0, dtype=torch.int64, device=device))
+def empty_memory(size: int, width: int, like: Tensor) -> Memory:
+    """A memory of `size` empty rows, of the dtype and on the device of `like`."""
+    return Memory(like.new_zeros(size, width), torch.full((size,), EMPTY, device=like.device))
 
 
-def remembered(memory: Memory, teacher_ND: Tensor, ids_N: Tensor, size: int) -> Memory:
-    """A memory with a batch added (on ranks: the batch of all, `Comm.gather_rows`), without the oldest rows beyond
-    `size`."""
+def remembered(memory: Memory, teacher_ND: Tensor, ids_N: Tensor) -> Memory:
+    """A memory with a batch added (on ranks: the batch of all, `Comm.gather_rows`), without as many of its oldest
+    rows."""
+    size = len(memory.ids_C)
     rows = torch.cat([memory.rows_CD, teacher_ND.detach().to(memory.rows_CD.dtype)])
-    return Memory(rows[max(0, len(rows) - size) :], torch.cat([memory.ids_C, ids_N])[max(0, len(rows) - size) :])
+    return Memory(rows[len(rows) - size :], torch.cat([memory.ids_C, ids_N])[len(rows) - size :])
 
 
 def crd(
@@ -107,7 +111,7 @@ def crd(
     kept = _kept(student_ND, mask_N)
     student, teacher = unit(wide(student_ND[kept])), unit(wide(teacher_ND.detach()[kept]))
     others = unit(wide(negatives.rows_CD.detach()).to(student.dtype))
-    real_NC = ids_N[kept].unsqueeze(-1) != negatives.ids_C
+    real_NC = (ids_N[kept].unsqueeze(-1) != negatives.ids_C) & (negatives.ids_C != EMPTY)
     # log(N / M); without negatives h is 1, whatever the student says, and nothing is to be learnt.
     prior_N = real_NC.sum(-1).to(student.dtype).clamp(min=torch.finfo(torch.float32).tiny).log() - math.log(samples)
     positive_N = logsigmoid((student * teacher).sum(-1) / temperature - prior_N)

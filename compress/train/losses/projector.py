@@ -30,35 +30,42 @@ def projector(
     return made
 
 
-@torch.no_grad()
-def fitted_projector(
-    student_TD: Tensor,
-    teacher_TE: Tensor,
-    *,
-    mask_T: Tensor | None = None,
-    ridge: float = RIDGE,
-    comm: Comm | None = None,
-) -> nn.Linear:
-    """[E, D] and a bias by least squares, float32, where the student's hidden states are.
+class ProjectorFit:
+    """Sums over tokens, whose least-squares solution is a projector. width: D; teacher_width: E; like: a tensor on
+    the device of the hidden states."""
 
-    ridge: 0 or more, of the mean variance of the student's channels. comm: over ranks that hold different tokens; every
-    rank then makes the same projector. Without a valid token on any rank: InputError.
-    """
-    rows = valid_rows(student_TD, None, mask_T)
-    s_TD, y_TE = rows_of(student_TD, rows).double(), rows_of(teacher_TE, rows).double()
-    ones_T1 = torch.ones_like(s_TD[:, :1])
-    left, right = torch.cat([s_TD, ones_T1], 1), torch.cat([y_TE, ones_T1], 1)
-    sums = (comm or Comm()).all_reduce(left.T @ right), (comm or Comm()).all_reduce(left.T @ left)
-    count = float(sums[1][-1, -1])
-    if count == 0:
-        raise InputError("a projector cannot be fitted to no tokens; give some whose mask is not 0")
-    mean_D, mean_E = sums[1][-1, :-1] / count, sums[0][-1, :-1] / count
-    own_DD = sums[1][:-1, :-1] / count - mean_D.outer(mean_D)
-    cross_DE = sums[0][:-1, :-1] / count - mean_D.outer(mean_E)
-    damp = ridge * own_DD.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
-    own_DD.diagonal().add_(damp)
-    weight_DE = torch.linalg.lstsq(own_DD, cross_DE, driver="gelsd" if own_DD.device.type == "cpu" else "gels").solution
-    made = nn.Linear(s_TD.shape[1], y_TE.shape[1], device=s_TD.device)
-    made.weight.copy_(weight_DE.T)
-    made.bias.copy_(mean_E - mean_D @ weight_DE)
-    return made
+    def __init__(self, width: int, teacher_width: int, like: Tensor) -> None:
+        own, both = (width + 1, width + 1), (width + 1, teacher_width)  # the last row is of ones: sums and the count
+        self.own, self.both = (torch.zeros(*size, dtype=torch.float64, device=like.device) for size in (own, both))
+
+    @torch.no_grad()
+    def add(self, student_TD: Tensor, teacher_TE: Tensor, mask_T: Tensor | None = None) -> None:
+        """Add the tokens whose mask is not 0."""
+        rows = valid_rows(student_TD, None, mask_T)
+        s_TD, y_TE = rows_of(student_TD, rows).double(), rows_of(teacher_TE, rows).double()
+        left = torch.cat([s_TD, torch.ones_like(s_TD[:, :1])], 1)
+        self.own += left.T @ left
+        self.both += left.T @ y_TE
+
+    @torch.no_grad()
+    def projector(self, *, ridge: float = RIDGE, comm: Comm | None = None) -> nn.Linear:
+        """[E, D] and a bias, float32, where the hidden states are. Raises InputError without a token on any rank.
+
+        ridge: 0 or more, of the mean variance of the student's channels. comm: over ranks that have added different
+        tokens; every rank then makes the same projector. A collective.
+        """
+        own, both = ((comm or Comm()).all_reduce(each.clone()) for each in (self.own, self.both))
+        count = float(own[-1, -1])
+        if count == 0:
+            raise InputError("a projector cannot be fitted to no tokens; give some whose mask is not 0")
+        mean_D, mean_E = own[-1, :-1] / count, both[-1] / count
+        own_DD = own[:-1, :-1] / count - mean_D.outer(mean_D)
+        cross_DE = both[:-1] / count - mean_D.outer(mean_E)
+        damp = ridge * own_DD.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
+        own_DD.diagonal().add_(damp)
+        driver = "gelsd" if own_DD.device.type == "cpu" else "gels"
+        weight_DE = torch.linalg.lstsq(own_DD, cross_DE, driver=driver).solution
+        made = nn.Linear(len(mean_D), len(mean_E), device=own.device)
+        made.weight.copy_(weight_DE.T)
+        made.bias.copy_(mean_E - mean_D @ weight_DE)
+        return made

@@ -21,13 +21,13 @@ from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, ne
 from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows
 from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import info_nce
+from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remembered
 from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
-from compress.train.losses.projector import projector
-from compress.train.losses.summed import IGNORED, Summed
+from compress.train.losses.summed import IGNORED, Summed, wide
 from compress.train.objective import states
 from compress.train.objective.heads import OutputHead, output_head
 from compress.train.objective.outputs import ModelOutputs, look
+from compress.train.objective.projectors import make_projectors
 from compress.train.objective.sample_embeddings import StepEmbeddings, embeddings_of_step, pooled
 from compress.train.options import TrainingOptions
 
@@ -38,7 +38,11 @@ Of = Callable[..., Summed]  # a loss on logits that lacks a teacher and labels
 class Objective(nn.Module):
     """options: the losses and their weights. student, teacher: models that are called with a batch's inputs, or, for
     the teacher, its cached top k; the teacher is not changed. Its own parameters are projectors, where widths of hidden
-    states differ. notes: remarks for the user, filled by `begin`."""
+    states differ; its buffers are the memory of the contrastive loss. notes: remarks for the user, filled by
+    `begin`."""
+
+    memory: Tensor
+    memory_ids: Tensor
 
     def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | TopKRows | None) -> None:
         super().__init__()
@@ -50,6 +54,8 @@ class Objective(nn.Module):
         self.embedder: nn.Module = nn.Identity()
         self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
         self.step: StepEmbeddings | None = None
+        self.negatives: Memory | None = None
+        self.samples = 0
         self.notes: list[str] = []
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -129,11 +135,17 @@ class Objective(nn.Module):
         if "relations" in self.weights:
             totals["relations"] = states.relations(own, theirs, mask, options)
         if "contrastive" in self.weights:
-            assert self.step is not None
-            embedding = self.embedder(pooled(own.hidden[-1], batch))
-            found = info_nce(embedding, self.step.candidates(batch), temperature=options.contrast)
-            totals["contrastive"] = found.total
+            totals["contrastive"] = self._contrasted(self.embedder(pooled(own.hidden[-1], batch)), batch).total
         return totals
+
+    def _contrasted(self, embedding_ND: Tensor, batch: Batch) -> Summed:
+        """The contrastive loss: InfoNCE, or CRD where there is a memory."""
+        assert self.step is not None
+        candidates, temperature = self.step.candidates(batch), self.options.contrast
+        if self.negatives is None:
+            return info_nce(embedding_ND, candidates, temperature=temperature)
+        teacher_ND, ids_N = (each[candidates.own_N] for each in (candidates.rows_CD, self.step.numbers_C))
+        return crd(embedding_ND, teacher_ND, ids_N, self.negatives, self.samples, temperature=temperature)
 
     def total(self, losses: Mapping[str, float | int]) -> float:
         """The weighted sum of the mean of each loss."""
@@ -145,8 +157,13 @@ class Objective(nn.Module):
         return math.fsum(weight * losses[name] for name, weight in (outputs or self.weights).items())
 
     @torch.no_grad()
-    def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:
-        """Compute the teacher's embeddings of a whole step, where the contrastive loss needs them. A collective."""
+    def begin_step(
+        self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm, *, measuring: bool = False
+    ) -> None:
+        """Compute the teacher's embeddings of a whole step, where the contrastive loss needs them. A collective.
+
+        measuring: the samples are not trained on, and not remembered.
+        """
         teacher = self.models[1]
         if "contrastive" in self.weights:
             assert teacher is not None
@@ -155,11 +172,22 @@ class Objective(nn.Module):
                 return pooled(look(teacher, batch, self.options).hidden[-1], batch)
 
             self.step = embeddings_of_step(embedding, rows, indices, micro, comm)
+            if self.options.memory:
+                found = remembered(Memory(self.memory, self.memory_ids), self.step.rows_CD, self.step.numbers_C)
+                self.negatives = found
+                if not measuring:
+                    self.memory.copy_(found.rows_CD)
+                    self.memory_ids.copy_(found.ids_C)
 
     @torch.no_grad()
-    def begin(self, batch: Batch) -> None:
-        """Look at a batch once: find heads, and make projectors where the widths of hidden states differ."""
+    def begin(self, rows: Rows, indices: Sequence[int] = (0,), micro: int = 1, comm: Comm | None = None) -> None:
+        """Look at a sample: find heads, and make the memory, and projectors where the widths of hidden states differ.
+        A collective.
+
+        rows: all that are trained on. indices: those that projectors are fitted to, `micro` at a time.
+        """
         student, teacher = self.models
+        self.samples, batch = len(rows), rows.take([0])
         device = next(student.parameters()).device
         if ("attention" in self.weights or "relations" in self.weights) and not is_text(batch):
             raise InputError("attention and relations are of tokens of text; leave them out")
@@ -167,18 +195,21 @@ class Objective(nn.Module):
             self._find_heads(inputs_of(batch, device))
         if teacher is None or not {"features", "contrastive"} & self.weights.keys():
             return
-        own, theirs = (look(model, batch, self.options) for model in (student, teacher))
-        last = own.hidden[-1]
-        width, wider = last.shape[-1], theirs.hidden[-1].shape[-1]
-        if width == wider:
-            return
-        generator = torch.Generator().manual_seed(self.options.seed)
-        if "features" in self.weights:
-            count = len(states.pairs_of(own.hidden[1:], theirs.hidden[1:], self.options))
-            made = [projector(width, wider, generator=generator) for _ in range(count)]
-            self.projectors = nn.ModuleList(made).to(last.device, last.dtype)
-        if "contrastive" in self.weights:
-            self.embedder = projector(width, wider, generator=generator).to(last.device, last.dtype)
+
+        def outputs(batch: Batch) -> tuple[ModelOutputs, ModelOutputs]:
+            return look(student, batch, self.options), look(teacher, batch, self.options)
+
+        own, theirs = (each.hidden[-1] for each in outputs(batch))
+        if self.options.memory:
+            made = empty_memory(self.options.memory, theirs.shape[-1], wide(own[:0]))
+            self.register_buffer("memory", made.rows_CD)
+            self.register_buffer("memory_ids", made.ids_C)
+        if own.shape[-1] != theirs.shape[-1]:
+            found = make_projectors(self.options, outputs, self.options.seed, rows, indices, micro, comm or Comm())
+            self.embedder = found.pop() if self.options.contrastive else self.embedder
+            self.projectors = nn.ModuleList(found)
+        elif self.options.projector != "orthogonal":
+            self.notes.append(f"no projector is fitted: the hidden states of both models have {own.shape[-1]} channels")
 
     def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
         """Find the heads of both models, whose logits then need not be computed. Raises InputError for other

@@ -15,7 +15,6 @@ o is kept in 127ths of its range, an int8 per weight, until the model is there i
 import torch
 from torch import Tensor
 
-from compress.train.rounding.quantizers import quantized_of
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, grouped
 
@@ -28,8 +27,8 @@ PARTS = 127
 
 def codes_with_room(decision: Decision) -> Quantized | None:
     """The decided codes, where several weights share a code; None where signs or floats are codes."""
-    codes = quantized_of(decision.sum.terms[0])
-    return None if codes is None or codes.grid.signs or codes.grid.floating else codes
+    codes = decision.weight.terms[0]
+    return codes if isinstance(codes, Quantized) and not (codes.grid.signs or codes.grid.floating) else None
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
     if codes is None:
         return None
     wanted = original_NK.to(torch.promote_types(original_NK.dtype, torch.float32))
-    for other in decision.sum.terms[1:]:
+    for other in decision.weight.terms[1:]:
         wanted = wanted - other.dequantize().to(wanted)
     code, scale, zero = _in_groups(codes, wanted)
     offset = grouped(wanted, codes.grid) / scale + zero - code
@@ -63,7 +62,7 @@ def begun(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
     places = grouped(places_NK.to(codes.codes.device, dtype), codes.grid)
     code, scale, zero = _in_groups(codes, places)
     found = ((code - zero + places * (ROOM / PARTS)) * scale).reshape(places_NK.shape)
-    for other in decision.sum.terms[1:]:
+    for other in decision.weight.terms[1:]:
         found = found + other.dequantize().to(found)
     return found
 

@@ -27,8 +27,8 @@ from compress.weights.grid import (
     to_quantized,
     ungrouped,
 )
+from compress.weights.matrix import Matrix, added, summed
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "anchored", "fixed", "fitted"]
 LEARNED = ("learned", "anchored")
@@ -56,24 +56,23 @@ class WeightQuantizer(nn.Module):
     kept: Tensor | None
     zero_point: Tensor
 
-    def __init__(self, decided: Weight, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, decided: Matrix, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         first, *others = decided.terms
-        codes = quantized_of(first)
-        assert codes is not None
-        self.grid, self.scales, self.scale_dtype, self.dtype = codes.grid, scales, codes.scale.dtype, dtype
+        assert isinstance(first, Quantized)
+        self.grid, self.scales, self.scale_dtype, self.dtype = first.grid, scales, first.scale.dtype, dtype
         self.format = first.format if isinstance(first, Codes) else None
         self.others = tuple(others)
         for i, term in enumerate(others):
             self.register_buffer(f"other{i}", term.dequantize())
-        start = codes.scale.to(dtype)
-        zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
+        start = first.scale.to(dtype)
+        zero = torch.zeros_like(start) if first.zero_point is None else first.zero_point.to(dtype)
         self.register_buffer("start", start)
         self.register_buffer("kept", kept)
         learns = scales in LEARNED
         # A binary scale of 0 stays 0: exp(t) changes nothing.
         self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learns)
-        if codes.zero_point is None:
+        if first.zero_point is None:
             self.register_buffer("zero_point", zero)
         else:
             self.zero_point = nn.Parameter(zero, requires_grad=scales == "learned")
@@ -251,17 +250,11 @@ class Shared(nn.Module):
 Quantizer = WeightQuantizer | MaskedWeight
 
 
-def quantized_of(term: Summand) -> Quantized | None:
-    """The codes of a term that is codes on a grid; None of another."""
-    return term if isinstance(term, Quantized) else term.quantized if isinstance(term, Codes) else None
-
-
 def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> Quantizer | None:
     """The quantizer of a layer's weight, as was decided; None for a dense weight without a mask. Raises ValueError,
     with the reason, for a weight that cannot be trained."""
-    first = decision.sum.terms[0]
-    if quantized_of(first) is not None:
-        return WeightQuantizer(decision.sum, scales, decision.kept, dtype)
+    if isinstance(decision.weight.terms[0], Quantized):
+        return WeightQuantizer(decision.weight, scales, decision.kept, dtype)
     if decision.dense:
         return None if decision.kept is None else MaskedWeight(decision.kept)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)

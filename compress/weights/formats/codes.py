@@ -22,7 +22,7 @@ and of transformers' `fp8`, in which DeepSeek-V3 and later models are published:
                  weight_scale_inv   any float [N / 128, K / 128]    the factor of a code, like weight_scale
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -34,7 +34,7 @@ from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK, blocks_of
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, Quantized
 from compress.weights.roles import Role
-from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+from compress.weights.terms import FLOATS, Format, Part, StoredTerm, check_finite
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
 # Dtypes of scales that stay as stored; other scales are read in the model's dtype.
@@ -75,7 +75,7 @@ class CodesFormat(Format):
 
     def term(self, quantized: Quantized) -> "Codes":
         """The term of a quantized matrix in this format."""
-        return Codes(quantized, self)
+        return Codes(quantized.codes, quantized.scale, quantized.zero_point, quantized.grid, self)
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
         """The tensors that hold a quantized matrix."""
@@ -100,7 +100,7 @@ class Packed(CodesFormat):
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
-        bits, scale = self.grid.bits, _by_row(quantized)
+        bits, scale = self.grid.bits, scales_by_row(quantized)
         tensors = {"weight_scale": scale, "weight_packed": pack_rows(quantized.codes, bits)}
         if quantized.zero_point is not None:
             zero_point = quantized.zero_point.expand(scale.shape)
@@ -135,7 +135,7 @@ class WholeCodes(CodesFormat):
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
-        scale = _by_row(quantized)
+        scale = scales_by_row(quantized)
         tensors = {"weight_scale": scale, "weight": quantized.codes}
         if quantized.zero_point is not None:
             tensors["weight_zero_point"] = quantized.zero_point.expand(scale.shape)
@@ -240,32 +240,16 @@ class FineGrained(Float8Blocks):
 
 
 @dataclass(frozen=True)
-class Codes(Term):
-    """A quantized matrix that is stored in a format."""
+class Codes(Quantized, StoredTerm):
+    """A quantized matrix in a format."""
 
-    quantized: Quantized
     format: CodesFormat
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.quantized.codes.shape
-        return rows, columns
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.quantized.dequantize(dtype)
-
     def parts(self) -> dict[str, Tensor]:
-        return self.format.tensors(self.quantized)
-
-    def rows(self, part: slice) -> "Codes":
-        return Codes(self.quantized.rows(part), self.format)
-
-    @classmethod
-    def stacked(cls, terms: Sequence["Codes"]) -> "Codes":
-        return cls(Quantized.stacked([term.quantized for term in terms]), terms[0].format)
+        return self.format.tensors(self)
 
 
-def _by_row(quantized: Quantized) -> Tensor:
+def scales_by_row(quantized: Quantized) -> Tensor:
     """The scales [N, G]; a single scale is repeated for every row."""
     one = quantized.scale.shape[0] == 1
     return quantized.scale.expand(quantized.codes.shape[0], -1) if one else quantized.scale

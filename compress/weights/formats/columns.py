@@ -23,7 +23,7 @@ from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import Grid
 from compress.weights.roles import Role
-from compress.weights.terms import Format, Part, Term
+from compress.weights.terms import Format, Part, StoredTerm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class BinaryColumns(Format):
 
 
 @dataclass(frozen=True)
-class Columns(Term):
+class Columns(StoredTerm):
     """Codes [N, C] in the columns `column` (int16 or int32 [C]); all others are 0. inputs: K."""
 
     column: Tensor

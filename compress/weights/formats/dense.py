@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from compress.weights.roles import Role
-from compress.weights.terms import FLOATS, Format, Part, Term
+from compress.weights.terms import FLOATS, Format, Part, StoredTerm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Dense(Format):
         return parts["weight"]
 
 
-def dense(weight_NK: Tensor) -> Term:
+def dense(weight_NK: Tensor) -> StoredTerm:
     """The term of a weight [N, K], in its own dtype."""
     rows, columns = weight_NK.shape
     return Dense().read({"weight": weight_NK}, rows, columns)

@@ -15,6 +15,8 @@ from compress.system.schema import fits
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense
+from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
+from compress.weights.formats.k_quants import KQuant
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
@@ -26,7 +28,8 @@ FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
         *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
-        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRankFactors),
+        *(GPTQWords, GPTQActOrder, AWQWords),
+        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, LowRankFactors),
     )
 }
 OURS = frozenset(FORMATS)

@@ -21,7 +21,7 @@ from compress.errors import CheckpointError
 from compress.kernels import reference
 from compress.weights.grid import Grid
 from compress.weights.roles import Role
-from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+from compress.weights.terms import FLOATS, Format, Part, StoredTerm, check_finite
 
 # Columns that fit into int16.
 SHORT_COLUMNS = 2**15
@@ -67,7 +67,7 @@ class SparseRows(Format):
 
 
 @dataclass(frozen=True)
-class Sparse(Term):
+class Sparse(StoredTerm):
     """Sparse rows as tensors. row_start int32 [N + 1]: entries of row n are row_start[n] to row_start[n + 1]."""
 
     row_start: Tensor

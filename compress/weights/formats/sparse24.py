@@ -35,8 +35,9 @@ from compress.kernels.layouts.words24 import KEPT, QUAD
 from compress.weights.formats.codes import Codes, CodesFormat, Packed, packed_zeros
 from compress.weights.formats.dense import Dense
 from compress.weights.grid import Grid, Quantized
+from compress.weights.matrix import Term
 from compress.weights.roles import Role
-from compress.weights.terms import FLOATS, Format, Part, Summand, Term
+from compress.weights.terms import FLOATS, Format, Part, StoredTerm
 
 # The name of this pattern in options and recipes.
 TWO_OF_FOUR = "2:4"
@@ -156,25 +157,25 @@ def is_halved(weight_NK: Tensor) -> bool:
     return bool((weight_NK.reshape(-1, QUAD) != 0).sum(1).le(KEPT).all())
 
 
-def sparse24(summand: Summand) -> Term:
+def sparse24(term: Term) -> StoredTerm:
     """Converts a dense term, or codes with zeros, to the 2:4 term of exactly the same values; returns a 2:4 term as it
     is.
 
     Raises InputError, in one line without the layer's name, for a weight that is not 2:4, and for a format that has no
     2:4 form.
     """
-    if isinstance(summand, Term) and isinstance(summand.format, Sparse24 | PackedSparse24):
-        return summand
-    quantized = summand.quantized if isinstance(summand, Codes) else summand
-    rows, columns = quantized.codes.shape if isinstance(quantized, Quantized) else quantized.shape
-    if isinstance(quantized, Quantized):
-        format_ = PackedSparse24(grid=quantized.grid)
+    if isinstance(term, StoredTerm) and isinstance(term.format, Sparse24 | PackedSparse24):
+        return term
+    rows, columns = term.shape
+    if isinstance(term, Quantized):
+        format_ = PackedSparse24(grid=term.grid)
         _check_size(format_, rows, columns)
-        positions_of(quantized.codes != zeros_of(quantized))
-        return format_.term(quantized)
-    if not isinstance(quantized.format, Dense):
-        raise InputError(f"stored as {quantized.format.kind}, which has no 2:4 form")
-    weight = quantized.dequantize()
+        positions_of(term.codes != zeros_of(term))
+        return format_.term(term)
+    assert isinstance(term, StoredTerm)
+    if not isinstance(term.format, Dense):
+        raise InputError(f"stored as {term.format.kind}, which has no 2:4 form")
+    weight = term.dequantize()
     _check_size(Sparse24(), rows, columns)
     position = positions_of(weight != 0)
     return Sparse24().read({"value": take(weight, position), "position": pack_positions(position)}, rows, columns)

@@ -27,7 +27,7 @@ from compress.errors import CompressError
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, encode_unsigned, working_dtype
 from compress.weights.roles import Role
-from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+from compress.weights.terms import FLOATS, Format, Part, StoredTerm, check_finite
 
 # Numbers of a tile's ranges: step and lowest value, of its scales and of its zero points.
 RANGES = 4
@@ -86,7 +86,7 @@ class Tiles(Format):
 
 
 @dataclass(frozen=True)
-class Tiled(Term):
+class Tiled(StoredTerm):
     """A term in `Tiles`. codes uint8 [N, K]; scale, zero: codes of scales and zero points, uint8 [N, G]; ranges
     [N, G, 4], equal for all rows of a tile."""
 

@@ -72,7 +72,8 @@ def test_crd_is_the_equation_in_loops() -> None:
         prior = len(negatives) / samples
         h = [(e := math.exp(cosine(s, t) / temperature)) / (e + prior) for t in [teacher[i].tolist(), *negatives]]
         total -= math.log(h[0]) + sum(math.log(1 - each) for each in h[1:])
-    given = torch.tensor(ids), Memory(rows, torch.tensor(held)), samples
+    unused = drawn(2, 4, seed=3)  # rows that hold no sample
+    given = torch.tensor(ids), Memory(torch.cat([unused, rows]), torch.tensor([-1, -1, *held])), samples
     found = crd(student, teacher, *given, temperature=temperature)
     assert (found.total.item(), found.count) == (pytest.approx(total), 3)
     assert torch.autograd.gradcheck(lambda s: crd(s, teacher, *given, temperature=temperature).total, student)
@@ -80,18 +81,17 @@ def test_crd_is_the_equation_in_loops() -> None:
 
 def test_without_negatives_there_is_nothing_to_learn() -> None:
     student = drawn(3, 4).requires_grad_()
-    found = crd(student, drawn(3, 4, seed=1), torch.arange(3), empty_memory(4), 40)
+    found = crd(student, drawn(3, 4, seed=1), torch.arange(3), empty_memory(2, 4, student.detach()), 40)
     (grad,) = torch.autograd.grad(found.total, student)
     assert found.total.item() == pytest.approx(0, abs=1e-30)
     assert grad.abs().max() < 1e-30
 
 
 def test_a_memory_holds_the_last_samples() -> None:
-    memory = empty_memory(2)
+    memory = empty_memory(3, 2, torch.zeros(1))
+    assert memory.ids_C.tolist() == [-1, -1, -1]
     for step in range(3):
-        memory = remembered(
-            memory, torch.full((2, 2), float(step)).requires_grad_(), torch.tensor([step, 10 + step]), 3
-        )
+        memory = remembered(memory, torch.full((2, 2), float(step)).requires_grad_(), torch.tensor([step, 10 + step]))
     assert memory.ids_C.tolist() == [11, 2, 12]
     assert memory.rows_CD[:, 0].tolist() == [1, 2, 2]
     assert not memory.rows_CD.requires_grad

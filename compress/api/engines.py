@@ -1,0 +1,151 @@
+"""The engines for which `compress quantize --for ENGINE` quantizes: what each of them runs, and the form it opens.
+
+A new engine is an entry of `ENGINES`. Sources: llama.cpp's block types (ggml.h), vLLM's compressed-tensors schemes
+(`vllm/model_executor/layers/quantization`), the GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel
+read. README has which of them were run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.errors import InputError, one_of
+from compress.passes.protocol.base import Pass
+
+WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
+SYMMETRIC = ("signed-scale", "symmetric", "narrow")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
+    reason, a sentence of one line. schemes: all that it runs. groups: sizes that it runs (None: any). unit: what sizes
+    must be multiples of. asymmetric: it runs zero points. float16: its scales are. methods: those with a format of
+    their own that it runs, too. to: the word of the export that it opens (None: the checkpoint itself). tables:
+    compressed embeddings fit in it.
+    """
+
+    scheme: str | None
+    group_size: int | None
+    why: str
+    schemes: Sequence[str]
+    groups: Sequence[int] | None = None
+    unit: int = 1
+    asymmetric: bool = True
+    float16: bool = False
+    methods: Sequence[str] = ()
+    to: str | None = None
+    tables: bool = True
+
+
+ENGINES: Mapping[str, Engine] = {
+    "llama.cpp": Engine(
+        "w4a16",
+        32,
+        "groups of 32 are blocks of its Q4_0, byte for byte (--scheme q4_k_m: its K-quants)",
+        WIDTHS,
+        unit=32,
+        asymmetric=False,
+        float16=True,
+        methods=("k-quants", "ternary", "binary"),
+        to="gguf",
+    ),
+    "vllm": Engine(
+        "w4a16",
+        None,
+        "codes of 4 bits in groups of up to 128 have kernels on GPUs (Marlin) and on CPUs with AVX-512",
+        (*WIDTHS, "w4a8", "w8a8", "fp8", "fp8-block"),
+        groups=(-1, 32, 64, 128),
+        asymmetric=False,
+    ),
+    "transformers": Engine(
+        "w4a16",
+        None,
+        "it decompresses every scheme of compressed-tensors as it loads",
+        (*WIDTHS, "w2a2", "w3a3", "w4a4", "w4a8", "w8a8", "fp8", "fp8-block"),
+    ),
+    "ort": Engine(
+        "w4a16",
+        32,
+        "ONNX Runtime multiplies blocks of 32 as they are (MatMulNBits, with int8 inputs)",
+        ("w2a16", "w4a16", "w8a16", "w8a8"),
+        unit=16,
+        to="onnx",
+        tables=False,
+    ),
+    "ort-genai": Engine(
+        "w4a16",
+        32,
+        "ONNX Runtime GenAI's model builder turns GPTQ's layout into MatMulNBits, here with blocks of 32",
+        ("w4a16", "w8a16"),
+        groups=(16, 32, 64, 128, 256),
+        asymmetric=False,
+        float16=True,
+        to="gptq",
+        tables=False,
+    ),
+    "gptqmodel": Engine(
+        "w4a16",
+        None,
+        "it reads symmetric codes of 2, 3, 4 and 8 bits in GPTQ's layout",
+        ("w2a16", "w3a16", "w4a16", "w8a16"),
+        groups=(-1, 16, 32, 64, 128, 256, 512, 1024),
+        asymmetric=False,
+        float16=True,
+        to="gptq",
+        tables=False,
+    ),
+}
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of a name. Raises InputError for an unknown one; the message names the likeliest."""
+    return ENGINES[one_of("engine", name, ENGINES)]
+
+
+def picked(name: str, options: Mapping[str, Any], known: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(Options of a method, those that the engine needs among them; a line for a person about these). options: those
+    that the person gave, which stay. known: the options that the method has."""
+    engine = engine_named(name)
+    wanted = {"scheme": engine.scheme, "group_size": engine.group_size}
+    if "scheme" in options and str(options["scheme"]) not in engine.schemes:
+        wanted = {}  # a type of the engine's own has its own groups; another one is refused by `check_engine`
+    added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
+    form = "the checkpoint" if engine.to is None else f"its export to {engine.to}"
+    said = ", ".join(f"{key} {value}" for key, value in added.items()) or "nothing: the method settles it"
+    return {**options, **added}, [f"--for {name} picks {said}; it opens {form}: {engine.why}"]
+
+
+def check_engine(name: str, passes: Sequence[Pass]) -> None:
+    """Raises InputError, which names the alternative, for passes that write what the engine does not run."""
+    engine = engine_named(name)
+    for each in passes:
+        if (why := _why_not(name, engine, each)) is not None:
+            raise InputError(why)
+
+
+def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
+    """The reason why an engine does not run what a pass writes, a whole line; None where it does."""
+    given = vars(each)
+    if each.name == "kv-cache" and engine.to is not None:
+        return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
+    if each.name == "embeddings":
+        return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
+    if each.writes != "quantized weight" or each.name in engine.methods:
+        return None
+    scheme, size = given.get("scheme"), given.get("group_size", 0)
+    if scheme is None:
+        return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
+    if given.get("outliers"):
+        return f"{name} runs no codes with exact outliers beside them; drop outliers, or leave --for out"
+    if scheme not in engine.schemes:
+        nearest = engine.scheme if engine.scheme in engine.schemes else engine.schemes[0]
+        return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {nearest}"
+    if given.get("grid") not in (None, *SYMMETRIC) and not engine.asymmetric:
+        return f"{name} runs symmetric codes; drop --grid {given['grid']}, or leave --for out"
+    if size > 0 and (size % engine.unit or (engine.groups is not None and size not in engine.groups)):
+        sizes = f"multiples of {engine.unit}" if engine.groups is None else ", ".join(map(str, engine.groups))
+        return f"{name} does not run groups of {size}; allowed: {sizes}: give --group-size {engine.group_size or 128}"
+    if size == -1 and engine.groups is not None and -1 not in engine.groups:
+        return f"{name} runs groups, not one scale per output; give --group-size {engine.group_size or 128}"
+    return None

@@ -1,0 +1,110 @@
+"""`compress.quantize_for`: quantize for one engine, and leave what it opens.
+
+    MODEL --quantize--> OUT.checkpoint --verify--> --export--> OUT
+
+OUT.checkpoint is what `compress evaluate` and other exports read; an engine that opens it itself has it as OUT.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.api.engines import check_engine, engine_named
+from compress.api.job import Result
+from compress.api.quantize import quantize
+from compress.api.request import several
+from compress.checkpoint.export.exporter import Exporter
+from compress.checkpoint.export.registry import exporter_named
+from compress.checkpoint.export.write import Exported, export
+from compress.checkpoint.read.pretrained import read_config
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.seal import rewrite
+from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.manifest import read_record
+from compress.errors import CompressError, InputError
+from compress.passes.protocol.base import Pass
+from compress.system.comm import Comm
+from compress.system.progress import Reporter, Silent
+
+
+@dataclass(frozen=True)
+class ForEngine:
+    """The result of a run for an engine. output: the directory that it opens. result: of the run, whose output is the
+    checkpoint. exported: of the export; None where the engine opens the checkpoint."""
+
+    output: Path
+    result: Result
+    exported: Exported | None
+
+
+def quantize_for(
+    engine: str,
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    output: str | Path,
+    overwrite: bool = False,
+    resume: bool = False,
+    notes: Sequence[str] = (),
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> ForEngine:
+    """Quantize a model for an engine, and leave in `output` what it opens.
+
+    engine: a name of `api.engines`. For one that opens another form than our checkpoints, the
+    checkpoint of the run is OUTPUT.checkpoint. resume: continue a run that was stopped; one that was stopped after its
+    checkpoint was complete is continued by `compress.export`. notes: lines for the records. options: those of
+    `compress.quantize`.
+
+    Raises InputError before any work for what the engine does not run, and as `compress.quantize` does; CompressError
+    for work that failed.
+    """
+    check_engine(engine, several(passes))
+    to, reporter = engine_named(engine).to, reporter or Silent()
+    how = {"overwrite": overwrite, "resume": resume, "reporter": reporter, **options}
+    if to is None:
+        result = quantize(model, passes, output=output, **how)
+        assert result.output is not None
+        _note(result.output, engine, notes)
+        return ForEngine(result.output, result, None)
+    given = next((word for word in ("fsdp", "store") if options.get(word)), None)
+    if given is not None:
+        raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
+    checkpoint = Path(f"{output}.checkpoint")
+    if resume and checkpoint.exists():
+        raise InputError(f"{checkpoint} is complete; run `compress export {checkpoint} --to {to} --output {output}`")
+    source = None if isinstance(model, nn.Module) else find_source(str(model), bool(options.get("trust_remote_code")))
+    exporter = exporter_named(to)
+    if source is not None:
+        _check_model(source, engine, exporter)
+    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=None if source is None else source.path):
+        pass  # an output that is in the way is refused before the run
+    result = quantize(model, passes, output=checkpoint, **how)
+    reporter.note(f"writing {output} for {engine} from {checkpoint}")
+    try:
+        made = export(checkpoint, output, exporter, overwrite=overwrite, reporter=reporter)
+    except CompressError as error:
+        raise CompressError(f"{error}; the checkpoint is complete: {checkpoint}") from None
+    for folder in (checkpoint, made.output):
+        _note(folder, engine, notes)
+    return ForEngine(made.output, result, made)
+
+
+def _check_model(source: Source, engine: str, exporter: Exporter) -> None:
+    """Raises InputError for a model of which no codes can be written for an engine."""
+    if engine_named(engine).float16 and read_config(source).dtype == torch.float32:
+        raise InputError(
+            f"{source.name} is float32, and what {engine} opens has scales of float16; save the model in float16 or "
+            "bfloat16 first"
+        )
+    if reasons := exporter.why_not_model(source):
+        raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
+
+
+def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:
+    """Enter the engine, and why it has what it has, into a record."""
+    rewrite(folder, {"engine": engine, "notes": [*read_record(folder).get("notes", ()), *notes]})

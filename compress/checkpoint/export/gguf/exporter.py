@@ -1,0 +1,174 @@
+"""Writes a checkpoint as one GGUF file, for llama.cpp, Ollama, LM Studio and what else reads it.
+
+    model.gguf    metadata, tokenizer and all tensors: the codes of compressed layers in blocks of the same values
+                  (`holding`), the others in float16, bfloat16 or float32 as they are stored, and float32 where they
+                  have one dimension
+
+The record has, for each tensor, the SHA-256 of the values that it is to have. gguf-py's own dequantizer is held to them
+in a process of its own after writing, and by `compress verify` whenever asked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.checkpoint.export.exporter import Exporter, Written
+from compress.checkpoint.export.gguf import tokenizer
+from compress.checkpoint.export.gguf.architectures import FAMILIES, Architecture
+from compress.checkpoint.export.gguf.file import FILE, Entry, add_all, write_file
+from compress.checkpoint.export.gguf.graft import Template, entries_of
+from compress.checkpoint.export.gguf.holding import why_not as why_no_block
+from compress.checkpoint.export.gguf.library import gguf, missing
+from compress.checkpoint.export.gguf.names import entry_of, floats_why_not, planned, unnamed
+from compress.checkpoint.export.gguf.readback import read_back
+from compress.checkpoint.export.integers import say_what_is_lost, why_not_float16
+from compress.checkpoint.export.place import Place
+from compress.checkpoint.leftovers import LEGAL
+from compress.checkpoint.read.pretrained import read_config
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import stored_in
+from compress.system.version import VERSION
+
+QUANTIZATION_VERSION = 2  # of ggml's blocks (GGML_QNT_VERSION)
+# llama.cpp's word for a file, by the type of most of its weights; F16 for one that has no word for it.
+FILE_TYPES = {"F32": "ALL_F32", **{f: f"MOSTLY_{f}" for f in ("F16", "BF16")}}
+FILE_TYPES |= {f"Q{bits}_K": f"MOSTLY_Q{bits}_K_M" for bits in (3, 4, 5)}  # mixes of these; Q2_K and Q6_K are words
+
+
+@dataclass(frozen=True)
+class GGUFLayout(Exporter):
+    """One file for llama.cpp: codes in blocks that stand for the same values. template: a GGUF file that llama.cpp's
+    converter made of the dense export, for another family than those in `architectures` (`graft`)."""
+
+    template: str | None = None
+
+    about = "one GGUF file, for llama.cpp, Ollama, LM Studio: K-quants; codes in groups of 32 or more"
+    kind = "gguf"
+    reads_back = True
+    options = ("template",)
+    companions = LEGAL
+
+    def why_not(self, checkpoint: Source) -> list[str]:
+        """A family, tokenizer and codes that can be written exactly; and the package gguf."""
+        return self.why_not_model(checkpoint) or _why_no_blocks(checkpoint)
+
+    def why_not_model(self, model: Source) -> list[str]:
+        """A family and tokenizer that are known here; and the package gguf."""
+        if (line := missing()) is not None:
+            return [line]
+        return [] if self.template is not None else _why_no_family(model)
+
+    def write(self, checkpoint: Source, place: Place) -> Written:
+        """Write the file, one tensor after the other."""
+        say_what_is_lost(checkpoint, place)
+        if self.template is not None:
+            held = _grafted(checkpoint, place, Template(Path(self.template)))
+        else:
+            held = _built(checkpoint, place)
+        layers = sum(1 for layer in stored_in(checkpoint).layers.values() if layer.shares is None)
+        return Written(layers, {"gguf": {"file": FILE, "layers": layers, "tensors": held}})
+
+    def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Compare every tensor, as gguf-py reads it, with the values that were decided. Raises CheckpointError."""
+        return read_back(folder, record.get("gguf") or {})
+
+
+def _built(source: Source, place: Place) -> dict[str, dict[str, str]]:
+    """Write the file of a family that is known here. Returns what `write_file` does."""
+    family, config = _family(source), read_config(source)
+    for line in (*family.notes(config), *tokenizer.notes_of(source.path)):
+        place.note(line)
+    names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
+    entries = [entry_of(tensor, source) for tensor in planned(source, family, names)]
+    for line in _spread(entries, source):
+        place.note(line)
+    metadata = _metadata(source, family) | _file_type(entries)
+    return write_file(place, family.name, lambda writer: add_all(writer, metadata), entries)
+
+
+def _grafted(source: Source, place: Place, template: Template) -> dict[str, dict[str, str]]:
+    """Write the template with the layers' blocks in it. Returns what `write_file` does."""
+    entries = entries_of(source, template)
+    for line in _spread(entries, source):
+        place.note(line)
+    own = _file_type(entries)
+    return write_file(place, template.family, lambda writer: template.fill(writer, own), entries)
+
+
+def _family(source: Source) -> Architecture:
+    return FAMILIES[source.config["architectures"][0]]
+
+
+def _architecture(family: Architecture) -> Any:
+    return gguf().MODEL_ARCH[family.name.upper()]
+
+
+def _why_no_family(source: Source) -> list[str]:
+    """Reasons against the model: its family, configuration, names and tokenizer."""
+    kind = (source.config.get("architectures") or ["none"])[0]
+    if kind not in FAMILIES:
+        known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
+        return [f"it is a {kind}; written without --template FILE: {known}"]
+    family, config = FAMILIES[kind], read_config(source)
+    if found := family.why_not(config):
+        return found
+    names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
+    if strangers := unnamed(source, names):
+        return [f"llama.cpp's {family.name} has no tensor for {strangers[0]}"]
+    return [why for why in (tokenizer.why_not(source.path, config.vocab_size), floats_why_not(source)) if why]
+
+
+def _why_no_blocks(source: Source) -> list[str]:
+    """The first layer that no block holds, or whose scales are no float16 numbers."""
+    for name, layer in stored_in(source).layers.items():
+        if (why := why_no_block(layer.scheme, layer.shape[1])) is not None:
+            return [f"{name} {why}"]
+    return why_not_float16(source)
+
+
+def _spread(entries: Sequence[Entry], source: Source) -> Iterator[str]:
+    """A line for each scheme whose codes take more bytes in blocks than in the checkpoint."""
+    larger: dict[tuple[str, str], list[str]] = {}
+    layers_of = stored_in(source).layers
+    for entry in entries:
+        if entry.of not in layers_of:
+            continue
+        layer = layers_of[entry.of]
+        sizes = [source.headers[name] for part, name in layer.parts.items() if part != "weight_shape"]
+        before = sum(int(np.prod(shape)) * BYTES[dtype] for shape, dtype in sizes)
+        if entry.nbytes > before:
+            larger.setdefault((str(layer.scheme), entry.type), []).append(entry.of)
+    for (scheme, kind), layers in larger.items():
+        yield f"{len(layers)} layers of {scheme}, like {layers[0]}, take more bytes as blocks of {kind}"
+
+
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
+
+
+def _file_type(entries: Sequence[Entry]) -> dict[str, int]:
+    """The keys for the types of a file's tensors."""
+    kinds: Counter[str] = Counter()
+    for entry in entries:
+        if entry.name.startswith("blk.") and len(entry.shape) > 1:
+            kinds[entry.type] += entry.nbytes
+    most = kinds.most_common(1)[0][0] if kinds else "F32"
+    words = gguf().LlamaFileType.__members__
+    found = words.get(FILE_TYPES.get(most, f"MOSTLY_{most}"), words["MOSTLY_F16"])
+    return {"general.file_type": int(found), "general.quantization_version": QUANTIZATION_VERSION}
+
+
+def _metadata(source: Source, family: Architecture) -> dict[str, Any]:
+    """{key: value} of the model, its family and its tokenizer."""
+    config = read_config(source)
+    general: dict[str, Any] = {
+        "general.type": "model",
+        "general.name": source.path.name or family.name,
+        "general.quantized_by": f"compress {VERSION}",
+    }
+    own = {f"{family.name}.{key}": value for key, value in family.keys(config).items()}
+    words_of = {f"tokenizer.{key}": value for key, value in tokenizer.keys_of(source.path, config.vocab_size).items()}
+    return general | own | words_of

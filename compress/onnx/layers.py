@@ -1,0 +1,171 @@
+"""Layers that stand for compressed ones while a graph is traced. Each becomes the nodes that ONNX Runtime runs.
+
+Their results in torch are zeros: only the graph computes. A node that reads codes names its layer.
+
+    NBits       MatMulNBits (com.microsoft)                 codes of 2, 4 and 8 bits
+    InBlocks    DequantizeLinear -> MatMul                  codes of 4 and 8 bits, standard operators
+    Static      QuantizeLinear -> DequantizeLinear -> MatMul <- DequantizeLinear     w8a8 with a fixed range of inputs
+    Dynamic     largest magnitude of each token -> round -> MatMulInteger            w8a8 fitted to every token
+
+Codes of 8 bits beside 8-bit inputs are written unsigned, with the zero point 128, and so are those inputs. On x86
+without VNNI, ONNX Runtime's products of signed weights saturate; products of unsigned ones are exact everywhere.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.onnx.repacked import BYTE, BlockCodes, packed
+from compress.weights.grid import Grid, Quantized
+from compress.weights.rounding import ActivationCodes
+
+INT4, UINT4 = "INT4", "UINT4"
+MIDDLE = 128
+LAYER = "compress.layer"
+# Below it, onnxruntime would multiply by the reciprocal of a number that is none.
+TINY = torch.finfo(torch.float32).tiny
+
+
+class GraphLayer(nn.Module):
+    """A linear layer in a graph: `product`, and a bias.
+
+    label: its name in the model, which the node that reads the codes carries under LAYER. narrow: {buffer: the ONNX
+    type of 4 bits in which it is written}; torch holds one code in a byte.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, features: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.features, self.label = features, ""
+        self.narrow: dict[str, str] = {}
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The node's result [..., N] of x [..., K]."""
+        found = self.product(x)
+        return found if self.bias is None else found + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product without the bias."""
+        raise NotImplementedError
+
+    def _node(self, kind: str, inputs: list[Tensor], like: Tensor, **attributes: Any) -> Tensor:
+        """A node of a kind ("domain::name"), whose result has the shape and dtype of `like`."""
+        version = 1 if kind.startswith("com.microsoft") else None
+        noted = {LAYER: self.label} if any(held is self.codes for held in inputs) else None
+        return torch.onnx.ops.symbolic(
+            kind,
+            inputs,
+            attrs=attributes,
+            dtype=like.dtype,
+            shape=like.shape,
+            version=version,
+            metadata_props=noted,
+        )
+
+
+class NBits(GraphLayer):
+    """`MatMulNBits` on codes in blocks. level: 4 rounds inputs to int8 in the product, 0 does not."""
+
+    def __init__(self, blocks: BlockCodes, bias: Tensor | None, level: int) -> None:
+        rows, columns = blocks.codes.shape
+        super().__init__(rows, bias)
+        count = blocks.scale.shape[1]
+        full = nn.functional.pad(blocks.codes, (0, count * blocks.block - columns))
+        self.register_buffer("codes", packed(full.unflatten(1, (count, blocks.block)), blocks.bits))
+        self.register_buffer("scale", blocks.scale)
+        self.register_buffer("zero", None if blocks.zero is None else packed(blocks.zero, blocks.bits))
+        self.attributes = {
+            "K": columns,
+            "N": rows,
+            "bits": blocks.bits,
+            "block_size": blocks.block,
+            "accuracy_level": level,
+        }
+
+    def product(self, x: Tensor) -> Tensor:
+        """One node."""
+        inputs = [x, self.codes, self.scale] + ([] if self.zero is None else [self.zero])
+        like = x.new_empty((*x.shape[:-1], self.features))
+        return self._node("com.microsoft::MatMulNBits", inputs, like, **self.attributes)
+
+
+class InBlocks(GraphLayer):
+    """`DequantizeLinear` of codes in blocks, and `MatMul`."""
+
+    def __init__(self, blocks: BlockCodes, bias: Tensor | None) -> None:
+        super().__init__(len(blocks.codes), bias)
+        middle = 2 ** (blocks.bits - 1)
+        signed = blocks.zero is None
+        codes = (blocks.codes.to(torch.int16) - middle).to(torch.int8) if signed else blocks.codes
+        self.register_buffer("codes", codes.t().contiguous())
+        self.register_buffer("scale", blocks.scale.t().contiguous())
+        self.register_buffer("zero", None if blocks.zero is None else blocks.zero.t().contiguous())
+        self.block = blocks.block
+        if blocks.bits < BYTE:
+            self.narrow = dict.fromkeys(("codes", "zero"), INT4 if signed else UINT4)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Two nodes."""
+        inputs = [self.codes, self.scale] + ([] if self.zero is None else [self.zero])
+        like = x.new_empty(self.codes.shape)
+        return x @ self._node("::DequantizeLinear", inputs, like, axis=0, block_size=self.block)
+
+
+class ByteRows(GraphLayer):
+    """Weights of 8 bits beside inputs of 8 bits: codes [K, N] unsigned, and one scale for each output."""
+
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+        rows, _ = weight.codes.shape
+        super().__init__(rows, bias)
+        self.register_buffer("codes", (weight.codes.to(torch.int16) + MIDDLE).to(torch.uint8).t().contiguous())
+        self.register_buffer("scale", weight.scale.to(torch.float32).flatten().expand(rows).contiguous())
+
+
+class Static(ByteRows):
+    """Inputs rounded by a fixed scale and zero point. ONNX Runtime fuses the nodes to an integer product."""
+
+    input_scale: Tensor
+    input_zero: Tensor
+    zero: Tensor
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, inputs: ActivationCodes) -> None:
+        super().__init__(weight, bias)
+        assert inputs.scale is not None
+        zero = torch.zeros(1) if inputs.zero_point is None else inputs.zero_point
+        self.register_buffer("zero", torch.full((len(self.scale),), MIDDLE, dtype=torch.uint8))
+        self.register_buffer("input_scale", inputs.scale.to(torch.float32).reshape(()))
+        self.register_buffer("input_zero", (zero.reshape(()).to(torch.int16) + MIDDLE).to(torch.uint8))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Four nodes."""
+        codes = self._node(
+            "::QuantizeLinear", [x, self.input_scale, self.input_zero], x.new_empty(x.shape, dtype=torch.uint8)
+        )
+        rounded = self._node("::DequantizeLinear", [codes, self.input_scale, self.input_zero], x)
+        like = x.new_empty(self.codes.shape)
+        return rounded @ self._node("::DequantizeLinear", [self.codes, self.scale, self.zero], like, axis=1)
+
+
+class Dynamic(ByteRows):
+    """Inputs rounded by a scale for every token, symmetrically, as `Grid` of that kind defines it."""
+
+    middle: Tensor
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, grid: Grid, steps: float) -> None:
+        super().__init__(weight, bias)
+        self.grid, self.steps = grid, steps
+        self.register_buffer("middle", torch.tensor(MIDDLE, dtype=torch.uint8))
+
+    def product(self, x: Tensor) -> Tensor:
+        """About ten nodes, an integer product among them."""
+        scale = (x.abs().amax(-1, keepdim=True) / self.steps).clamp(min=TINY)
+        rounded = (torch.round(x / scale) + MIDDLE).clamp(self.grid.qmin + MIDDLE, self.grid.qmax + MIDDLE)
+        like = x.new_empty((*x.shape[:-1], self.features), dtype=torch.int32)
+        inputs = [rounded.to(torch.uint8), self.codes, self.middle, self.middle]
+        return self._node("::MatMulInteger", inputs, like).to(x.dtype) * scale * self.scale

@@ -1,0 +1,161 @@
+"""Reads an exported graph with ONNX Runtime and compares it with what was decided.
+
+Of every compressed layer, ONNX Runtime's own weights are compared bit for bit: it runs the node that holds the codes
+alone, without rounding inputs, on rows of the identity. Then it runs the graph on the tokens (or images) of
+`reference.safetensors`, beside our outputs for them. Without rounded inputs they have to be equal but for the order of
+sums; as the file is written, the difference is stated.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from compress.api.verify import NotComparedError, probe_of, seen
+from compress.checkpoint.files import checksum
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import stored_in, weight_of
+from compress.errors import CheckpointError, InputError, first_line, install
+from compress.onnx.onnxruntime_weights import layer_weights, picked, session
+
+# Of the standard deviation of our outputs, where only the order of sums differs.
+TOLERANCE = 1e-3
+# The same where inputs are rounded, of the mean difference. A token's largest magnitude lies half-way between two codes
+# by its own scale, so that sums in another order take the other code.
+ROUNDING_TOLERANCE = 0.1
+GIVEN, EXPECTED = "given", "outputs"
+# Rows and tokens of the probe that are kept beside a graph.
+KEPT = (slice(2), slice(16))
+
+
+def missing() -> str | None:
+    """The line for a person without onnxruntime; None where it is installed."""
+    return None if find_spec("onnxruntime") else f"needs the package onnxruntime; {install('onnx')}"
+
+
+def decided(source: Source, names: Mapping[str, str]) -> dict[str, str]:
+    """{layer in the graph: SHA-256 of its values, float32, in the columns that are read back}. names: {layer in the
+    graph: layer in the checkpoint}."""
+    found = {}
+    for module, layer in names.items():
+        values = weight_of(source, layer, torch.float32).dequantize()
+        found[module] = _sum(values[:, torch.from_numpy(picked(values.shape[1]))])
+    return found
+
+
+def _sum(values: Tensor) -> str:
+    """The SHA-256 of values, in which a zero has no sign: a product with the identity loses it."""
+    return checksum((values + 0.0).contiguous())
+
+
+def reference(source: Source) -> dict[str, Tensor] | str:
+    """{"given": token ids or images, "outputs": our outputs for them}, in float32; or the reason why there are none."""
+    given = probe_of(source.config)
+    if given is None:
+        return "the configuration names neither vocab_size nor num_channels"
+    given = given if given.is_floating_point() else given[KEPT]
+    try:
+        ours = seen(source, torch.float32, given, rounds(source), not rounds(source))
+    except NotComparedError as why:
+        return str(why)
+    return {GIVEN: given.contiguous(), EXPECTED: ours.uncached.contiguous()}
+
+
+def rounds(source: Source) -> bool:
+    """True where layers round their inputs: a sum in another order then takes the other code of some ties."""
+    return any(layer.scheme.inputs is not None for layer in stored_in(source).layers.values())
+
+
+def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare a graph with the record of its values. written: the entry `graph` of the record.
+
+    Returns {layers, reader, remarks} and figures of the outputs: deviation, exact_max_difference and
+    exact_mean_difference (by MatMulNBits without rounded inputs), max_difference, and of logits same_top and kl.
+    Raises CheckpointError, which names a layer that differs, and InputError where the package is missing.
+    """
+    import onnxruntime
+
+    if (line := missing()) is not None:
+        raise InputError(f"{folder} {line}")
+    graph, reader = folder / written["file"], f"onnxruntime {onnxruntime.__version__}"
+    try:
+        for layer, values in layer_weights(graph, written["layers"]):
+            if _sum(torch.from_numpy(values)) != written["layers"][layer]:
+                raise CheckpointError(f"{layer} of {graph}, as {reader} reads it, is not what was decided")
+        figures = _outputs(graph, written, reader)
+    except CheckpointError:
+        raise
+    except (SafetensorError, Exception) as error:  # noqa: BLE001 - onnx and onnxruntime raise kinds of their own
+        raise CheckpointError(f"{graph} cannot be run by {reader}: {first_line(error)}") from None
+    found = {"layers": len(written["layers"]), "reader": reader, **figures}
+    return {**found, "remarks": [*_said(found, written)]}
+
+
+def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, Any]:
+    if written["reference"] is None:
+        return {}
+    held = load_file(graph.parent / written["reference"])
+    given, ours = held[GIVEN], held[EXPECTED]
+    deviation, exact = float(ours.std()), run(graph, given, 0)
+    distances = (exact - ours).abs()
+    off, mean = float(distances.max()), float(distances.mean())
+    close = mean <= ROUNDING_TOLERANCE * deviation if written["rounds"] else off <= TOLERANCE * deviation
+    if not close:
+        raise CheckpointError(
+            f"outputs of {graph} by {reader} differ from ours by up to {off:.3g}, of a deviation of {deviation:.3g}"
+        )
+    found = run(graph, given, None)
+    result = {"deviation": deviation, "exact_max_difference": off, "exact_mean_difference": mean}
+    result["max_difference"] = float((found - ours).abs().max())
+    if written["logits"]:
+        result["same_top"] = float((found.argmax(-1) == ours.argmax(-1)).float().mean())
+        result["kl"] = divergence(ours, found)
+    return result
+
+
+def _said(found: Mapping[str, Any], written: Mapping[str, Any]) -> Iterator[str]:
+    """The findings about the outputs, in words."""
+    if "max_difference" not in found:
+        yield f"outputs of the graph were not compared: {written['why']}"
+        return
+    off, deviation = found["max_difference"], found["deviation"]
+    line = f"outputs by {found['reader']} differ from ours by up to {off:.2g}, of a deviation of {deviation:.2g}"
+    if "kl" in found:
+        line += f"; same top {found['same_top']:.1%}, KL {found['kl']:.2g}"
+    yield line
+
+
+def divergence(ours: Tensor, theirs: Tensor) -> float:
+    """The mean KL divergence, in nats, of predictions from logits [..., V] to those from others."""
+    p, q = (each.double().log_softmax(-1) for each in (ours, theirs))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def run(graph: Path, given: Tensor, level: int | None) -> Tensor:
+    """The first output of a graph for token ids or images. level: of accuracy, instead of the file's. A graph with a
+    cache runs twice, the second half after the first."""
+    opened = session(graph, level)
+    shapes = {value.name: value.shape for value in opened.get_inputs()}
+    if given.is_floating_point():
+        (name,) = shapes
+        return torch.from_numpy(opened.run(None, {name: given.numpy()})[0])
+    cached = [name for name in shapes if "past_key_values" in name]
+    if not cached:
+        ones, zeros = np.ones(given.shape, np.int64), np.zeros(given.shape, np.int64)
+        whole = {"input_ids": given.numpy(), "attention_mask": ones, "token_type_ids": zeros}
+        return torch.from_numpy(opened.run(None, {name: whole[name] for name in shapes})[0])
+    held = {name: np.zeros((len(given), shapes[name][1], 0, shapes[name][3]), np.float32) for name in cached}
+    parts, done = [], 0
+    for part in given.split(-(-given.shape[1] // 2), dim=1):
+        done += part.shape[1]
+        feed = {"input_ids": part.numpy(), "attention_mask": np.ones((len(part), done), np.int64), **held}
+        logits, *caches = opened.run(None, {name: feed[name] for name in shapes})
+        held = dict(zip(cached, caches, strict=True))
+        parts.append(torch.from_numpy(logits))
+    return torch.cat(parts, 1)

@@ -1,0 +1,125 @@
+"""Codes of a layer as ONNX's operators read them. Nothing is rounded here: the values are those of the checkpoint.
+
+Of a layer with N outputs, K inputs, codes q of n bits and values (q - z) scale, in blocks of b inputs, B = ceil(K / b):
+
+    MatMulNBits (com.microsoft)    B            uint8 [N, B, b n / 8]         q + 2^(n-1), lowest bits first
+                                   scales       float32 [N, B]
+                                   zero_points  uint8 [N, ceil(B n / 8)]      z + 2^(n-1), lowest bits first; absent
+                                                                              where all are 2^(n-1)
+    DequantizeLinear, MatMul       x            int4 or int8 [K, N]           q; uint4 or uint8 with 2^(n-1) added where
+                                                                              there are zero points
+                                   scale        float32 [B, N]
+                                   zero point   the type of x [B, N]          asymmetric only
+
+MatMulNBits has blocks of 16, 32, 64, 128 and 256 inputs. A group of another size repeats its scale: groups of 96 inputs
+become blocks of 32, and one scale per output becomes blocks of 256 at most.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
+from compress.weights.grid import Quantized
+from compress.weights.scheme import Scheme
+
+BITS = (2, 4, 8)
+PORTABLE_BITS = (4, 8)
+LEAST_BLOCK, MOST_BLOCK = 16, 256
+BYTE = 8
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """A weight (codes - zero) scale in blocks of inputs. codes uint8 [N, K]; scale float32 [N, B]; zero uint8 [N, B],
+    or None where the codes are symmetric (2^(bits - 1) everywhere)."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+    block: int
+
+
+def block_of(group: int | None, columns: int) -> int | None:
+    """The largest block that fits the groups of a row of `columns` inputs (None: one group): a power of two from 16 to
+    256 that divides the group, or covers the row. None where there is none."""
+    if group is None and columns <= MOST_BLOCK:
+        return next(size for size in _sizes() if size >= columns)
+    if group is None:
+        return MOST_BLOCK
+    return max((size for size in _sizes() if group % size == 0), default=None)
+
+
+def _sizes() -> list[int]:
+    return [2**n for n in range(LEAST_BLOCK.bit_length() - 1, MOST_BLOCK.bit_length())]
+
+
+def blocks_of(quantized: Quantized) -> BlockCodes:
+    """The codes of a layer in blocks. The grid has signed integer codes, and groups that `block_of` fits."""
+    grid, (rows, columns) = quantized.grid, quantized.codes.shape
+    block = block_of(grid.group_size, columns)
+    assert block is not None
+    middle, count = 2 ** (grid.bits - 1), -(-columns // block)
+    repeats = 1 if grid.group_size is None else grid.group_size // block
+
+    def by_block(parts: Tensor) -> Tensor:
+        wide = parts.expand(rows, -1)
+        return wide.expand(rows, count) if grid.group_size is None else wide.repeat_interleave(repeats, 1)
+
+    zero = None if quantized.zero_point is None else (by_block(quantized.zero_point).to(torch.int16) + middle)
+    return BlockCodes(
+        (quantized.codes.to(torch.int16) + middle).to(torch.uint8),
+        by_block(quantized.scale.to(torch.float32)).contiguous(),
+        None if zero is None else zero.to(torch.uint8).contiguous(),
+        grid.bits,
+        block,
+    )
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [..., K] codes of 2, 4 or 8 bits -> uint8 [..., ceil(K bits / 8)], lowest bits first; the last byte is
+    filled with zeros."""
+    together = BYTE // bits
+    full = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % together))
+    found = torch.zeros(*full.shape[:-1], full.shape[-1] // together, dtype=torch.uint8)
+    for place in range(together):
+        found |= full[..., place::together] << (bits * place)
+    return found
+
+
+def why_not(scheme: Scheme, portable: bool) -> str | None:
+    """The reason why a layer has no exact form in ONNX, the end of a sentence about it; None where it has one.
+    portable: in standard operators alone."""
+    if len(scheme.terms) > 1:
+        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
+    (form,) = scheme.terms
+    if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
+        return f"is stored as {scheme}, not as integers; `--to dense` takes it"
+    return _why_not_codes(form, portable) if scheme.inputs is None else _why_not_inputs(scheme, form)
+
+
+def _why_not_codes(form: CodesFormat, portable: bool) -> str | None:
+    bits, group = form.grid.bits, form.grid.group_size
+    if bits not in BITS:
+        return f"has codes of {bits} bits; ONNX Runtime multiplies codes of 2, 4 and 8: quantize with --scheme w4a16"
+    if portable and bits not in PORTABLE_BITS:
+        return f"has codes of {bits} bits; standard operators have 4 and 8: `--to onnx` takes it"
+    if group is not None and block_of(group, group) is None:
+        return f"has groups of {group}, which no block of {LEAST_BLOCK} divides; quantize with --group-size 32"
+    return None
+
+
+def _why_not_inputs(scheme: Scheme, form: CodesFormat) -> str | None:
+    grid = form.grid
+    assert scheme.inputs is not None
+    whole = grid.bits == BYTE and grid.symmetric and grid.group_size is None
+    if scheme.outputs is not None:
+        return f"rounds its output, too ({scheme}); quantize it without rounded outputs"
+    if not whole or scheme.inputs.bits != BYTE or scheme.inputs.floating or scheme.inputs.group_size is not None:
+        return (
+            f"is {scheme}, and ONNX's integer products take 8 bits of both; quantize with --scheme w8a8, or w4a16, "
+            "whose inputs `--to onnx` rounds to int8"
+        )
+    return None

@@ -1,0 +1,192 @@
+"""K-quants: llama.cpp's super-blocks, by GPTQ (arXiv 2210.17323) where text calibrates, else by rounding to nearest.
+
+Shapes: N outputs, K inputs. A super-block is 256 weights of a row in groups of g: 32 for q4_k and q5_k, else 16. Of
+each weight the code q, of each group the codes s and m of a scale and a minimum, of each super-block two float16:
+
+    q2_k, q4_k, q5_k    w = d s q - dmin m          bits per weight: 2.625, 4.5, 5.5
+    q3_k, q6_k          w = d s (q - z)             3.4375, 6.5625; s is signed, z = 2^(bits - 1)
+
+    minimise over all of them     tr((W* - Q) H (W* - Q)^T)     H, target W* and drift: `compress methods gptq`
+
+GPTQ's sweep goes over the columns. Where it opens a super-block it fits d and dmin to weights that carry all feedback
+so far; where it comes to a group, s and m in these steps; then the group's codes, one column after another. An error of
+column j costs D_j there, the diagonal of H = U D U^T (`solvers.column_sweep`), by which fits are weighed. `refit` then
+sets s, m, d and dmin anew for fixed codes, by the loss itself, and `sweeps` of coordinate descent move single codes.
+
+Not from a paper: the types are those of llama.cpp (k-quants, by I. Kawrakow, ggml-org/llama.cpp#1684). They are stored
+byte for byte, so that a GGUF file of them is a copy.
+
+With rounding=nearest, which is what `--method rtn --scheme q4_k` asks for, every weight counts the same and no text is
+needed.
+
+Inputs that are no multiple of 256 take what llama.cpp falls back to, in groups of 32: q2_k and q3_k become w4a16 (its
+Q4_0), q4_k and q5_k w5a16 (Q5_0), q6_k w8a16 (Q8_0). llama.cpp has Q5_1 for q5_k, whose minimum is float16.
+
+Mixes are llama.cpp's, too. `more` of n blocks are the first and the last eighth and every third between them:
+
+    q3_k_m    q3_k; o_proj q4_k; v_proj q4_k, in the first two blocks q5_k; down_proj q4_k, in the first 16th q5_k
+    q3_k_l    q3_k; o_proj, v_proj, down_proj q5_k
+    q4_k_s    q4_k; v_proj of the first four blocks, down_proj of the first eighth q5_k
+    q4_k_m    q4_k; v_proj, down_proj of `more` q6_k
+    q5_k_m    q5_k; v_proj, down_proj of `more` q6_k
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.calibration.stats import StatisticFactory
+from compress.errors import InputError, one_of
+from compress.kernels.layouts.k_quants import BLOCK
+from compress.passes.gptq import GPTQ
+from compress.passes.options.k_mixes import K_SCHEMES, MIXES, blocks_of_names, type_in, types_of
+from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import Solve
+from compress.passes.protocol.stages import Decide
+from compress.passes.rtn import RTN
+from compress.solvers.column_sweep import ActOrder
+from compress.solvers.k_quants.rule import nearest_blocks
+from compress.solvers.k_quants.solve import solve_blocks
+from compress.solvers.loss import weight_error
+from compress.weights.decision import Decision
+from compress.weights.formats.k_quants import KBlocks, KQuant
+
+Rounding = Literal["gptq", "nearest"]
+# What llama.cpp has instead where super-blocks do not fit, as schemes of groups of 32 on grids with signed scales.
+FALLBACKS = {"q2_k": "w4a16", "q3_k": "w4a16", "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16"}
+FALLBACK_GROUP = 32
+# The options that are of the sweep, and of the fallback's.
+OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KQuants(SecondOrder):
+    """llama.cpp's K-quants, by GPTQ or to nearest."""
+
+    name: ClassVar[str] = "k-quants"
+    writes: ClassVar[Aspect] = "quantized weight"
+    act_order: ClassVar[ActOrder] = "none"  # type: ignore[misc]  # groups and super-blocks are runs of columns
+
+    scheme: str = "q4_k"
+    """q2_k, q3_k, q4_k, q5_k, q6_k: the type of all layers; or a mix: q3_k_m, q3_k_l, q4_k_s, q4_k_m, q5_k_m."""
+
+    rounding: Rounding = "gptq"
+    """Codes by GPTQ's sweep, or to nearest without calibration data."""
+
+    refit: int = 2
+    """0 or more: rounds in which scales, minima and their steps are fitted to the codes once the sweep is over."""
+
+    sweeps: int = 2
+    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
+
+    blocks: int = 0
+    """0 or a number: blocks of the model, by which a mix tells their types; 0: as many as its layers' names say."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("K-quant", self.scheme, K_SCHEMES)
+        one_of("rounding", self.rounding, get_args(Rounding))
+        for option in ("refit", "sweeps", "blocks"):
+            if getattr(self, option) < 0:
+                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more")
+        idle = [f.name for f in fields(self) if f.name in OF_GPTQ and getattr(self, f.name) != f.default]
+        if idle and not self.calibrates:
+            raise InputError(f"{idle[0]} is of rounding=gptq, and rounding is nearest; leave it out")
+
+    @property
+    def format(self) -> KQuant:
+        """The format of a layer whose inputs are a multiple of 256."""
+        return KQuant(type=self.scheme)
+
+    @property
+    def calibrates(self) -> bool:
+        return self.rounding == "gptq"
+
+    @property
+    def group_length(self) -> int:
+        return self.format.layout.group
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        return super().needs() if self.calibrates else {}
+
+    @property
+    def decide_stage(self) -> Decide:
+        stage = super().decide_stage
+        return stage if self.calibrates else replace(stage, reference=False)
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        bad = [name for name, (_, columns) in shapes.items() if columns % FALLBACK_GROUP]
+        if bad:
+            raise InputError(
+                f"{self.scheme} needs inputs in multiples of {FALLBACK_GROUP}: {bad[0]} has {shapes[bad[0]][1]} "
+                f"({len(bad)} layers in all); leave those out (`but`, ignore), or give them another method"
+            )
+
+    @property
+    def usual_size(self) -> int | None:
+        return BLOCK
+
+    def sized(self, widths: Collection[int], example: str) -> tuple[Pass, str | None]:
+        """This pass, and what layers get whose inputs are no multiple of 256."""
+        instead = ", ".join(f"{kind} becomes {FALLBACKS[kind]}" for kind in types_of(self.scheme))
+        return self, (
+            f"{example}, no multiple of {BLOCK}, like others perhaps: there {instead}, in groups of {FALLBACK_GROUP}, "
+            "the types that llama.cpp falls back to"
+        )
+
+    def placed(self, layers: Sequence[str]) -> Pass:
+        known = self.blocks or self.scheme not in MIXES
+        return self if known else replace(self, blocks=blocks_of_names(self.scheme, layers))
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        types = {name: type_in(self.scheme, name, self.blocks) for name in site.weights}
+        made: dict[str, Decision] = {}
+        for kind in dict.fromkeys(types.values()):
+            part = site.rows({name: slice(None) for name in types if types[name] == kind})
+            made |= replace(self, scheme=kind)._of_one_type(part)
+        return {name: made[name] for name in site.weights}
+
+    def _of_one_type(self, site: Site) -> dict[str, Decision]:
+        if next(iter(site.weights.values())).shape[1] % BLOCK:
+            return self.fallback.apply(replace(site, scale_dtypes=as_in_gguf(site.scale_dtypes)))
+        if self.calibrates:
+            return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
+        found = {name: nearest_blocks(weight, self.format) for name, weight in site.weights.items()}
+        return {n: Decision(w, {"weight_error": weight_error(site.weights[n], w)}) for n, w in found.items()}
+
+    @property
+    def fallback(self) -> Pass:
+        """The pass for layers whose inputs are no multiple of 256."""
+        scheme = FALLBACKS[self.scheme]
+        if not self.calibrates:
+            return RTN(scheme=scheme, group_size=FALLBACK_GROUP, clip=True)
+        same = {option: getattr(self, option) for option in OF_GPTQ}
+        return GPTQ(scheme=scheme, group_size=FALLBACK_GROUP, **same)
+
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> KBlocks:
+        return nearest_blocks(site.weights[name].to(dtype), self.format)
+
+    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+        return {"weight_NK": target_NK}
+
+    def solver(self, relied: Relied) -> Solve:
+        solve = partial(
+            solve_blocks,
+            seen=relied.ordered,
+            format_=self.format,
+            refit=self.refit,
+            sweeps=self.sweeps,
+            polish_damp=relied.polish_damp,
+        )
+        return lambda **rows: solve(**rows).weight
+
+
+def as_in_gguf(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """The dtypes of scales: float16, which is theirs in GGUF, in the place of float32."""
+    return {name: torch.float16 if dtype == torch.float32 else dtype for name, dtype in dtypes.items()}

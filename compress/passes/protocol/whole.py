@@ -1,0 +1,25 @@
+"""A whole model, as a pass sees it that edits it before anything else is decided."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from compress.model.calls import Batch
+from compress.model.edits.keep import Coupling
+from compress.system.comm import Comm
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model of which every rank has all tensors.
+
+    model: in evaluation mode, on the device on which it was read; not to be changed. batches: this rank's micro-batches
+    of calibration data, none where nobody gave any. couplings: {block: the groups of channels and heads that can go of
+    it}, found by trial when it is called; those that no pattern of `ignore` speaks against.
+    """
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    comm: Comm
+    couplings: Callable[[], Mapping[str, Sequence[Coupling]]]

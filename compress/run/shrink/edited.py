@@ -1,0 +1,140 @@
+"""Edits of a whole model, before the loop over blocks, as a pass makes them (`Restructure.edits`).
+
+edits -> a copy without values, edited -> configuration -> plan of the rest of the run -> the model, edited likewise
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CompressError, InputError
+from compress.model.calls import Batch, evaluating, without_cache
+from compress.model.edits.changes import Applied
+from compress.model.edits.configured import configure, unread_of
+from compress.model.edits.drop import Drop
+from compress.model.edits.keep import Coupling, Keep
+from compress.model.known_edits import Edit
+from compress.model.valueless import size_of, without_values
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Restructure
+from compress.passes.protocol.whole import Whole
+from compress.run.plan.matching import Ignored
+from compress.run.residency import Local
+from compress.run.shrink.blocks import CouplingFinder, check_ignored, stacks_called
+from compress.run.shrink.restructured import ModelSize, Restructured, config_of
+from compress.system.comm import Comm
+from compress.system.progress import Reporter
+
+Edits = Sequence[tuple[str, Edit]]
+
+
+@dataclass(frozen=True)
+class Editing:
+    """The edits of one pass on one model. The fields are those of `Restructuring`."""
+
+    model: nn.Module
+    p: Pass
+    batches: Sequence[Batch]
+    probe: Callable[[], Batch]
+    residency: Local
+    ignored: Ignored
+    check: Callable[[nn.Module], None]
+    comm: Comm
+    reporter: Reporter
+    done: Restructured = field(default_factory=Restructured)
+
+    def run(self, one_block: bool) -> Restructured:
+        """Edit the model. Raises InputError, before anything is changed, for what cannot be edited; whatever is raised,
+        the model is then as it was."""
+        try:
+            with evaluating(self.model), without_cache(self.model):
+                self.carry_out(one_block)
+        except BaseException:
+            self.done.undo()
+            raise
+        return self.done
+
+    def carry_out(self, one_block: bool) -> None:
+        """Ask for the edits, try them on a copy, plan the rest for that, and edit the model."""
+        check_ignored(self.model, self.ignored)
+        stage = self.p.stage(Restructure)
+        assert stage is not None
+        assert stage.edits is not None
+        with torch.no_grad():
+            edits = list(stage.edits(self.whole(one_block)))
+        entries = self.entries(edits)
+        twin = self.tried(edits)
+        before, after = ModelSize(*size_of(self.model)), ModelSize(*size_of(twin))
+        if not stage.removes and before != after:
+            raise InputError(f"{self.p.name} says that all shapes stay, and leaves {after.said(before)}")
+        self.check(twin)
+        note = f"{after.said(before)} will stay" if before != after else f"{len(edits)} edits, which remove nothing"
+        self.done.notes.append(f"{self.p.name}: {note}")
+        self.reporter.note(self.done.notes[-1])
+        config = config_of(self.model)
+        self.done.begin(before, after)
+        self.done.record["edits"] = [*self.done.record.get("edits", []), *entries]
+        for changes in applied(self.model, edits, like=twin):
+            self.done.changes.append(changes)
+        self.done.finish(self.model, config, after)
+
+    def whole(self, one_block: bool) -> Whole:
+        """The model as the pass sees it."""
+
+        @torch.enable_grad()  # the finder follows gradients
+        def couplings() -> Mapping[str, Sequence[Coupling]]:
+            stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
+            return dict(CouplingFinder(self.model, self.residency, self.ignored).of_all(stacks, calls))
+
+        return Whole(self.model, self.batches, self.comm, couplings)
+
+    def entries(self, edits: Edits) -> list[dict[str, Any]]:
+        """The entries of compress.json about the edits. Raises InputError where there are none, and CompressError where
+        ranks have found others."""
+        if not edits:
+            raise InputError(f"{self.p.name} finds nothing to edit in {type(self.model).__name__}; leave it out")
+        found = [{"module": name, **edit.entry(), "sha256": digest(edit.parts())} for name, edit in edits]
+        if any(other != found for other in self.comm.gather_objects(found)):
+            raise CompressError(f"ranks have found other edits of {self.p.name}; it must find the same on every rank")
+        return found
+
+    def tried(self, edits: Edits) -> nn.Module:
+        """The edited model, without values. Raises InputError for edits that cannot be, that no configuration
+        describes, or of a layer that is to be left alone."""
+        twin = without_values(self.model)
+        try:
+            done = list(applied(twin, edits))
+        except InputError as error:
+            raise InputError(f"{self.p.name}: {error}") from None
+        owners = {id(change.owner) for changes in done for change in changes.changes}
+        for name, parameter in twin.named_parameters(remove_duplicate=False):
+            layer = name.rpartition(".")[0]
+            if id(parameter) in owners and self.ignored.asked_for(layer):
+                raise InputError(f"{self.p.name} changes {layer}, which is to be left alone; leave one of them out")
+        return twin
+
+
+def applied(model: nn.Module, edits: Edits, like: nn.Module | None = None) -> Iterator[Applied]:
+    """The changes of each edit of a model, and of its configuration, as they are made. like: a model that was edited
+    likewise. Raises InputError where no configuration describes the edited model."""
+    unread: list[tuple[str, str]] = []
+    for name, edit in edits:
+        if isinstance(edit, Drop) and unread:  # it looks for a configuration itself
+            yield configure(model, unread)
+            unread = []
+        yield edit.apply(model.get_submodule(name))
+        unread += unread_of(name, edit.coupling) if isinstance(edit, Keep) else ()
+    yield configure(model, unread, like=like)
+
+
+def digest(parts: Mapping[str, Tensor]) -> str:
+    """SHA-256 of named tensors."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(parts.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,232 @@
+"""Scales of super-blocks: fitted group by group, then coded in steps that the groups of a super-block share.
+
+Shapes: B super-blocks, G groups of each, g weights of a group. c is the cost of an error, of each weight.
+
+    1. each group alone      sum c (x - s (q - z) + m)^2      least over s, m and q: q by rounding, (s, m) by least
+                                                              squares, for some first guesses of s
+    2. steps                 d, dmin: of the largest scale and minimum, rounded to float16
+    3. codes of s and m      the best of the neighbours of s / d and m / dmin, q by rounding
+    4. d and dmin again      least squares for these q and codes; rounded, kept where the error falls
+
+z is the code whose value is 0, and m is 0, of a type without minima. With minima z is 0; m is never negative, so that
+0 lies in the range of every group.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.weights.formats.k_quants import KQuant
+from compress.weights.grid import encode_unsigned
+
+# First guesses of a group's scale: its range over so many steps more than there are, as a share of them.
+SHRINKS = tuple(-0.08 + 0.06 * i for i in range(9))
+# Codes that are tried for a scale and a minimum, beside the nearest.
+NEIGHBOURS = (-1, 0, 1)
+# KSteps that are tried for d, as shares of that which the largest scale fills.
+ROUNDS = 2
+
+
+class KSteps(NamedTuple):
+    """d and dmin of super-blocks [B], float16 numbers in the working dtype; dmin is 0 without minima."""
+
+    d: Tensor
+    dmin: Tensor
+
+
+class Coded(NamedTuple):
+    """Codes of scales and minima [..., G], whole numbers in the working dtype; without minima, scales have signs."""
+
+    scales: Tensor
+    minima: Tensor
+
+
+class Affine(NamedTuple):
+    """Values = scale (code - zero) of groups [...], as the compiled loops have them."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+def as_float16(x: Tensor) -> Tensor:
+    """x as float16 holds it, in its own dtype; magnitudes are at most the largest number."""
+    most = torch.finfo(torch.float16).max
+    return x.clamp(-most, most).to(torch.float16).to(x.dtype)
+
+
+def affine(coded: Coded, steps: KSteps, format_: KQuant) -> Affine:
+    """Scale and zero of groups [..., G] from codes and the steps of their super-blocks [..., 1]."""
+    scale = steps.d * coded.scales
+    if not format_.layout.has_minima:
+        return Affine(scale, torch.full_like(scale, format_.zero))
+    minimum = steps.dmin * coded.minima
+    return Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), minimum / scale))
+
+
+def values_of(x: Tensor, at: Affine, bits: int) -> tuple[Tensor, Tensor]:
+    """(Codes, values) nearest to x [..., g] in groups of such scales [...]."""
+    scale, zero = at.scale.unsqueeze(-1), at.zero.unsqueeze(-1)
+    codes = encode_unsigned(x, scale, zero, bits)
+    return codes, (codes - zero) * scale
+
+
+def fit_groups(x: Tensor, cost: Tensor, format_: KQuant) -> tuple[Tensor, Tensor]:
+    """(Scales, minima) [...] of groups x [..., g] alone, not coded yet. cost: broadcasts against x."""
+    bits, most, zero = format_.layout.bits, 2**format_.layout.bits - 1, format_.zero
+    best = x.new_full(x.shape[:-1], torch.inf)
+    best_scale, best_minimum = torch.zeros_like(best), torch.zeros_like(best)
+    for scale, minimum in _guesses(x, most, zero, format_.layout.has_minima):
+        for _ in range(ROUNDS):
+            at = Affine(scale, minimum / scale + zero)
+            at = Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), at.zero))
+            codes, values = values_of(x, at, bits)
+            error = (cost * (x - values).square()).sum(-1)
+            better = error < best
+            best = torch.where(better, error, best)
+            best_scale, best_minimum = (
+                torch.where(better, new, old) for new, old in ((scale, best_scale), (minimum, best_minimum))
+            )
+            scale, minimum = least_squares(x, cost, codes - zero, format_.layout.has_minima)
+    return best_scale, best_minimum
+
+
+def _guesses(x: Tensor, most: int, zero: int, has_minima: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """First guesses of (scale, minimum) of groups x [..., g]."""
+    if has_minima:
+        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+        for shrink in SHRINKS:
+            scale = (high - low) / (most * (1 + shrink))
+            yield scale, -low * (1 - max(shrink, 0) / 2)
+        return
+    low, high = x.amin(-1), x.amax(-1)
+    extreme = torch.where(high > -low, high, low)
+    for shrink in SHRINKS:
+        yield -extreme / (zero * (1 + shrink)), torch.zeros_like(low)
+        yield extreme / ((most - zero) * (1 + shrink)), torch.zeros_like(low)
+
+
+def least_squares(x: Tensor, cost: Tensor, steps: Tensor, has_minima: bool) -> tuple[Tensor, Tensor]:
+    """(s, m) [...] of least cost (x - s steps + m)^2, for groups [..., g]; m at least 0, or 0 without minima."""
+    xs, ss = (cost * x * steps).sum(-1), (cost * steps * steps).sum(-1)
+    alone = torch.where(ss > 0, xs / ss, torch.zeros_like(ss))
+    if not has_minima:
+        return alone, torch.zeros_like(alone)
+    ones = cost.expand_as(x).sum(-1)
+    x1, s1 = (cost * x).sum(-1), (cost * steps).sum(-1)
+    determinant = ss * ones - s1 * s1
+    scale = (xs * ones - x1 * s1) / determinant
+    minimum = (xs * s1 - x1 * ss) / determinant
+    good = (determinant > 0) & (minimum >= 0) & (scale > 0) & torch.isfinite(scale) & torch.isfinite(minimum)
+    return torch.where(good, scale, alone.clamp(min=0)), torch.where(good, minimum, torch.zeros_like(minimum))
+
+
+def first_steps(scale: Tensor, minimum: Tensor, format_: KQuant) -> KSteps:
+    """The steps [B] that the largest scales and minima [B, G] of super-blocks just fill."""
+    least, most = format_.scale_range
+    if format_.layout.has_minima:
+        return KSteps(as_float16(scale.amax(-1) / most), as_float16(minimum.amax(-1) / most))
+    low, high = scale.amin(-1), scale.amax(-1)
+    d = as_float16(torch.where(high > -low, high, low) / least)
+    return KSteps(d, torch.zeros_like(d))
+
+
+def coded_groups(
+    x: Tensor, cost: Tensor, scale: Tensor, minimum: Tensor, steps: KSteps, format_: KQuant
+) -> tuple[Coded, Tensor]:
+    """(Codes, errors) [..., G] of scales and minima [..., G] in steps [..., 1], the neighbours of least error."""
+    best = x.new_full(scale.shape, torch.inf)
+    chosen = Coded(torch.zeros_like(scale), torch.zeros_like(scale))
+    for tried in neighbours(nearest_codes(scale, minimum, steps, format_), format_):
+        _, values = values_of(x, affine(tried, steps, format_), format_.layout.bits)
+        error = (cost * (x - values).square()).sum(-1)
+        chosen = chosen_of(error < best, tried, chosen)
+        best = torch.minimum(error, best)
+    return chosen, best
+
+
+def nearest_codes(scale: Tensor, minimum: Tensor, steps: KSteps, format_: KQuant) -> Coded:
+    least, most = format_.scale_range
+    codes = (
+        torch.where(step == 0, torch.zeros_like(x), torch.round(x / step)).clamp(least, most)
+        for x, step in ((scale, steps.d), (minimum, steps.dmin))
+    )
+    return of_one_line(*codes)
+
+
+def neighbours(near: Coded, format_: KQuant) -> Iterator[Coded]:
+    """These codes first, then others near them."""
+    least, most = format_.scale_range
+    moves: Sequence[tuple[int, int]] = [(i, 0) for i in NEIGHBOURS]
+    if format_.layout.has_minima:
+        moves = list(product(NEIGHBOURS, NEIGHBOURS))
+    for i, j in sorted(moves, key=lambda move: abs(move[0]) + abs(move[1])):
+        yield of_one_line((near.scales + i).clamp(least, most), (near.minima + j).clamp(0, most))
+
+
+def of_one_line(scales: Tensor, minima: Tensor) -> Coded:
+    """Codes, of which a minimum is 0 where its scale is: all codes of weights stand for 0 there."""
+    return Coded(scales, torch.where(scales == 0, torch.zeros_like(minima), minima))
+
+
+def chosen_of(better: Tensor, new: Coded, old: Coded) -> Coded:
+    return Coded(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Super-blocks fitted: steps [B], codes of scales and minima [B, G], and the error of each [B]."""
+
+    steps: KSteps
+    coded: Coded
+    error: Tensor
+
+    def or_better(self, other: "Fit") -> "Fit":
+        better = other.error < self.error
+        steps = KSteps(*(torch.where(better, a, b) for a, b in zip(other.steps, self.steps, strict=True)))
+        coded = chosen_of(better.unsqueeze(-1), other.coded, self.coded)
+        return Fit(steps, coded, torch.minimum(other.error, self.error))
+
+
+def fit_blocks(x: Tensor, cost: Tensor, format_: KQuant) -> Fit:
+    """KSteps and codes of super-blocks x [B, G, g] for the least cost (x - value)^2. cost: [G, g] or [B, G, g]."""
+    scale, minimum = fit_groups(x, cost, format_)
+    found: Fit | None = None
+    steps = first_steps(scale, minimum, format_)
+    for _ in range(ROUNDS):
+        wide = KSteps(*(step.unsqueeze(-1) for step in steps))
+        coded, error = coded_groups(x, cost, scale, minimum, wide, format_)
+        tried = Fit(steps, coded, error.sum(-1))
+        found = tried if found is None else found.or_better(tried)
+        steps = refit_steps(x, cost, found, format_)
+    assert found is not None
+    return found
+
+
+def refit_steps(x: Tensor, cost: Tensor, found: Fit, format_: KQuant) -> KSteps:
+    """The steps of least error for the codes that a fit has."""
+    wide = KSteps(*(step.unsqueeze(-1) for step in found.steps))
+    codes, _ = values_of(x, affine(found.coded, wide, format_), format_.layout.bits)
+    slope = found.coded.scales.unsqueeze(-1) * (codes - format_.zero)
+    if not format_.layout.has_minima:
+        d, dmin = least_squares(x.flatten(1), cost.expand_as(x).flatten(1), slope.flatten(1), False)
+        return KSteps(as_float16(d), dmin)
+    d, dmin = two_steps(x, cost, slope, found.coded.minima.unsqueeze(-1).expand_as(x))
+    good = (d > 0) & (dmin >= 0) & torch.isfinite(d) & torch.isfinite(dmin)
+    return KSteps(*(as_float16(torch.where(good, a, b)) for a, b in zip((d, dmin), found.steps, strict=True)))
+
+
+def two_steps(x: Tensor, cost: Tensor, slope: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """(a, b) [B] of least cost (x - a slope + b offset)^2 over super-blocks [B, ...]."""
+    xs, xo, ss, so, oo = (
+        (cost * one * other).flatten(1).sum(1)
+        for one, other in ((x, slope), (x, offset), (slope, slope), (slope, offset), (offset, offset))
+    )
+    determinant = ss * oo - so * so
+    plain = xs / ss
+    a = torch.where(determinant > 0, (xs * oo - xo * so) / determinant, plain)
+    b = torch.where(determinant > 0, (xs * so - xo * ss) / determinant, torch.zeros_like(a))
+    return a, b

@@ -1,0 +1,224 @@
+"""A sweep's decisions in super-blocks (`weights.formats.k_quants`): codes, and the codes of scales and minima.
+
+Shapes: N outputs, K inputs, G groups of all super-blocks, S super-blocks, g columns of a group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.kernels.layouts.k_quants import BLOCK
+from compress.solvers.k_quants.fit import (
+    Affine,
+    Coded,
+    KSteps,
+    affine,
+    as_float16,
+    coded_groups,
+    fit_blocks,
+    fit_groups,
+    nearest_codes,
+    of_one_line,
+    values_of,
+)
+from compress.solvers.polish import Polish, SettledRule, members
+from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.grid import encode_unsigned
+
+# Codes of a scale and of a minimum that a refit tries around the optimum for fixed codes of weights.
+REACH = (-1, 0, 1)
+
+
+@dataclass
+class KRule(SettledRule):
+    """Round each target to its group's values. A super-block's steps are fitted when the sweep opens it, and hold; the
+    codes of a group's scale and minimum are chosen in these steps when it begins.
+
+    cost_K [K]: of an error of each column in the sweep. codes [K, N]; scale, zero [G, N], as `fit.Affine` has them, of
+    the codes scales, minima [G, N] and the steps d, dmin [S, N]; all in sweep order but for the order of the groups.
+    """
+
+    format: KQuant
+    group: int
+    group_of: list[int]
+    cost_K: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    scales: Tensor
+    minima: Tensor
+    d: Tensor
+    dmin: Tensor
+    span: int = BLOCK
+    settled: bool = False
+
+    @classmethod
+    def of(cls, weight_NK: Tensor, order_K: Tensor, cost_K: Tensor, format_: KQuant) -> "KRule":
+        """The rule that decides a weight's columns, before the first is decided. cost_K: in sweep order."""
+        (rows, columns), size = weight_NK.shape, format_.layout.group
+        scale, zero, scales, minima = (weight_NK.new_zeros(columns // size, rows) for _ in range(4))
+        d, dmin = (weight_NK.new_zeros(columns // BLOCK, rows) for _ in range(2))
+        group_of = (order_K // size).tolist()
+        codes = weight_NK.new_zeros(columns, rows)
+        return cls(format_, size, group_of, cost_K, codes, scale, zero, scales, minima, d, dmin)
+
+    @property
+    def per_block(self) -> int:
+        """Groups of a super-block."""
+        return self.format.layout.groups
+
+    def open(self, column: int, updated_SN: Tensor) -> None:
+        x = updated_SN.t().unflatten(1, (self.per_block, -1))
+        cost = self.cost_K[column : column + BLOCK].view(self.per_block, -1)
+        found = fit_blocks(x, cost, self.format)
+        block = self.group_of[column] // self.per_block
+        self.d[block], self.dmin[block] = found.steps
+
+    def begin(self, column: int, updated_gN: Tensor) -> None:
+        x, group = updated_gN.t(), self.group_of[column]
+        cost, steps = self.cost_K[column : column + self.group], self.steps_of(group)
+        coded, _ = coded_groups(x, cost, *fit_groups(x, cost, self.format), steps, self.format)
+        self.choose(group, coded)
+
+    def steps_of(self, group: int) -> KSteps:
+        """The steps [N] of the super-block of a group."""
+        block = group // self.per_block
+        return KSteps(self.d[block], self.dmin[block])
+
+    def choose(self, group: int, coded: Coded) -> None:
+        """From now on a group has these codes [N] of its scale and minimum."""
+        self.scales[group], self.minima[group] = coded
+        self.scale[group], self.zero[group] = affine(coded, self.steps_of(group), self.format)
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        group = self.group_of[column]
+        self.codes[column] = encode_unsigned(target_N, self.scale[group], self.zero[group], self.format.layout.bits)
+        return (self.codes[column] - self.zero[group]) * self.scale[group]
+
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        return (self.codes[column],)
+
+    def held(self) -> DecidedColumns | None:
+        if not takes(self.codes, torch.float32):
+            return None
+        rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
+        return DecidedColumns(self.codes, self.scale, self.zero, self.group_of, rounding, None, None, None, self.cost_K)
+
+    def stored(self, codes_NK: Tensor) -> KBlocks:
+        """The term. codes: in the layer's own order."""
+        return self.format.packed(codes_NK, *(t.t() for t in (self.scales, self.minima, self.d, self.dmin)))
+
+
+def refit_blocks(state: "Polish[KRule]", rule: KRule) -> None:
+    """For fixed codes of the weights: of each group the codes of scale and minimum, then of each super-block the steps,
+    that lower the loss the most, one after another."""
+    columns = members(rule)
+    for group, of_group in enumerate(columns):
+        refit_group(state, rule, group, of_group)
+    for block in range(len(rule.d)):
+        groups = range(block * rule.per_block, (block + 1) * rule.per_block)
+        refit_steps(state, rule, block, [columns[group] for group in groups])
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """The loss in two numbers (a, b) [N] of which values are a slope - b offset: its gradient and curvature."""
+
+    a: Tensor
+    b: Tensor
+    aa: Tensor
+    ab: Tensor
+    bb: Tensor
+
+    @classmethod
+    def of(cls, own: Tensor, gradient: Tensor, slope: Tensor, offset: Tensor) -> "Parabola":
+        """own [g, g]: H of some columns; gradient, slope, offset [g, N]."""
+        bent, shifted = own @ slope, own @ offset
+        return cls(
+            (slope * gradient).sum(0),
+            -(offset * gradient).sum(0),
+            (slope * bent).sum(0),
+            -(slope * shifted).sum(0),
+            (offset * shifted).sum(0),
+        )
+
+    def gain(self, a: Tensor, b: Tensor) -> Tensor:
+        """By how much the loss falls where the numbers grow by a and b."""
+        return 2 * (a * self.a + b * self.b) - (a * a * self.aa + 2 * a * b * self.ab + b * b * self.bb)
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The growth of least loss; 0 in directions in which the loss is flat."""
+        determinant = self.aa * self.bb - self.ab * self.ab
+        flat = determinant <= torch.finfo(determinant.dtype).eps * self.aa * self.bb
+        a = torch.where(flat, self.a / self.aa, (self.a * self.bb - self.b * self.ab) / determinant)
+        b = torch.where(flat, torch.zeros_like(a), (self.b * self.aa - self.a * self.ab) / determinant)
+        return torch.nan_to_num(a, 0.0, 0.0, 0.0), torch.nan_to_num(b, 0.0, 0.0, 0.0)
+
+
+def refit_group(state: "Polish[KRule]", rule: KRule, group: int, columns: Tensor | slice) -> None:
+    """Choose the codes of a group's scale and minimum anew."""
+    codes, steps = rule.codes[columns], rule.steps_of(group)
+    own, slope = state.hessian[columns][:, columns], codes - rule.format.zero
+    parabola = Parabola.of(own, state.gradient[columns], slope, torch.ones_like(slope))
+    old = Coded(rule.scales[group].clone(), rule.minima[group].clone())
+    scale, minimum = steps.d * old.scales, steps.dmin * old.minima
+    more_a, more_b = parabola.best()
+    best, chosen = torch.zeros_like(scale), old
+    for tried in around(nearest_codes(scale + more_a, minimum + more_b, steps, rule.format), rule.format):
+        gain = parabola.gain(steps.d * tried.scales - scale, steps.dmin * tried.minima - minimum)
+        better = gain > best
+        best = torch.where(better, gain, best)
+        chosen = Coded(*(torch.where(better, a, b) for a, b in zip(tried, chosen, strict=True)))
+    rule.choose(group, chosen)
+    values = (codes - rule.zero[group]) * rule.scale[group]
+    state.move(columns, values - state.values[columns])
+
+
+def around(near: Coded, format_: KQuant) -> Iterator[Coded]:
+    least, most = format_.scale_range
+    reach = REACH if format_.layout.has_minima else (0,)
+    for i, j in product(REACH, reach):
+        yield of_one_line((near.scales + i).clamp(least, most), (near.minima + j).clamp(0, most))
+
+
+def refit_steps(state: "Polish[KRule]", rule: KRule, block: int, columns: list[Tensor | slice]) -> None:
+    """Choose the steps of a super-block anew. columns: of each of its groups."""
+    every = torch.cat([_indices(each, rule) for each in columns])
+    groups = torch.arange(block * rule.per_block, (block + 1) * rule.per_block, device=every.device)
+    apart = groups.repeat_interleave(rule.group)
+    slope = rule.scales[apart] * (rule.codes[every] - rule.format.zero)
+    own, gradient = state.hessian[every][:, every], state.gradient[every]
+    parabola = Parabola.of(own, gradient, slope, rule.minima[apart])
+    d, dmin = rule.d[block].clone(), rule.dmin[block].clone()
+    more_d, more_dmin = parabola.best()
+    new_d, new_dmin = as_float16(d + more_d), as_float16(dmin + more_dmin)
+    better = parabola.gain(new_d - d, new_dmin - dmin) > 0
+    if rule.format.layout.has_minima:
+        better &= (new_d > 0) & (new_dmin >= 0)
+    rule.d[block], rule.dmin[block] = torch.where(better, new_d, d), torch.where(better, new_dmin, dmin)
+    for group in groups.tolist():
+        rule.choose(group, Coded(rule.scales[group].clone(), rule.minima[group].clone()))
+    values = (rule.codes[every] - rule.zero[apart]) * rule.scale[apart]
+    state.move(every, values - state.values[every])
+
+
+def _indices(columns: Tensor | slice, rule: KRule) -> Tensor:
+    if isinstance(columns, Tensor):
+        return columns
+    return torch.arange(columns.start, columns.stop, device=rule.codes.device)
+
+
+def nearest_blocks(x_NK: Tensor, format_: KQuant, cost_K: Tensor | None = None) -> KBlocks:
+    """Every weight to the nearest code of scales fitted to its super-block. cost: of an error in each column; None:
+    all the same."""
+    layout, rows = format_.layout, len(x_NK)
+    cost = torch.ones_like(x_NK) if cost_K is None else cost_K.expand_as(x_NK)
+    x, cost = (t.reshape(-1, layout.groups, layout.group) for t in (x_NK, cost))
+    found = fit_blocks(x, cost, format_)
+    at: Affine = affine(found.coded, KSteps(*(step.unsqueeze(-1) for step in found.steps)), format_)
+    codes, _ = values_of(x, at, layout.bits)
+    return format_.packed(*(t.reshape(rows, -1) for t in (codes, *found.coded, *found.steps)))

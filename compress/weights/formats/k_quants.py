@@ -1,0 +1,139 @@
+"""K-quants of llama.cpp as a term of a weight: the bytes of a GGUF tensor as they are, so that exporting is copying.
+
+N outputs, K inputs; a super-block is 256 weights of a row in G groups (`compress.kernels.layouts.k_quants`).
+
+    weight_blocks   uint8 [N, K / 256 * bytes]      super-blocks of a row one after another
+
+    q2_k, q4_k, q5_k   value = d scale code - dmin minimum      scales and minima unsigned
+    q3_k, q6_k         value = d scale (code - 2^(bits - 1))    scales signed
+
+computed in float32 as ggml does: d scale and dmin minimum first, both exact, then the product with the code, then the
+difference. d and dmin are float16, whatever dtype the model has.
+
+Bits per weight: q2_k 2.625, q3_k 3.4375, q4_k 4.5, q5_k 5.5, q6_k 6.5625.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError
+from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, KFields, KLayout, pack_blocks, unpack_blocks
+from compress.weights.grid import Grid
+from compress.weights.roles import Role
+from compress.weights.terms import Format, Part, StoredTerm
+
+PART = "weight_blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KQuant(Format):
+    """Super-blocks of one of llama.cpp's K-quants. type: `q2_k` ... `q6_k`."""
+
+    kind: ClassVar[str] = "k-quant"
+    type: str = "q4_k"
+
+    @property
+    def layout(self) -> KLayout:
+        return K_QUANTS[self.type]
+
+    @property
+    def zero(self) -> int:
+        """The code whose value is 0, if the type has no minima; 0 with them."""
+        return 0 if self.layout.has_minima else 2 ** (self.layout.bits - 1)
+
+    @property
+    def scale_range(self) -> tuple[int, int]:
+        """The least and the largest number that a scale's code stands for."""
+        levels = 2**self.layout.scale_bits
+        return (0, levels - 1) if self.layout.has_minima else (-levels // 2, levels // 2 - 1)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.layout.size / BLOCK
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        size = columns // BLOCK * self.layout.size
+        return {PART: Part((rows, size), (torch.uint8,), role=Role.BLOCKS)}
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        if self.type not in K_QUANTS:
+            return f"has the type {self.type!r}; readable: {', '.join(K_QUANTS)}"
+        return f"has {columns} inputs; super-blocks of {BLOCK} do not fit" if columns % BLOCK else None
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        fields = self._fields(parts[PART])
+        for name, held in (("d", fields.d), ("dmin", fields.dmin)):
+            if held is not None and not bool(torch.isfinite(held).all()):
+                raise CheckpointError(f"{PART} holds values of {name} that are not finite numbers")
+
+    def words(self, inputs: Grid | None) -> str:
+        return self.type
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "KBlocks":
+        return KBlocks(parts[PART], self)
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return self.read(parts, 0, 0).dequantize()
+
+    def _fields(self, blocks: Tensor) -> KFields:
+        return unpack_blocks(blocks.unflatten(-1, (-1, self.layout.size)), self.layout)
+
+    def packed(self, codes: Tensor, scales: Tensor, minima: Tensor, d: Tensor, dmin: Tensor) -> "KBlocks":
+        """The term of whole numbers in any dtype: codes [N, K], scales and minima [N, K / g], and of d and dmin
+        [N, K / 256], which are exact in float16. minima and dmin of a type without them are not looked at."""
+        layout, (rows, columns) = self.layout, codes.shape
+        whole, signed = codes.to(torch.int16), scales.to(torch.int16)
+        if not layout.has_minima:
+            # q3_k adds half of its range, and q6_k has numbers of 8 bits in two's complement.
+            signed = signed + 2 ** (layout.scale_bits - 1) if layout.scale_bits < 8 else signed & 255
+        inside = (rows, columns // BLOCK, -1)
+        fields = KFields(
+            whole.to(torch.uint8).view(inside),
+            signed.to(torch.uint8).view(inside),
+            minima.to(torch.uint8).view(inside) if layout.has_minima else None,
+            d.to(torch.float16),
+            dmin.to(torch.float16) if layout.has_minima else None,
+        )
+        return KBlocks(pack_blocks(fields, layout).flatten(1), self)
+
+
+@dataclass(frozen=True)
+class KBlocks(StoredTerm):
+    """A term in `KQuant`: its bytes, uint8 [N, K / 256 * bytes of a super-block]."""
+
+    blocks: Tensor
+    format: KQuant
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.blocks), self.blocks.shape[1] // self.format.layout.size * BLOCK
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        fields, layout, format_ = self.format._fields(self.blocks), self.format.layout, self.format
+        scale = fields.d.float().unsqueeze(-1) * self._scales(fields.scales)
+        codes = fields.codes.unflatten(-1, (layout.groups, layout.group)).float() - format_.zero
+        values = scale.unsqueeze(-1) * codes
+        if fields.minima is not None and fields.dmin is not None:
+            values = values - (fields.dmin.float().unsqueeze(-1) * fields.minima.float()).unsqueeze(-1)
+        values = values.flatten(1)
+        return values if dtype is None else values.to(dtype)
+
+    def _scales(self, codes: Tensor) -> Tensor:
+        """The numbers, in float32, that codes of scales stand for."""
+        if self.format.layout.scale_bits == 8:
+            return codes.view(torch.int8).float()
+        return codes.float() - (0 if self.format.layout.has_minima else 2 ** (self.format.layout.scale_bits - 1))
+
+    def parts(self) -> dict[str, Tensor]:
+        return {PART: self.blocks}
+
+    def rows(self, part: slice) -> "KBlocks":
+        return KBlocks(self.blocks[part], self.format)
+
+    @classmethod
+    def stacked(cls, terms: Sequence["KBlocks"]) -> "KBlocks":
+        return cls(torch.cat([term.blocks for term in terms]), terms[0].format)

@@ -1,0 +1,76 @@
+"""What an engine cannot run, or a layout cannot hold exactly: one line that names the alternative, before any work."""
+
+from pathlib import Path
+
+import pytest
+from commands import Desk, command, make_llama, save
+
+import compress
+from compress.errors import InputError
+from compress.passes.protocol.recipe import make_pass
+
+# (words after `compress quantize MODEL`, what the line says)
+ASKED: dict[str, tuple[str, str]] = {
+    "an engine that is none": ("--for lamacpp", "unknown engine 'lamacpp'; did you mean 'llama.cpp'?"),
+    "rounded inputs": ("--for llama.cpp --scheme w8a8", "does not run w8a8; it runs w2a16,"),
+    "float8": ("--for llama.cpp --scheme fp8", "give --scheme w4a16"),
+    "inputs of 4 bits": ("--for vllm --scheme w4a4", "vllm does not run w4a4"),
+    "a width without a kernel": ("--for ort --scheme w3a16", "ort does not run w3a16; it runs w2a16, w4a16, w8a16"),
+    "a width without words": ("--for gptqmodel --scheme w5a16", "it runs w2a16, w3a16, w4a16, w8a16"),
+    "groups of 16": ("--for llama.cpp --group-size 16", "allowed: multiples of 32: give --group-size 32"),
+    "groups of 48": ("--for llama.cpp --group-size 48", "allowed: multiples of 32: give --group-size 32"),
+    "groups of 256": ("--for vllm --group-size 256", "allowed: -1, 32, 64, 128: give --group-size 128"),
+    "groups of 96": ("--for gptqmodel --group-size 96", "give --group-size 128"),
+    "no groups": ("--for ort-genai --group-size -1", "runs groups, not one scale per output; give --group-size 32"),
+    "zero points": ("--for llama.cpp --grid asymmetric", "runs symmetric codes; drop --grid asymmetric"),
+    "zero points in words": ("--for gptqmodel --grid asymmetric", "drop --grid asymmetric"),
+    "outliers": ("--for vllm --set outliers=0.01", "runs no codes with exact outliers beside them; drop outliers"),
+    "tiles": ("--for llama.cpp --method spqr --calibration demo", "drop outliers, or leave --for out"),
+    "low rank": ("--for vllm --method low-rank --calibration demo", "leave --for out"),
+    "ternary codes": ("--for ort --method ternary --calibration demo", "the format of ternary; use --method gptq"),
+    "super-blocks": ("--for vllm --scheme q4_k", "vllm does not run q4_k"),
+    "an embedding": ("--for ort --embeddings w8a16", "holds no compressed embedding; drop --embeddings"),
+    "a cache": ("--for llama.cpp --kv-cache fp8", "holds no rounded key-value cache; drop --kv-cache"),
+    "2:4 without zeros": ("--for llama.cpp --store 2:4", "drop store, or export later"),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_an_engine_does_not_run_is_one_line(what: str, desk: Desk) -> None:
+    words, says = ASKED[what]
+    words = words if "--method" in words else f"{words} --method rtn"
+    outcome = command("quantize", desk.model, *words.split(), "--output", desk.output, "--quiet")
+    assert outcome.code == 2, outcome
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert says in outcome.err
+    assert not list(desk.here.glob("output*"))
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_llama().half(), tmp_path_factory.mktemp("half") / "model")
+
+
+def test_scales_that_float16_has_not_are_refused_before_the_run(tmp_path: Path) -> None:
+    model = save(make_llama().float(), tmp_path / "model")
+    with pytest.raises(InputError, match="save the model in float16 or bfloat16 first"):
+        compress.quantize_for("llama.cpp", model, make_pass("rtn", {"group_size": 32}), output=tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_engine_finds_what_it_opens(half: Path, tmp_path: Path) -> None:
+    """The checkpoint itself, or its export, with the checkpoint beside it."""
+    out = tmp_path / "out"
+    made = command("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output", out)
+    assert made.code == 0, made
+    assert "--for gptqmodel picks scheme w4a16; it opens its export to gptq" in made.err
+    assert made.out.splitlines()[-1] == f"gptqmodel opens {out}: model.safetensors"
+    assert compress.verify(out)["layers"] == 14
+    held = [str(layer.scheme) for layer in compress.load(out).modules() if hasattr(layer, "scheme")]
+    assert held == ["w4a16 g32 symmetric"] * 14
+    again = command("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output", out)
+    assert (again.code, again.err.count("\n")) == (2, 2), again  # what was picked, and the reason
+    assert "exists; choose another output or pass --overwrite" in again.err
+    left = compress.quantize_for("vllm", half, make_pass("rtn", {}), output=tmp_path / "vllm", notes=["why"])
+    assert left.exported is None
+    assert left.output == tmp_path / "vllm"
