@@ -118,10 +118,11 @@ def main() -> None:
 
 
 def asked(script: str, words: Sequence[str] | None = None) -> str:
-    """The command line of a script of this folder, files by their names alone. words: its arguments, where they differ
-    from those of this process."""
+    """The command line of a script below `recipes/`, from the root of the repository; files of its arguments by their
+    names alone. script: its `__file__`. words: its arguments, where they differ from those of this process."""
     given = sys.argv[1:] if words is None else words
-    return shlex.join(["python", f"recipes/{script}", *(Path(w).name if os.sep in w else w for w in given)])
+    place = Path(script).resolve().relative_to(Path(__file__).resolve().parents[2]).as_posix()
+    return shlex.join(["python", place, *(Path(w).name if os.sep in w else w for w in given)])
 
 
 def made_by() -> dict[str, Any]:

@@ -105,7 +105,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     record = {
-        "command": asked("distill_memory.py"),
+        "command": asked(__file__),
         **made_by(),
         "vocabulary": arguments.vocabulary,
         "width": arguments.width,

@@ -94,7 +94,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, int]] = []
     record = {
-        "command": asked("quantize_memory.py"),
+        "command": asked(__file__),
         **made_by(),
         "method": arguments.method,
         "scheme": arguments.scheme,

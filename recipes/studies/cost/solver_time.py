@@ -212,7 +212,7 @@ def main() -> None:
         torch.save(tokens, folder / "calibration.pt")
         torch.save(windows(arguments, arguments.text, 2, arguments.held_out, "held-out"), folder / "held_out.pt")
         record = {
-            "command": asked("solver_time.py"),
+            "command": asked(__file__),
             **made_by(),
             "cpu": cpu_name(),
             "threads": arguments.threads,

@@ -42,6 +42,9 @@ from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.int8_products import emulate
 from compress.recipes.studies.figures import asked, head, stored
+from compress.weights.gptq_awq import GPTQ_BITS
+from compress.weights.grid import MAX_BITS, MIN_BITS
+from compress.weights.scheme import NARROW
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"
@@ -74,10 +77,12 @@ CPUS = {
 
 @dataclass(frozen=True)
 class VLLMCase:
-    """passes: of a recipe. emulated: {name: options of `int8_products.emulate`}."""
+    """passes: of a recipe. emulated: {name: options of `int8_products.emulate`}. layout: of `compress export` (None:
+    compressed-tensors)."""
 
     passes: tuple[dict[str, dict[str, object]], ...] = ()
     emulated: Mapping[str, dict[str, bool]] = field(default_factory=dict)
+    layout: str | None = None
 
 
 def cases(group_size: int) -> dict[str, VLLMCase]:
@@ -102,6 +107,18 @@ def cases(group_size: int) -> dict[str, VLLMCase]:
         "w8a16 per channel": VLLMCase(rtn("w8a16", group_size=-1)),
         "fp8 dynamic": VLLMCase(rtn("fp8")),
         "fp8 static": VLLMCase(rtn("fp8", **fixed)),
+        **{
+            f"w{bits}a16 per group": VLLMCase(rtn(f"w{bits}a16", group_size=group_size))
+            for bits in range(MIN_BITS, MAX_BITS + 1)
+            if bits != NARROW
+        },
+        **{
+            f"w{bits}a16 per group, gptq": VLLMCase(rtn(f"w{bits}a16", group_size=group_size), layout="gptq")
+            for bits in GPTQ_BITS
+        },
+        "w4a16 asymmetric per group, awq": VLLMCase(
+            rtn("w4a16", group_size=group_size, grid="asymmetric"), layout="awq"
+        ),
         "kv-cache fp8 per tensor": VLLMCase(({"kv-cache": {"type": "fp8", "granularity": "tensor"}},)),
     }
 
@@ -181,21 +198,29 @@ def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tup
     return found, made[0, len(prompt) :].tolist()
 
 
+def written(title: str, case: VLLMCase, arguments: argparse.Namespace, scratch: Path) -> Path:
+    """The checkpoint of a scheme, in its layout. Raises CompressError where it cannot be written."""
+    passes, checkpoint = parse_recipe({"passes": list(case.passes)}, title), scratch / "checkpoint"
+    needed = any(p.calibrated for p in passes)
+    windows = {"samples": arguments.calibration_samples, "length": arguments.length} if needed else {}
+    text = arguments.calibration if needed else None
+    options: dict[str, Any] = {"output": checkpoint, "overwrite": True, "verify": False}
+    compress.quantize(arguments.model, passes, calibration=text, **windows, **options)
+    if case.layout is None:
+        return checkpoint
+    return compress.export(checkpoint, scratch / "exported", case.layout, overwrite=True).output
+
+
 def rows_of(
     title: str, case: VLLMCase, arguments: argparse.Namespace, rows: Tensor, scratch: Path
 ) -> list[dict[str, Any]]:
     """The rows of one scheme, one for each requested CPU."""
-    base = {"title": title, "passes": list(case.passes), "command": arguments.command, "commit": head()}
+    layout = {} if case.layout is None else {"layout": case.layout}
+    base = {"title": title, "passes": list(case.passes), **layout, "command": arguments.command, "commit": head()}
     checkpoint = find_source(arguments.model).path
     try:
         if case.passes:
-            passes = parse_recipe({"passes": list(case.passes)}, title)
-            needed = any(p.calibrated for p in passes)
-            windows = {"samples": arguments.calibration_samples, "length": arguments.length} if needed else {}
-            text = arguments.calibration if needed else None
-            checkpoint = scratch / "checkpoint"
-            options: dict[str, Any] = {"output": checkpoint, "overwrite": True, "verify": False}
-            compress.quantize(arguments.model, passes, calibration=text, **windows, **options)
+            checkpoint = written(title, case, arguments, scratch)
     except compress.CompressError as error:
         return [{**base, "cpu": cpu, "vllm": "not written", "reason": str(error)} for cpu in arguments.cpu]
     prompt = rows[0, : arguments.prompt].tolist()
@@ -296,7 +321,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{arguments.vllm_python} cannot be run: {error.strerror}")
-    arguments.command = asked("vllm_check.py", words)
+    arguments.command = asked(__file__, words)
     return arguments
 
 

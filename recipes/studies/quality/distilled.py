@@ -138,7 +138,7 @@ def main() -> None:
     arguments = parser.parse_args()
     target: Path = arguments.json
     kinds = json.loads(target.read_text(encoding="utf-8"))["kinds"] if target.exists() else {}
-    made: dict[str, Any] = {"command": asked("distilled.py"), **made_by()}
+    made: dict[str, Any] = {"command": asked(__file__), **made_by()}
     if arguments.llama is not None:
         calibration, text = (torch.load(p, weights_only=True) for p in (arguments.calibration, arguments.text))
         for cut in arguments.cut:

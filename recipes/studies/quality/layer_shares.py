@@ -92,7 +92,7 @@ def main() -> None:
         known = any({**about, "title": title}.items() <= found.items() for found in rows)
         if known or not any(word in title for word in said.only):
             continue
-        rows.append({**about, **row(title, said.model, p, calibration, text), "command": asked("layer_shares.py")})
+        rows.append({**about, **row(title, said.model, p, calibration, text), "command": asked(__file__)})
         said.json.write_text(json.dumps({**made_by(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -138,7 +138,7 @@ def main() -> None:
         print(f"seed {seed}: dense {one.dense:.2f}, ticket {one.ticket:.2f}, others {told}", flush=True)
         if arguments.json is not None:
             record = {
-                "command": asked("lottery.py"),
+                "command": asked(__file__),
                 **made_by(),
                 "rewind": how.rewind,
                 "to": how.to,

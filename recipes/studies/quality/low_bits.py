@@ -122,7 +122,7 @@ def main() -> None:
         print(f"| w{bits}a{bits} | " + " | ".join(f"{value:.2f}" for value in means.values()) + " |")
     if arguments.json is not None:
         record = {
-            "command": asked("low_bits.py"),
+            "command": asked(__file__),
             **made_by(),
             "steps": arguments.steps,
             "rows": [asdict(row) for row in rows],

