@@ -1,7 +1,8 @@
 """llama.cpp's types by llama.cpp's own quantizers, and by ours: KL to the original at equal bytes.
 
     python recipes/studies/engines/k_quants.py MODEL --calibration TEXT --text TEXT --ggml LIBRARY --json OUT.json
-        [--schemes q4_k_m q4_0 ...] [--ways llama imatrix rtn gptq] [--samples N] [--windows N]
+        [--schemes q4_k_m q4_0 ...] [--ways llama imatrix rtn gptq] [--samples N] [--calibration-length N]
+        [--windows N] [--length N]
 
     llama      `quantize_q4_K` and the like of ggml, called in LIBRARY: a shared library that exports them, as the
                extension module of the package xllamacpp does. gguf-py reads what they write.
@@ -30,9 +31,10 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
+from compress.data.text import load_tokens
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS
 from compress.passes.k_quants import FALLBACKS, as_in_gguf
 from compress.passes.options.k_mixes import blocks_of_names, type_in
@@ -43,7 +45,6 @@ from compress.recipes.studies.figures import asked, flat, made_by
 from compress.run.plan.treatable import treatable
 from compress.weights.decision import Decision
 
-SCRIPT = "studies/engines/k_quants.py"
 SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
 WAYS = ("llama", "imatrix", "rtn", "gptq")
 # llama.cpp's names of the schemes that stand in where super-blocks do not fit.
@@ -157,18 +158,21 @@ def bits_of(model: nn.Module, types: Mapping[str, str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length]")
+    parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
     parser.add_argument("--text", required=True)
     parser.add_argument("--ggml", required=True, help="a shared library that exports quantize_q4_K and the like")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--samples", type=int, help="of the calibration")
+    parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
     parser.add_argument("--windows", type=int, help="of the text")
     parser.add_argument("--length", type=int, help="tokens of a window")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    ids = torch.load(arguments.calibration, weights_only=True)[: arguments.samples]
+    limits = {"samples": arguments.samples, "length": arguments.calibration_length}
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ids = load_tokens(arguments.calibration, tokenizer, model.config, what="calibration", **limits).ids
     ggml = ctypes.CDLL(arguments.ggml)
     importance = mean_squares(model, list(types_of_layers(model, "q4_0")), ids)
     rows: list[dict[str, Any]] = []
@@ -191,7 +195,7 @@ def main() -> None:
             )
             record = {
                 "model": Path(arguments.model).name,
-                "command": asked(SCRIPT),
+                "command": asked(__file__),
                 "calibration_tokens": ids.numel(),
                 "gguf": metadata.version("gguf"),
                 "ggml": Path(arguments.ggml).name,
