@@ -6,13 +6,14 @@ read. README has which of them were run.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
 
 WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
+HALF = "float16"  # of scales, an option of passes
 SYMMETRIC = ("signed-scale", "symmetric", "narrow")
 
 
@@ -20,9 +21,9 @@ SYMMETRIC = ("signed-scale", "symmetric", "narrow")
 class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
     reason, a sentence of one line. schemes: all that it runs. groups: sizes that it runs (None: any). unit: what sizes
-    must be multiples of. asymmetric: it runs zero points. float16: its scales are. methods: those with a format of
-    their own that it runs, too. to: the word of the export that it opens (None: the checkpoint itself). tables:
-    compressed embeddings fit in it.
+    must be multiples of. asymmetric: it runs zero points. float16: its scales are, whatever the model's are. methods:
+    those with a format of their own that it runs, too. to: the word of the export that it opens (None: the checkpoint
+    itself). tables: compressed embeddings fit in it.
     """
 
     scheme: str | None
@@ -114,6 +115,17 @@ def picked(name: str, options: Mapping[str, Any], known: Sequence[str]) -> tuple
     form = "the checkpoint" if engine.to is None else f"its export to {engine.to}"
     said = ", ".join(f"{key} {value}" for key, value in added.items()) or "nothing: the method settles it"
     return {**options, **added}, [f"--for {name} picks {said}; it opens {form}: {engine.why}"]
+
+
+def with_its_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:
+    """(Passes, whose scales are numbers that the engine's files have; a line for a person where that changes any)."""
+    if not engine_named(name).float16:
+        return tuple(passes), []
+    open_to_it = [vars(each).get("scales", HALF) != HALF and each.writes == "quantized weight" for each in passes]
+    changed: dict[str, Any] = {"scales": HALF}
+    found = tuple(replace(p, **changed) if opens else p for p, opens in zip(passes, open_to_it, strict=True))
+    said = f"--for {name} rounds scales to float16, as it stores them, before codes are chosen (scales={HALF})"
+    return found, [said] if any(open_to_it) else []
 
 
 def check_engine(name: str, passes: Sequence[Pass]) -> None:

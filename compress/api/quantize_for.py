@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from compress.api.engines import check_engine, engine_named
+from compress.api.engines import check_engine, engine_named, with_its_scales
 from compress.api.job import Result
 from compress.api.quantize import quantize
 from compress.api.request import several
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
-from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
@@ -64,7 +62,10 @@ def quantize_for(
     for work that failed.
     """
     check_engine(engine, several(passes))
-    to, reporter = engine_named(engine).to, reporter or Silent()
+    passes, said = with_its_scales(engine, several(passes))
+    to, reporter, notes = engine_named(engine).to, reporter or Silent(), [*notes, *said]
+    for line in said:
+        reporter.note(line)
     how = {"overwrite": overwrite, "resume": resume, "reporter": reporter, **options}
     if to is None:
         result = quantize(model, passes, output=output, **how)
@@ -96,11 +97,6 @@ def quantize_for(
 
 def _check_model(source: Source, engine: str, exporter: Exporter) -> None:
     """Raises InputError for a model of which no codes can be written for an engine."""
-    if engine_named(engine).float16 and read_config(source).dtype == torch.float32:
-        raise InputError(
-            f"{source.name} is float32, and what {engine} opens has scales of float16; save the model in float16 or "
-            "bfloat16 first"
-        )
     if reasons := exporter.why_not_model(source):
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
 

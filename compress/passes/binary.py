@@ -63,7 +63,7 @@ class Binary(FewLevels, GPTQ):
             raise InputError(f"salient {self.salient}; allowed: {allowed}")
 
     def weight_grid(self) -> Grid:
-        return signs(None if self.group_size == -1 else self.group_size or self.group_up_to)
+        return signs(None if self.group_size == -1 else self.group_size or self.group_up_to, self.scales)
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
@@ -85,7 +85,8 @@ class Binary(FewLevels, GPTQ):
         """A layer's first term, and the second in these columns."""
         assert isinstance(first.weight, Quantized)
         hessian_KK, damp, dtype = relied.hessian, relied.ordered.factor.damp, site.scale_dtypes[name]
-        how = Method(signs(None if self.group_size == -1 else self.salient), self.refit, self.sweeps)
+        grid = signs(None if self.group_size == -1 else self.salient, self.scales)
+        how = Method(grid, self.refit, self.sweeps)
         rest_NK = first.target - first.weight.dequantize(first.target.dtype)
         if solution == "rounding":
             second: Matrix = quantize(rest_NK[:, column_C], how.grid, dtype)

@@ -154,7 +154,7 @@ class KQuants(SecondOrder):
 
     def _of_one_type(self, site: Site) -> dict[str, Decision]:
         if next(iter(site.weights.values())).shape[1] % BLOCK:
-            return self.fallback.apply(replace(site, scale_dtypes=as_in_gguf(site.scale_dtypes)))
+            return self.fallback.apply(site)
         if self.calibrates:
             return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
         found = {name: nearest_blocks(weight, self.format) for name, weight in site.weights.items()}
@@ -165,9 +165,9 @@ class KQuants(SecondOrder):
         """The pass for layers whose inputs are no multiple of 256."""
         scheme = FALLBACKS[self.scheme]
         if not self.calibrates:
-            return RTN(scheme=scheme, group_size=FALLBACK_GROUP, clip=True)
+            return RTN(scheme=scheme, group_size=FALLBACK_GROUP, clip=True, scales="float16")
         same = {option: getattr(self, option) for option in OF_GPTQ}
-        return GPTQ(scheme=scheme, group_size=FALLBACK_GROUP, **same)
+        return GPTQ(scheme=scheme, group_size=FALLBACK_GROUP, scales="float16", **same)
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> KBlocks:
         return nearest_blocks(site.weights[name].to(dtype), self.format)
@@ -185,8 +185,3 @@ class KQuants(SecondOrder):
             polish_damp=relied.polish_damp,
         )
         return lambda **rows: solve(**rows).weight
-
-
-def as_in_gguf(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """The dtypes of scales: float16, which is theirs in GGUF, in the place of float32."""
-    return {name: torch.float16 if dtype == torch.float32 else dtype for name, dtype in dtypes.items()}

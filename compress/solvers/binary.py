@@ -19,7 +19,7 @@ from compress.solvers.gptq import POLISH_DAMP, Method, Solved, solve_ordered
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
-from compress.weights.grid import Grid, Quantized
+from compress.weights.grid import Granularity, Grid, Quantized, ScaleNumbers
 from compress.weights.matrix import Matrix, Weight
 
 
@@ -54,9 +54,10 @@ def binary(
     return with_second(first.weight, second, column_C)
 
 
-def signs(group_size: int | None) -> Grid:
+def signs(group_size: int | None, scales: ScaleNumbers = "stored") -> Grid:
     """The grid of signs, with a scale for so many columns, or for all of a row."""
-    return Grid(bits=1, type="sign", granularity="group" if group_size else "channel", group_size=group_size)
+    per: Granularity = "group" if group_size else "channel"
+    return Grid(bits=1, type="sign", granularity=per, group_size=group_size, scales=scales)
 
 
 def inverse_diagonal(hessian_KK: Tensor, damp: float) -> Tensor:

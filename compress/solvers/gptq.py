@@ -38,7 +38,7 @@ from compress.solvers.outliers import (
 from compress.solvers.polish import Polish, SettledRule, members
 from compress.solvers.targets import settled
 from compress.weights.formats.sparse import sparse
-from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, round_scale, to_quantized
+from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, stored_scale, to_quantized
 from compress.weights.matrix import Matrix, Weight
 
 # However many tokens: just enough damping to divide by the diagonal of H.
@@ -331,7 +331,7 @@ def refit_scales(state: "Polish[GridRule]") -> None:
         old = rule.scale[group]
         moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
         valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
-        new = torch.where(valid, round_scale(moved, rule.known.scale_dtype), old)
+        new = torch.where(valid, stored_scale(moved, rule.known.grid, rule.known.scale_dtype), old)
         change = decode(steps, new, torch.zeros_like(new), rule.known.scale_dtype) - state.values[columns]
         if rule.exact is not None:
             change = change.masked_fill(rule.exact[columns], 0.0)

@@ -37,6 +37,7 @@ from compress.weights.matrix import Term
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse"]
 NumberType = Literal["int", "float", "sign"]
+ScaleNumbers = Literal["stored", "float16"]
 
 MIN_BITS, MAX_BITS = 2, 8
 # The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
@@ -56,6 +57,8 @@ FLOAT8_MAX = 448
 FLOAT8_SIGNIFICAND, FLOAT8_LEAST_EXPONENT = 4, -6
 # A wider range costs a float no precision, but moves its codes against the data: factors 1 to 2, where they repeat.
 FLOAT_STEPS = 16
+# float16's smallest number, which is no normal one, and its largest power of two.
+HALF_TINY, HALF_TOP = 2.0**-24, 2.0**15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,8 @@ class Grid:
     activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
     those at the edges may be smaller. range_choice: the full range (`minmax`) or the shrunken range of least error
     (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are float8
-    e4m3, symmetric, without groups, and the only ones with blocks; `sign` codes are -1 or 1.
+    e4m3, symmetric, without groups, and the only ones with blocks; `sign` codes are -1 or 1. scales: all numbers of the
+    dtype in which they are `stored`, or those alone that `float16` has, too.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -81,6 +85,7 @@ class Grid:
     range_choice: RangeChoice = "minmax"
     type: NumberType = "int"
     block: Block | None = None
+    scales: ScaleNumbers = "stored"
 
     def __post_init__(self) -> None:
         if self.block is not None:
@@ -100,6 +105,8 @@ class Grid:
             raise InputError(f"granularity {self.granularity!r}; allowed: {', '.join(get_args(Granularity))}")
         if self.range_choice not in get_args(RangeChoice):
             raise InputError(f"range choice {self.range_choice!r}; allowed: {', '.join(get_args(RangeChoice))}")
+        if self.scales not in get_args(ScaleNumbers):
+            raise InputError(f"scales {self.scales!r}; allowed: {', '.join(get_args(ScaleNumbers))}")
         if (self.granularity == "group") != (self.group_size is not None):
             raise InputError(
                 f"granularity {self.granularity!r} with group size {self.group_size}; "
@@ -309,19 +316,32 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the stored dtype and back. Magnitudes are clamped between its smallest normal and its largest
-    number. Infinities and NaN stay, so that they do not pass for the largest number."""
-    stored, working = torch.finfo(dtype), torch.finfo(scale.dtype)  # either may be the wider one
-    smallest, largest = max(stored.tiny, working.tiny), min(stored.max, working.max)
+def round_scale(scale: Tensor, dtype: torch.dtype, numbers: ScaleNumbers = "stored") -> Tensor:
+    """Round scales to the stored dtype and back; where `numbers` is float16, to those that float16 has, too. Magnitudes
+    are clamped to `scale_limits`. Infinities and NaN stay, so that they do not pass for the largest number."""
+    smallest, largest = scale_limits(dtype, numbers)
+    working = torch.finfo(scale.dtype)  # it may be the narrower one
     sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
-    rounded = sign * scale.abs().clamp(smallest, largest).to(dtype).to(scale.dtype)
+    size = scale.abs().clamp(max(smallest, working.tiny), min(largest, working.max)).to(dtype)
+    rounded = sign * (size if numbers == "stored" else size.to(torch.float16)).to(scale.dtype)
     return torch.where(scale.isinf(), scale, rounded)
+
+
+def scale_limits(dtype: torch.dtype, numbers: ScaleNumbers = "stored") -> tuple[float, float]:
+    """(Smallest, largest) magnitude of a scale in its stored dtype: its smallest normal and its largest number; where
+    `numbers` is float16, float16's smallest number and the largest that both have."""
+    stored = torch.finfo(dtype)
+    if numbers == "stored":
+        return stored.tiny, stored.max
+    half = torch.finfo(torch.float16)
+    if stored.eps <= half.eps:
+        return HALF_TINY, half.max
+    return HALF_TINY, (2 - stored.eps) * HALF_TOP  # of fewer digits, all of them ones
 
 
 def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """`round_scale` for the scales of a grid; a scale of signs may be 0."""
-    rounded = round_scale(scale, dtype)
+    rounded = round_scale(scale, dtype, grid.scales)
     return torch.where(scale == 0, scale, rounded) if grid.signs else rounded
 
 
@@ -329,12 +349,12 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     """(scale, zero_point) of ranges [lo, hi] (lo <= 0 <= hi, any shape), both in the dtype of `lo`."""
     kind, divisor = steps_of_range(grid)
     if kind == "asymmetric":
-        scale = round_scale((hi - lo) / divisor, scale_dtype)
+        scale = round_scale((hi - lo) / divisor, scale_dtype, grid.scales)
         return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
     span = hi if kind == "unsigned" else torch.maximum(-lo, hi)
     if kind == "signed scale":
         span = torch.where(hi > -lo, -hi, -lo)
-    return round_scale(span / divisor, scale_dtype), torch.zeros_like(span)
+    return round_scale(span / divisor, scale_dtype, grid.scales), torch.zeros_like(span)
 
 
 def steps_of_range(grid: Grid) -> tuple[Range, float]:
@@ -424,8 +444,10 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
     if grid.type == "int" and column_sweep.takes(x, scale_dtype):
         rounding = column_sweep.Rounding(grid.qmin, grid.qmax, scale_dtype)
+        numbers = column_sweep.ScaleRange(*scale_limits(scale_dtype, grid.scales), half=grid.scales == "float16")
         x_gN = x.reshape(-1, x.shape[-1]).t()
-        found = column_sweep.search_ranges(x_gN, importance, range_factors(grid), *steps_of_range(grid), rounding)
+        asked = (range_factors(grid), *steps_of_range(grid), rounding, numbers)
+        found = column_sweep.search_ranges(x_gN, importance, *asked)
         return found[0].view_as(scale), found[1].view_as(scale)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point

@@ -48,6 +48,7 @@ class _ColumnSearch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("N", "g", "count")),
         ("rounding", _Rounding),
         *((name, ctypes.c_float) for name in ("divisor", "least_scale", "largest_scale")),
+        ("number_type", ctypes.c_int32),
         ("kind", ctypes.c_int32),
         ("threads", ctypes.c_int32),
     )
@@ -65,6 +66,15 @@ class Rounding:
 
     def _as_read(self) -> _Rounding:
         return _Rounding(self.lowest, self.highest, TYPES[self.scale_dtype], self.free_zero)
+
+
+@dataclass(frozen=True)
+class ScaleRange:
+    """The numbers that scales can be: magnitudes from least to largest; half: those of float16 alone."""
+
+    least: float
+    largest: float
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,17 +165,23 @@ def _call(
 
 
 def search_ranges(
-    x_gN: Tensor, importance_g: Tensor | None, factors: Sequence[float], kind: Range, divisor: float, rounding: Rounding
+    x_gN: Tensor,
+    importance_g: Tensor | None,
+    factors: Sequence[float],
+    kind: Range,
+    divisor: float,
+    rounding: Rounding,
+    numbers: ScaleRange,
 ) -> tuple[Tensor, Tensor]:
     """(scale, zero) [N] of N groups: among the given shares of each group's whole range, the one of least squared
     error, weighted by importance. divisor: turns a range into a scale."""
     members, count = x_gN.shape
     x_gN, tried = x_gN.contiguous(), torch.tensor(factors, dtype=torch.float32)
     scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)
-    stored = torch.finfo(rounding.scale_dtype)
     filled = _ColumnSearch(N=count, g=members, count=len(factors), rounding=rounding._as_read(), divisor=divisor)
-    filled.least_scale = max(stored.tiny, torch.finfo(torch.float32).tiny)
-    filled.largest_scale = min(stored.max, torch.finfo(torch.float32).max)
+    filled.least_scale = max(numbers.least, torch.finfo(torch.float32).tiny)
+    filled.largest_scale = min(numbers.largest, torch.finfo(torch.float32).max)
+    filled.number_type = TYPES[torch.float16 if numbers.half else rounding.scale_dtype]
     filled.kind, filled.threads = RANGES.index(kind), torch.get_num_threads()
     filled.x, filled.factors = x_gN.data_ptr(), tried.data_ptr()
     filled.scale, filled.zero = scale_N.data_ptr(), zero_N.data_ptr()

@@ -72,6 +72,7 @@ struct Search {
   int64_t N, g, count;
   Rounding rounding;
   float divisor, least_scale, largest_scale;
+  Type number_type;  // of the numbers that scales can be, beside their own
   int32_t kind, threads;
 };
 
@@ -214,7 +215,8 @@ INLINE Ranged of_range(const Search& a, Float low, Float high) {
   if (a.kind == MAGNITUDE) span = largest(down, high);
   const Float wanted = over(span, every(a.divisor));
   const Int sign = both(float_to_bits(wanted), every(static_cast<int32_t>(0x80000000)));
-  const Float size = rounded_to(a.rounding.scale_type, clamped(magnitude(wanted), a.least_scale, a.largest_scale));
+  const Float stored = rounded_to(a.rounding.scale_type, clamped(magnitude(wanted), a.least_scale, a.largest_scale));
+  const Float size = rounded_to(a.number_type, stored);
   const Float scale = bits_to_float(either(float_to_bits(size), sign));
   if (a.kind != ASYMMETRIC) return {scale, none};
   const float low_code = a.rounding.lowest_code;

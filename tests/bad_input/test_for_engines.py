@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Desk, command, make_llama, save
 
 import compress
-from compress.errors import InputError
+from compress.errors import CompressError
 from compress.passes.protocol.recipe import make_pass
 
 # (words after `compress quantize MODEL`, what the line says)
@@ -51,11 +52,13 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_llama().half(), tmp_path_factory.mktemp("half") / "model")
 
 
-def test_scales_that_float16_has_not_are_refused_before_the_run(tmp_path: Path) -> None:
-    model = save(make_llama().float(), tmp_path / "model")
-    with pytest.raises(InputError, match="save the model in float16 or bfloat16 first"):
-        compress.quantize_for("llama.cpp", model, make_pass("rtn", {"group_size": 32}), output=tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
+def test_weights_beyond_the_scales_of_float16_are_one_line(tmp_path: Path) -> None:
+    llama = make_llama().float()
+    with torch.no_grad():
+        llama.model.layers[1].mlp.up_proj.weight[0, 0] = 1e9
+    model = save(llama, tmp_path / "model")
+    with pytest.raises(CompressError, match=r"up_proj has weights up to 1e\+09, whose scales float16 has not"):
+        compress.quantize_for("gptqmodel", model, make_pass("rtn", {"group_size": 32}), output=tmp_path / "out")
 
 
 def test_an_engine_finds_what_it_opens(half: Path, tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_an_engine_finds_what_it_opens(half: Path, tmp_path: Path) -> None:
     held = [str(layer.scheme) for layer in compress.load(out).modules() if hasattr(layer, "scheme")]
     assert held == ["w4a16 g32 symmetric"] * 14
     again = command("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output", out)
-    assert (again.code, again.err.count("\n")) == (2, 2), again  # what was picked, and the reason
+    assert (again.code, again.err.count("\n")) == (2, 3), again  # what was picked, its scales, and the reason
     assert "exists; choose another output or pass --overwrite" in again.err
     left = compress.quantize_for("vllm", half, make_pass("rtn", {}), output=tmp_path / "vllm", notes=["why"])
     assert left.exported is None

@@ -1,6 +1,7 @@
 """The compiled loops of the solver decide what torch's operations do."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,14 +100,16 @@ def test_a_run_of_columns_is_decided_as_one_by_one(library, loop, grid, dtype, m
 @every("grid", list(GRIDS))
 @every("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @every("groups", [1, 16, 50])
-def test_the_range_that_is_found_has_the_least_error(library, monkeypatch, groups, dtype, grid):
+@every("scales", ["stored", "float16"])
+def test_the_range_that_is_found_has_the_least_error(library, monkeypatch, scales, groups, dtype, grid):
+    searched = replace(GRIDS[grid], scales=scales)
     draw = torch.Generator().manual_seed(groups)
     x, weight = torch.randn(groups, 40, generator=draw).exp() - 1.5, torch.rand(40, generator=draw)
     x[0] = 0.0
 
     def error() -> tuple[torch.Tensor, torch.Tensor]:
-        scale, zero = (t.unsqueeze(1) for t in fit(x, GRIDS[grid], dtype, weight))
-        values = decode(encode(x, scale, zero, GRIDS[grid]), scale, zero, dtype)
+        scale, zero = (t.unsqueeze(1) for t in fit(x, searched, dtype, weight))
+        values = decode(encode(x, scale, zero, searched), scale, zero, dtype)
         return ((values - x).square() * weight).sum(1), scale
 
     least, scale = error()

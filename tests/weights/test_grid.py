@@ -21,6 +21,7 @@ from compress.weights.grid import (
     grouped,
     quantize,
     round_scale,
+    scale_limits,
     usual_group,
 )
 
@@ -143,6 +144,22 @@ def test_values_out_of_range_saturate_at_the_last_code(kind, bits):
     zero = torch.tensor([[float(grid.qmin + 1)]]) if kind.startswith("asymmetric") else None
     codes = quantize(torch.tensor([[-1e6, 1e6]]), grid, scale=torch.tensor([[0.5]]), zero_point=zero).codes
     assert codes.tolist() == [[grid.qmin, grid.qmax]]
+
+
+@examples
+@given(grids, scale_dtypes, matrices(), st.sampled_from(["minmax", "mse"]), st.integers(-20, 14))
+def test_scales_of_float16_are_numbers_of_both_dtypes(grid, dtype, x, search, exponent):
+    found = quantize(x * 2.0**exponent, replace(grid, scales="float16", range_choice=search), dtype).scale
+    assert found.dtype == dtype
+    assert torch.equal(found.half().to(dtype), found)
+
+
+@every("dtype", SCALE_DTYPES)
+def test_limits_of_scales_of_float16_are_numbers_of_both_dtypes(dtype):
+    least, largest = scale_limits(dtype, "float16")
+    assert [float(torch.tensor(limit, dtype=dtype).half()) for limit in (least, largest)] == [least, largest]
+    sizes = torch.tensor([least / 4, -least, largest, -largest * 2])
+    assert round_scale(sizes, dtype, "float16").tolist() == [least, -least, largest, -largest]
 
 
 @examples

@@ -14,6 +14,7 @@ from compress.weights.grid import (
     Grid,
     NumberType,
     RangeChoice,
+    ScaleNumbers,
     largest_group,
     suggest_groups,
     usual_group,
@@ -55,10 +56,15 @@ class WeightFormat(Pass):
     clip: bool = False
     """Shrink each range to the one of least error (fp8: widen it)."""
 
+    scales: ScaleNumbers = "stored"
+    """Numbers that scales can be. stored: all that the model's dtype has; float16: those that float16 has, too, as GGUF
+    and GPTQ's layout store them."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scheme(self.scheme, SCHEMES)
         one_of("grid", self.grid, get_args(GridName))
+        one_of("scales", self.scales, get_args(ScaleNumbers))
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:
@@ -125,6 +131,7 @@ class WeightFormat(Pass):
             range_choice=chosen,
             type=self.number_type,
             block=WEIGHT_BLOCK if granularity == "block" else None,
+            scales=self.scales,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -16,6 +16,7 @@ from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
 from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
+from compress.weights.grid import Quantized, scale_limits
 from compress.weights.masks import CAME, Earlier
 
 
@@ -51,6 +52,7 @@ def decide(
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
     made = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    _check_scales(made, weights)
     if decides.rounds_inputs:
         _check_inputs(p, made)
     # A mask stays with the layer, whatever is decided about it afterwards.
@@ -68,6 +70,20 @@ def _check_inputs(p: Pass, made: Mapping[str, Decision]) -> None:
             f"{p.name} has options that round inputs, and decides about {name} without them; return "
             "Decision(..., inputs=self.input_codes(site).get(name))"
         )
+
+
+def _check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) -> None:
+    """Raise CompressError for a layer whose weights are too large or too small for scales that float16 has."""
+    for name, decision in made.items():
+        codes = [term for term in decision.weight.terms if isinstance(term, Quantized)]
+        for scale in (term.scale for term in codes if term.grid.scales == "float16"):
+            least, largest = scale_limits(scale.dtype, "float16")
+            size = float(weights[name].abs().max())
+            if size and not least < float(scale.abs().max()) < largest:
+                raise CompressError(
+                    f"{name} has weights up to {size:.2g}, whose scales float16 has not ({least:.1g} to "
+                    f"{largest:g}); leave out what asks for them: scales=float16, or --for"
+                )
 
 
 def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:

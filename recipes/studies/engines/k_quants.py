@@ -21,11 +21,10 @@ import copy
 import ctypes
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import gguf
 import numpy as np
@@ -36,44 +35,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress.data.text import load_tokens
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS
-from compress.passes.k_quants import FALLBACKS, as_in_gguf
+from compress.passes.k_quants import FALLBACKS
 from compress.passes.options.k_mixes import blocks_of_names, type_in
-from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import make_pass
-from compress.passes.protocol.sites import Site
 from compress.recipes.studies.figures import asked, flat, made_by
 from compress.run.plan.treatable import treatable
-from compress.weights.decision import Decision
 
 SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
 WAYS = ("llama", "imatrix", "rtn", "gptq")
 # llama.cpp's names of the schemes that stand in where super-blocks do not fit.
 FALLBACK_TYPES = {"w4a16": "q4_0", "w5a16": "q5_0", "w8a16": "q8_0"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Q40(compress.GPTQ):
-    """GPTQ to Q4_0: 4 bits in groups of 32, whose scales are float16."""
-
-    name: ClassVar[str] = "q4_0"
-    scheme: str = "w4a16"
-    group_size: int = 32
-
-    def apply(self, site: Site) -> dict[str, Decision]:
-        return super().apply(replace(site, scale_dtypes=as_in_gguf(site.scale_dtypes)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NearestQ40(compress.RTN):
-    """Q4_0 to nearest."""
-
-    name: ClassVar[str] = "nearest_q4_0"
-    scheme: str = "w4a16"
-    group_size: int = 32
-    clip: bool = True
-
-    def apply(self, site: Site) -> dict[str, Decision]:
-        return super().apply(replace(site, scale_dtypes=as_in_gguf(site.scale_dtypes)))
 
 
 def types_of_layers(model: nn.Module, scheme: str) -> dict[str, str]:
@@ -140,7 +111,7 @@ def made(
             weight.data = quantized_by(ggml, weight.data, kind, importance[name] if way == "imatrix" else None)
         return found
     if scheme == "q4_0":
-        one: Pass = Q40() if way == "gptq" else NearestQ40()
+        one = make_pass(way, {"scheme": "w4a16", "group_size": 32, "clip": True, "scales": "float16"})
     else:
         one = make_pass(way, {"scheme": scheme})
     result = compress.quantize(copy.deepcopy(model), one, calibration=ids).model

@@ -66,6 +66,9 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
         ("ternary", torch.float16, "TQ2_0", {"group_size": 256, "model": WIDE}),
         ("rtn", torch.bfloat16, "Q4_K", {"scheme": "q4_k", "model": WIDE}),
         ("rtn", torch.float16, "Q6_K", {"scheme": "q6_k", "model": WIDE}),
+        ("gptq", torch.float32, "Q4_0", {"scheme": "w4a16", "group_size": 32, "scales": "float16"}),
+        ("ternary", torch.float32, "TQ2_0", {"group_size": 256, "model": WIDE, "scales": "float16"}),
+        ("k-quants", torch.float32, "Q5_0", {"scheme": "q4_k"}),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -182,7 +185,10 @@ def test_an_output_that_reads_otherwise_is_not_kept(tmp_path, monkeypatch):
     ("options", "says"),
     [
         ({"scheme": "w4a16", "group_size": 16}, "has groups of 16; Q4_0 takes multiples of 32: quantize with --group"),
-        ({"scheme": "w4a16", "group_size": 32, "dtype": torch.float32}, "values that float16 has not"),
+        (
+            {"scheme": "w4a16", "group_size": 32, "dtype": torch.float32},
+            "float16 has not; quantize with scales=float16",
+        ),
         (
             {
                 "scheme": "w4a16",
