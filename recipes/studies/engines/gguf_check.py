@@ -1,29 +1,28 @@
-"""Does llama.cpp read what `compress export --to gguf` writes, and compute the same? Model by model, scheme by scheme.
+"""Does llama.cpp read what we write for it, and compute the same? Model by model, scheme by scheme.
 
     python recipes/studies/engines/gguf_check.py demo MODEL --random qwen2 gemma3 --text TEXT \\
         --llama-python VENV/bin/python --json OUT.json
 
-Quantizes each model (float32 ones in float16) by each scheme, exports it, lets llama.cpp give the log-probabilities of
-the next token at every place of a window and continue a prompt, and holds them against `compress.load` in float32.
-llama.cpp rounds the inputs of blocks to int8 itself; ours is held against it as stored and with these roundings
-(`as_llama_cpp`). What is left then is roundings that fall to the other side, because sums are added in another order:
-`floor` says how far that carries, between two runs of ours that differ by one part in a million.
+Quantizes each model by each scheme with scales of float16 and exports it, or runs `compress quantize --for llama.cpp`;
+lets llama.cpp give the log-probabilities of the next token at every place of a window and continue a prompt, and holds
+them against `compress.load` in float32. llama.cpp rounds the inputs of blocks to int8 itself; ours is held against it
+as stored and with these roundings (`as_llama_cpp`). What is left then is roundings that fall to the other side, because
+sums are added in another order: `floor` says how far that carries, between two runs of ours that differ by one part in
+a million.
 
-`--random` makes models of a family with random weights. Their tokenizers have the demo's merges, after a split like the
-family's, or are like SentencePiece's and trained on the demo's text. llama.cpp comes from the package xllamacpp, in an
-environment of its own:
+`--random` makes models of a family with random weights (`random_models`). llama.cpp comes from the package xllamacpp,
+in an environment of its own:
 
     python -m venv VENV && VENV/bin/pip install xllamacpp==2026.10.11549
 """
 
 import argparse
-import json
 import os
-import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compress
-from compress.checkpoint.export.gguf.splitting import LLAMA3, QWEN2
 from compress.checkpoint.files import RECORD, read_json, write_json
-from compress.checkpoint.read.pretrained import load_tokenizer
+from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import DEMO, find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError, one_of
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
+from compress.recipes.studies.engines.random_models import FAMILIES, made
 from compress.recipes.studies.figures import asked, made_by
 
 WORKER = Path(__file__).with_name("gguf_worker.py")
@@ -51,127 +50,40 @@ BLOCK, SUPER_BLOCK, LARGEST = 32, 256, 127
 OF_SUPER_BLOCKS = ("k-quant", "ternary")  # kinds of formats
 TEXT_SHOWN = 200  # characters of the text that llama.cpp tokenizes itself
 JITTER = 1e-6
-SIZES: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.08,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-GEMMA = {**SIZES, "head_dim": 32}
-LLAMA3_POSITIONS: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-RANDOM: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "llama3": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{**SIZES, "rope_parameters": LLAMA3_POSITIONS})
-    ),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=None)),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=64)),
-    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**GEMMA, query_pre_attn_scalar=32, sliding_window=64)
-    ),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=32, sliding_window=64)
-    ),
-}
-SPLITS = {"qwen2": QWEN2, "qwen3": QWEN2, "llama3": LLAMA3}  # how tokenizers of these families split a text
-PIECES = ("llama", "gemma", "gemma2", "gemma3", "mistral")  # families whose tokenizers are SentencePiece's
+WINDOWS = {"samples": 16, "length": 128}  # of the calibration
 TABLE = (
     "| model | scheme | types | perplexity | llama.cpp | KL, as stored | KL, inputs as llama.cpp | floor | same top | "
     "tokenizer | same greedy |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
+# Runs of the command line, which leave a file and its checkpoint: {title: words after `compress quantize MODEL`}.
+FOR = "--for llama.cpp"
+SCHEMES = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a8", "w8a8", "q2_k", "q3_k_m", "q4_k_m", "q6_k")
+COMMANDS = {FOR: f"--method gptq {FOR}"} | {f"{FOR} --scheme {s}": f"--method gptq {FOR} --scheme {s}" for s in SCHEMES}
 
 
 def cases(group_size: int) -> dict[str, tuple[dict[str, dict[str, object]], ...]]:
     """{title: passes}; the first is the original."""
 
     def rtn(scheme: str, **options: object) -> dict[str, dict[str, object]]:
-        return {"rtn": {"scheme": scheme, "group_size": group_size, **options}}
+        return {"rtn": {"scheme": scheme, "group_size": group_size, **half, **options}}
 
-    gptq: dict[str, dict[str, object]] = {"gptq": {"scheme": "w4a16", "group_size": group_size}}
+    half = {"scales": "float16"}
+    gptq: dict[str, dict[str, object]] = {"gptq": {"scheme": "w4a16", "group_size": group_size, **half}}
     return {
         "original": (),
         "w4a16 rounded": (rtn("w4a16"),),
         "w4a16 by GPTQ": (gptq,),
-        "w4a16 by GPTQ, embeddings w8a16": (gptq, {"embeddings": {"scheme": "w8a16", "group_size": group_size}}),
+        "w4a16 by GPTQ, embeddings w8a16": (
+            gptq,
+            {"embeddings": {"scheme": "w8a16", "group_size": group_size, **half}},
+        ),
         "w4a16 asymmetric": (rtn("w4a16", grid="asymmetric"),),
         "q4_k_m by GPTQ": ({"k-quants": {"scheme": "q4_k_m"}},),
         "w5a16": (rtn("w5a16"),),
         "w8a16": (rtn("w8a16"),),
-        "ternary": ({"ternary": {"group_size": -1}},),
-        "binary": ({"binary": {"group_size": 128}},),
+        "ternary": ({"ternary": {"group_size": -1, **half}},),
+        "binary": ({"binary": {"group_size": 128, **half}},),
     }
-
-
-def made(family: str, folder: Path) -> Path:
-    """A model of a family with random weights, norms and biases among them, float16, with a tokenizer."""
-    torch.manual_seed(0)
-    model: Any = RANDOM[family]()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight.add_(torch.randn_like(weight) * 0.1)
-    model.half().save_pretrained(folder)
-    if family in PIECES:
-        pieces(folder)
-        return folder
-    held = read_json(DEMO / "tokenizer.json")
-    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": SPLITS[family]}, "behavior": "Isolated", "invert": False}
-    held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, words]}
-    write_json(folder / "tokenizer.json", held)
-    shutil.copyfile(DEMO / "tokenizer_config.json", folder / "tokenizer_config.json")
-    return folder
-
-
-def halved(model: Path, folder: Path) -> Path:
-    """A model in float16 where it is stored in float32: blocks have float16 scales. Others are left where they are."""
-    if find_source(str(model)).config.get("dtype", "float32") != "float32":
-        return model
-    transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16).save_pretrained(folder)
-    for path in model.glob("tokenizer*"):
-        shutil.copyfile(path, folder / path.name)
-    return folder
-
-
-def pieces(folder: Path) -> None:
-    """Write a tokenizer like SentencePiece's, trained on the demo's text: pieces, and a token for each byte."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    special = ["<unk>", "<s>", "</s>"]
-    single = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=SIZES["vocab_size"], special_tokens=[*special, *single], max_token_length=8, show_progress=False
-    )
-    lines = (DEMO / "calibration.txt").read_text(encoding="utf-8").splitlines()
-    # Words one by one: a piece of SentencePiece does not reach from one word into the next.
-    tokenizer.train_from_iterator((word for line in lines for word in line.split(" ") if word), trainer)
-    held = json.loads(tokenizer.to_str())
-    held["added_tokens"] = [each for each in held["added_tokens"] if each["content"] in special]
-    tokenizer = Tokenizer.from_str(json.dumps(held))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    words = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **words})
 
 
 def rounded(x: Tensor, sign: float = 0.0) -> Tensor:
@@ -191,9 +103,10 @@ def rounded_whole(x: Tensor, sign: float = 0.0) -> Tensor:
     return torch.where(factor == 0, blocks, codes / factor).flatten(-2)
 
 
-def as_llama_cpp(model: nn.Module, kinds: Mapping[str, str], sign: float = 0.0) -> list[Any]:
-    """Let linear layers round their inputs as llama.cpp does: those in blocks to int8, the others to float16. Returns
-    the hooks. kinds: {layer in blocks: the kind of its format}. sign: of a change of one part in a million."""
+def as_llama_cpp(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype, sign: float = 0.0) -> list[Any]:
+    """Let linear layers round their inputs as llama.cpp does: those in blocks to int8, the others to float16, unless
+    their weights are float32. Returns the hooks. kinds: {layer in blocks: the kind of its format}. dtype: of the other
+    weights. sign: of a change of one part in a million."""
 
     def super_blocks(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (rounded_whole(given[0], sign), *given[1:])
@@ -202,7 +115,7 @@ def as_llama_cpp(model: nn.Module, kinds: Mapping[str, str], sign: float = 0.0) 
         return (rounded(given[0], sign), *given[1:])
 
     def half(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (given[0].half().float(), *given[1:])
+        return given if dtype == torch.float32 else (given[0].half().float(), *given[1:])
 
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     hooks = {name: super_blocks if kind in OF_SUPER_BLOCKS else int8 for name, kind in kinds.items()}
@@ -242,28 +155,46 @@ def ask(python: str, job: Mapping[str, Any], scratch: Path, limit: float) -> dic
     return found
 
 
+def by_command(model: Path, words: Sequence[str], calibration: str, output: Path) -> None:
+    """Run `compress quantize` with so many words. Raises CompressError with its last line where it fails."""
+    line = [sys.executable, "-m", "compress", "quantize", str(model), *words, "--calibration", calibration]
+    line += [f"--{name}={value}" for name, value in WINDOWS.items()]
+    done = subprocess.run([*line, "--output", str(output), "--quiet"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise compress.CompressError(done.stderr.strip().splitlines()[-1])
+
+
+def step_by_step(model: Path, passes: Sequence[Any], calibration: str, output: Path, checkpoint: Path) -> Path:
+    """Quantize by passes, and export. Returns the checkpoint: the model itself where there are no passes."""
+    if passes:
+        parsed = parse_recipe({"passes": passes}, "the case")
+        needed = any(each.calibrated for each in parsed)
+        options: dict[str, Any] = {"calibration": calibration, **WINDOWS} if needed else {}
+        compress.quantize(str(model), parsed, output=checkpoint, verify=False, **options)
+    found = checkpoint if passes else model
+    compress.export(found, output, "gguf", verify=False)
+    return found
+
+
 def row_of(name: str, model: Path, title: str, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """The row of one model and scheme."""
-    row: dict[str, Any] = {"model": name, "title": title, "passes": list(cases(arguments.group_size)[title])}
-    checkpoint = model
+    row: dict[str, Any] = {"model": name, "title": title}
+    checkpoint, output = scratch / "out.checkpoint", scratch / "out"
     try:
-        if row["passes"]:
-            checkpoint = scratch / "checkpoint"
-            passes = parse_recipe({"passes": row["passes"]}, title)
-            needed = any(each.calibrated for each in passes)
-            windows: dict[str, Any] = {"samples": 16, "length": 128} if needed else {}
-            text = arguments.calibration if needed else None
-            options: dict[str, Any] = {"output": checkpoint, "overwrite": True, "verify": False}
-            compress.quantize(str(model), passes, calibration=text, **windows, **options)
-        made = compress.export(checkpoint, scratch / "gguf", "gguf", overwrite=True, verify=False)
-        read_back = compress.verify(made.output)
+        if title in COMMANDS:
+            row["words"] = COMMANDS[title].split()
+            by_command(model, row["words"], arguments.calibration, output)
+        else:
+            row["passes"] = list(cases(arguments.group_size)[title])
+            checkpoint = step_by_step(model, row["passes"], arguments.calibration, output, checkpoint)
+        read_back = compress.verify(output)
     except compress.CompressError as error:
         return {**row, "refused": str(error).replace(f"{checkpoint} ", "")}
-    record = read_json(made.output / RECORD)
+    record = read_json(output / RECORD)
     row |= {
         "types": dict(Counter(each["type"] for each in record["gguf"]["tensors"].values())),
-        "bytes": made.bytes,
-        "notes": list(made.lost),
+        "bytes": (output / record["gguf"]["file"]).stat().st_size,
+        "notes": record["notes"],
         "read_back": read_back,
     }
     source = find_source(str(checkpoint))
@@ -274,7 +205,7 @@ def row_of(name: str, model: Path, title: str, arguments: argparse.Namespace, sc
     ids = torch.tensor(tokenizer(text[: 8 * arguments.length])["input_ids"][: arguments.length])
     prompt = ids[: arguments.prompt].tolist()
     job = {
-        "file": str(made.output / record["gguf"]["file"]),
+        "file": str(output / record["gguf"]["file"]),
         "ids": ids.tolist(),
         "text": first,
         "text_ids": tokenizer(first)["input_ids"],
@@ -310,7 +241,7 @@ def agreement(
         continued = model.generate(torch.tensor([prompt]), attention_mask=mask, **options)[0, len(prompt) :].tolist()
         ours = {"as stored": log_probs(model, ids)}
         for kind, sign in (("as llama.cpp", 0.0), ("again", 1.0)):
-            hooks = as_llama_cpp(model, kinds, sign)
+            hooks = as_llama_cpp(model, kinds, read_config(source).dtype, sign)
             ours[kind] = log_probs(model, ids)
             for hook in hooks:
                 hook.remove()
@@ -352,7 +283,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked; ends with exit code 2 and a line where they cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="directories, or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(RANDOM)}")
+    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
     parser.add_argument("--llama-python", default=os.environ.get(PYTHON), help=f"python with xllamacpp (or {PYTHON})")
     parser.add_argument("--text", default="demo", help="a text file; its first tokens are the window")
     parser.add_argument("--calibration", default="demo")
@@ -369,8 +300,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         if not arguments.llama_python:
             raise InputError(f"no python with xllamacpp; give --llama-python or set {PYTHON}")
         for family in arguments.random:
-            one_of("family", family, RANDOM)
-        titles = list(cases(arguments.group_size))
+            one_of("family", family, FAMILIES)
+        titles = [*cases(arguments.group_size), *COMMANDS]
         arguments.titles = [t for t in titles if not arguments.only or any(word in t for word in arguments.only)]
         if not arguments.titles:
             raise InputError(f"no scheme has {' or '.join(arguments.only)} in its name; there are {', '.join(titles)}")
@@ -385,10 +316,7 @@ def main(words: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     print(TABLE, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        models = {
-            Path(name).name: halved(find_source(name).path, Path(folder) / f"half-{i}")
-            for i, name in enumerate(arguments.models)
-        }
+        models = {Path(name).name: find_source(name).path for name in arguments.models}
         models |= {f"random {family}": made(family, Path(folder) / family) for family in arguments.random}
         for name, model in models.items():
             for title in arguments.titles:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from compress.recipes.studies.engines.gguf_check import RANDOM, parse, rounded, rounded_whole
+from compress.recipes.studies.engines import random_models
+from compress.recipes.studies.engines.gguf_check import parse, rounded, rounded_whole
 
 
 def test_inputs_are_rounded_in_blocks_of_32():
@@ -50,5 +51,5 @@ def test_bad_arguments_are_a_line(words, says, capsys, monkeypatch):
 def test_families_of_the_study_are_those_that_are_written_without_a_template():
     from compress.checkpoint.export.gguf.architectures import FAMILIES
 
-    kinds = {type(RANDOM[name]()).__name__ for name in RANDOM}
+    kinds = {type(make()).__name__ for make in random_models.FAMILIES.values()}
     assert kinds == set(FAMILIES)
