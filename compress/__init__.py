@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from compress.evaluation.quality.classifiers import evaluate_classifier
     from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
+    from compress.model.experts_apart import split_experts
     from compress.passes.awq import AWQ
     from compress.passes.binary import Binary
     from compress.passes.embeddings import Embeddings
@@ -122,6 +123,7 @@ _HOMES = {
     "quantize_for": "compress.api.quantize_for",
     "quantize_within": "compress.search.within",
     "register": "compress.runtime.load.loading",
+    "split_experts": "compress.model.experts_apart",
     "sweep": "compress.search.sweep",
     "verify": "compress.api.verify",
 }
@@ -187,6 +189,7 @@ __all__ = [
     "quantize_for",
     "quantize_within",
     "register",
+    "split_experts",
     "sweep",
     "verify",
 ]

@@ -14,6 +14,7 @@ from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, r
 from compress.checkpoint.read.source import Source, check_dense, find_source
 from compress.checkpoint.saving import bytes_before
 from compress.errors import InputError
+from compress.model.experts_apart import split_experts
 from compress.model.finite import check_finite
 from compress.model.layers import Stack
 from compress.run.plan.matching import check_untouched
@@ -88,6 +89,7 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
     notes: list[str] = []
     if found.source is not None:
         model = load_dense(found.source, notes=notes)
+        split_experts(model)
     else:
         assert found.given is not None
         model = found.given

@@ -57,7 +57,7 @@ def quantize(
     stored as other numbers are, which every reader takes. fsdp: shard the model over the ranks of the initialised
     process group. one_block: run the model as a whole; found by itself where its blocks are no chain. convolutions:
     whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs). experts: each
-    expert of a parameter that holds several is a layer, too (in memory: checkpoints have no format for it). drop_zeros:
+    expert of a parameter that holds several is a layer, too, in memory (see `split_experts`). drop_zeros:
     let go of the zeros of a model that comes pruned (a layer is, of which more than 5 % are exactly zero, or as many as
     its compress.json says); by default they stay zero, and passes that keep no zeros are refused. trust_remote_code:
     run Python code that comes with a model given by name, if any does. restore: after any exception a model in memory

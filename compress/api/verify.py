@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from compress.checkpoint.export.reading import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checked import check_tensors
+from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.seal import check as check_files
@@ -27,6 +28,7 @@ from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
+from compress.model.experts import Experts
 from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
 from compress.runtime.check.twin import compared, watched
@@ -138,11 +140,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
 @dataclass(frozen=True)
 class Sight:
     """Our own model's outputs for the probe. uncached: with keys and values as they are. unknown_mix: whether
-    transformers cannot load its schemes together."""
+    transformers cannot load its schemes together. experts: whether it holds the layers of single experts, which
+    transformers loads of some families and schemes."""
 
     outputs: Tensor
     uncached: Tensor
     unknown_mix: bool
+    experts: bool
 
 
 @without_bars()
@@ -244,13 +248,16 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
             f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
             "nothing can be compared with them"
         )
-    return Sight(found, uncached, _unknown_mix(source, model))
+    apart = any(isinstance(module, Experts) for module in empty_model(source).modules())
+    return Sight(found, uncached, _unknown_mix(source, model), apart)
 
 
 def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
     try:
         return load_with_transformers(source, dtype)
     except CheckpointError as error:
+        if ours.experts:
+            raise NotComparedError(f"it cannot load single experts of this scheme ({error})") from None
         if not ours.unknown_mix:
             raise
         raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None

@@ -42,8 +42,12 @@ class Collector:
             for statistic in self.rows.values():
                 statistic.update(nothing, nothing)
             return
+        x_MK, reference_MK = arrival.weighted
         for statistic in self.rows.values():
-            statistic.update(arrival.x_MK, arrival.reference_MK)
+            if arrival.weight_M is not None and getattr(statistic, "reads_elements", False):
+                statistic.update(arrival.own, None)  # a range has no weights
+            else:
+                statistic.update(x_MK, reference_MK)
         if not self.parts[0]:
             return
         assert self.geometry is not None

@@ -16,6 +16,7 @@ from compress.evaluation.report.terminal import show
 from compress.system.terminal import console
 from compress.train.loop.metrics import ends
 
+ROUTED = "routed_tokens"
 # The baseline of a method's loss, by the figure of the record.
 BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
 
@@ -62,6 +63,21 @@ def of_loss(run: FinishedRun) -> Iterator[str]:
         if losses:
             own, plain = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
             yield f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}"
+
+
+def of_experts(run: FinishedRun) -> Iterator[str]:
+    """The spread of the calibration's tokens over experts."""
+    counts = {r.name.rpartition(".")[0]: r.figures[ROUTED] for r in run.record.layers if ROUTED in r.figures}
+    if not counts:
+        return
+    tokens = sorted((int(count), name) for name, count in counts.items())
+    yield (
+        f"{len(tokens)} experts: {tokens[0][0]} to {tokens[-1][0]} tokens each, median {tokens[len(tokens) // 2][0]}; "
+        f"fewest: {', '.join(f'{name} {count}' for count, name in tokens[:3])}"
+    )
+    if tokens[0][0] == 0:
+        none = sum(count == 0 for count, _ in tokens)
+        yield f"{none} experts got no token: they are decided by tokens of the others; give more calibration text"
 
 
 def of_training(run: FinishedRun) -> Iterator[str]:
@@ -116,7 +132,7 @@ def of_verification(run: FinishedRun) -> Iterator[str]:
 
 # Makers of lines, in the order in which they are printed.
 LINES: tuple[Callable[[FinishedRun], Iterator[str]], ...] = (
-    *(of_structure, of_coverage, of_loss, of_training, of_masks),
+    *(of_structure, of_coverage, of_loss, of_experts, of_training, of_masks),
     *(of_ranges, of_caches, of_layers, of_verification),
 )
 

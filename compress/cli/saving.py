@@ -30,7 +30,7 @@ WAYS = {
     "no pass asks for it": "a pass of the recipe takes them (`only`, `but`)",
     "outside the blocks": "--one-block takes in what lies outside the blocks",
     "never called": "--calibration shows data that calls every layer",
-    "fused experts": "no method stores fused experts smaller yet",
+    "fused experts": "transformers does not mark how their class holds them",
     "Conv1D": f"no format holds a Conv1D as codes; {ELSEWHERE}",
     "convolution": "no format holds a convolution as codes",
     "Conv": "no format holds a convolution as codes",

@@ -126,13 +126,28 @@ class Arrival:
     """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs, too) in the original.
 
     Before a convolution a row holds the channels [C] of one element (position), and `samples` are the unchanged inputs
-    [B, C, ...].
+    [B, C, ...]. weight_M: of the rows, above 0 to 1; None: 1.
     """
 
     x_MK: Tensor
     reference_MK: Tensor | None
     samples: Tensor | None = None
     reference_samples: Tensor | None = None
+    weight_M: Tensor | None = None
+
+    @property
+    def weighted(self) -> tuple[Tensor, Tensor | None]:
+        """x_MK and reference_MK, times the roots of the weights: for sums of products."""
+        if self.weight_M is None:
+            return self.x_MK, self.reference_MK
+        root_M1 = self.weight_M.to(self.x_MK.dtype).sqrt()[:, None]
+        return self.x_MK * root_M1, None if self.reference_MK is None else self.reference_MK * root_M1
+
+    @property
+    def own(self) -> Tensor:
+        """The rows [M, K] of full weight; all of them where none has it."""
+        full_M = None if self.weight_M is None else self.weight_M == 1
+        return self.x_MK if full_M is None or not bool(full_M.any()) else self.x_MK[full_M]
 
 
 @dataclass(frozen=True)
@@ -146,12 +161,16 @@ class Arrivals:
         return self.walk()
 
 
-def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None) -> Arrival:
-    """The arrival for a layer's input `x`. reference: the input of the same layer in the original model.
+def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None, weight_M: Tensor | None = None) -> Arrival:
+    """The arrival for a layer's input `x`. reference: the input of the same layer in the original model. weight_M: of
+    the first rows of both; the others do not count (None: all rows count, but for padding).
 
     Raises CompressError where padding cannot be told apart from tokens.
     """
     geometry = layer.geometry
+    if weight_M is not None:
+        rows = slice(len(weight_M))
+        return Arrival(x[rows], None if reference is None else reference[rows], weight_M=weight_M)
     if geometry is None:
         return Arrival(real_tokens(x, call), None if reference is None else real_tokens(reference, call))
     if call.tokens is not None:

@@ -133,7 +133,11 @@ class Stack:
 
 
 def is_linear(module: nn.Module) -> bool:
+    """True for a module that multiplies its input by its weight, and does nothing else: subclasses with a forward of
+    their own, like routers of experts that return scores, may do more."""
     if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
         return False
     weight = module._parameters.get("weight")  # not the attribute, which torch.nn.utils may compute
     return weight is None or isinstance(weight, UninitializedParameter) or weight.ndim == 2

@@ -8,7 +8,7 @@ from compress.model.convolution import is_convolution
 from compress.model.layers import is_fused, is_linear, output_head
 
 UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
-UNASKED_EXPERTS = "fused experts: no format on disk; experts=True includes them, in memory (Python)"
+UNASKED_EXPERTS = "fused experts: compress.split_experts(model) makes linear layers of those that transformers marks"
 
 
 def left_alone(

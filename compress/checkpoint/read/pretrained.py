@@ -26,6 +26,8 @@ from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases
 from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.model.experts import Experts
+from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -86,8 +88,12 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
     notes: takes remarks on the checkpoint for the person. Raises InputError for a quantized one.
     """
     check_dense(source)
-    read_config(source)
-    return from_pretrained(source, str(source.path), notes, dtype="auto" if dtype is None else dtype)
+    config, wanted = read_config(source), "auto" if dtype is None else dtype
+    with suppress(CheckpointError):  # said below
+        if any(isinstance(module, Experts) for module in empty_model(source).modules()):
+            tensors = join_experts(empty_model(source), source.weights.tensors(source.weights))
+            return from_pretrained(source, None, notes, config=config, state_dict=tensors, dtype=dtype or config.dtype)
+    return from_pretrained(source, str(source.path), notes, dtype=wanted)
 
 
 def from_pretrained(
@@ -164,6 +170,8 @@ def _empty_model(source: Source) -> nn.Module:
     except Exception as error:
         raise CheckpointError(f"transformers makes no model of {source.path}: {first_line(error)}") from error
     assert isinstance(model, nn.Module)
+    if source.quantization is not None or not any(map(joins_experts, loading_steps(model))):
+        split_experts(model, source.headers)
     return model
 
 

@@ -8,10 +8,13 @@ from functools import cached_property
 from torch import nn
 
 from compress.errors import InputError
+from compress.model.experts import gates
 from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.swapped_layers import Quantizing
+
+GATE = "router or gate of experts"
 
 
 @dataclass
@@ -56,6 +59,10 @@ class Matching:
         return shared_weights(self.model)
 
     @cached_property
+    def _gates(self) -> set[nn.Module]:
+        return gates(self.model)
+
+    @cached_property
     def _head(self) -> nn.Module | None:
         return output_head(self.model)
 
@@ -70,6 +77,8 @@ class Matching:
                 continue
             if id(layer.module._parameters.get(layer.key)) in self._shared:
                 self.ignored.reasons[layer.name] = "shares its weight with another module"
+            elif layer.module in self._gates:
+                self.ignored.reasons[layer.name] = GATE
             elif layer.module is not self._head and self._may_be_treated(layer):
                 kept.append(layer)
         return tuple(kept)

@@ -25,8 +25,8 @@ def check_storable(plan: Plan) -> None:
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.is_called):
         if layer.name in plan.treated:
             raise InputError(
-                f"{layer.name} is one of several experts in a parameter, which checkpoints have no format for yet; "
-                "leave the output out and keep the model in memory, or leave experts out"
+                f"{layer.name} is one of several experts in a parameter, which checkpoints hold one by one; give the "
+                "model by name, or call compress.split_experts(model) first, or leave the output out"
             )
     for p in plan.passes:
         if isinstance(p, ActivationFormat) and p.rounds_inputs and p.per_channel_inputs:

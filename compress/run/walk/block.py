@@ -26,7 +26,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
 from compress.run.restore import hooks_and_buffers, undone
-from compress.run.walk.decide import Decided, decide
+from compress.run.walk.decide import Decided, decide, with_routing
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record
@@ -219,6 +219,7 @@ class BlockRun:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
         decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
+        decisions = with_routing(decisions, arrivals, self.run.comm)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}

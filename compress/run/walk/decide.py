@@ -1,6 +1,6 @@
 """Asking a pass about the layers of a site."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
+from compress.model.calls import Arrival
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
-from compress.weights.decision import Decision, joined
+from compress.weights.decision import Decision, Figures, joined
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized, scale_limits
 from compress.weights.masks import CAME, Earlier
@@ -114,3 +115,15 @@ def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Si
     for i, of_part in enumerate(statistics):
         rows = site.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
         yield replace(rows, stats=of_part)
+
+
+def with_routing(
+    decisions: Mapping[str, Decision], arrivals: Iterable[Arrival | None], comm: Comm
+) -> dict[str, Decision]:
+    """The decisions with the figure `routed_tokens`, where the site is an expert's. A collective there."""
+    weights = [arrival.weight_M for arrival in arrivals if arrival is not None and arrival.weight_M is not None]
+    if not weights:
+        return dict(decisions)
+    own = sum(((weight_M == 1).sum() for weight_M in weights), torch.zeros((), dtype=torch.long).to(weights[0].device))
+    figures: Figures = {"routed_tokens": int(comm.all_reduce(own))}
+    return {name: replace(made, figures={**made.figures, **figures}) for name, made in decisions.items()}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compress.errors import CompressError
 from compress.model.calls import Arrival, Arrivals, Call, arrived
+from compress.model.experts import Calibration, calibrating, shown_now
 from compress.model.layers import Layer
 from compress.run.installed import Versions
 from compress.run.plan.batches import running
@@ -29,12 +30,21 @@ class _Runner:
     """One micro-batch's forward of the block, in a greenlet that parks at the sites."""
 
     def __init__(
-        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module | Layer, int], done: set[int], index: int
+        self,
+        block: nn.Module,
+        call: Call,
+        site_of: Mapping[nn.Module | Layer, int],
+        done: set[int],
+        index: int,
+        beside: "_Runner | None" = None,
     ) -> None:
+        """beside: the forward in the compressed model, for one in the original."""
+        routes = {} if beside is None else beside.routing.routes
+        self.routing: Calibration = Calibration(routes, beside is not None, call.tokens)
         self.call, self.index = call, index
         self.inputs: dict[int, ReferenceType[Tensor]] = {}
         self.site_of, self.done = site_of, done
-        self.parked: tuple[int, Tensor] | None = None
+        self.parked: tuple[int, Tensor, Tensor | None] | None = None
         self.output: Any = None
         self.finished = False
         # One block in all: what it returns are the model's logits, which nobody needs.
@@ -43,7 +53,7 @@ class _Runner:
         self.products = Products(inside, self.reach) if inside else None
 
         def forward() -> Any:
-            with self.products or nullcontext():
+            with calibrating(self.routing), self.products or nullcontext():
                 return keep(block(*call.args, **call.kwargs))
 
         self.task = greenlet.greenlet(forward)
@@ -58,15 +68,17 @@ class _Runner:
         self.inputs[site] = ref(x)
         if site not in self.done:
             with nullcontext() if self.products is None else self.products.away():
-                self.task.parent.switch((site, x))
+                shown = shown_now()
+                self.task.parent.switch((site, x, None if shown is None else shown.weight_M))
         elif isinstance(layer, Layer):
             raise CompressError(
                 f"{layer.name} is multiplied in another order than in other micro-batches, so that statistics would "
                 "miss it; ignore the layer"
             )
 
-    def advance(self, site: int) -> Tensor | None:
-        """Run on until the forward parks at `site` (its input), parks at a later one or ends (None)."""
+    def advance(self, site: int) -> tuple[Tensor, Tensor | None] | None:
+        """Run on until the forward parks at `site` (its input, and the weights of the rows there that count, None for
+        all alike), parks at a later one or ends (None)."""
         while not self.finished and (self.parked is None or self.parked[0] < site):
             result = self.task.switch()
             if self.task.dead:
@@ -75,7 +87,7 @@ class _Runner:
                 self.parked = result
         if self.parked is None or self.parked[0] != site:
             return None
-        return self.parked[1]
+        return self.parked[1:]
 
 
 def suspended_forward(
@@ -96,22 +108,22 @@ def suspended_forward(
     site_of = {layer.module if layer.is_called else layer: i for i, site in enumerate(sites) for layer in site}
     done: set[int] = set()
     runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
-    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference)]
+    shadows = [_Runner(block, call, site_of, done, i, runners[i]) for i, call in enumerate(reference)]
     current: list[_Runner] = []
 
-    def advance(runner: _Runner, site: int) -> Tensor | None:
+    def advance(runner: _Runner, site: int) -> tuple[Tensor, Tensor | None] | None:
         current[:] = [runner]
         with running(runner.call, runner.index):
             return runner.advance(site)
 
     def arrivals(site: int) -> Iterator[Arrival | None]:
         for i, runner in enumerate(runners):
-            other = None
+            here, other = advance(runner, site), None  # first, for its routing is that of the other's experts
             if shadows:
                 with versions.original():
                     other = advance(shadows[i], site)
-            x = advance(runner, site)
-            arrival = None if x is None else arrived(sites[site][0], calls[i], x, other)
+            reference = None if other is None else other[0]
+            arrival = None if here is None else arrived(sites[site][0], calls[i], here[0], reference, here[1])
             if arrival is not None and shadows and other is None:  # routed elsewhere in the original
                 arrival = replace(arrival, reference_MK=arrival.x_MK[:0])
             yield arrival

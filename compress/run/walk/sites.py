@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from compress.errors import CompressError
 from compress.model.calls import Call, without_data
+from compress.model.experts import Calibration, calibrating
 from compress.model.layers import Layer
 from compress.run.plan.batches import running
 from compress.run.walk.products import Products
@@ -151,7 +152,7 @@ def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) 
     inside = [layer for layer in layers if not layer.is_called]
     products = Products(inside, lambda layer, x: seen.append((layer.name, x, x._version))) if inside else nullcontext()
     try:
-        with torch.no_grad(), products:
+        with torch.no_grad(), products, calibrating(Calibration()):  # every expert is called
             block(*args, **kwargs)
     finally:
         for hook in hooks:

@@ -19,6 +19,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, first_line
 from compress.model.attention import attentions, cache_argument, hold_scales
+from compress.model.experts_apart import loading_steps, split_experts
 from compress.runtime.layers.embedding import TiedLinear, take_over
 from compress.runtime.layers.fused import FusedLinear, why_not_fuse
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
@@ -121,6 +122,7 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     CheckpointError for stored layers, shapes and scales that do not fit the model.
     """
     stored_layers, caches = stored_in(source).layers, stored_in(source).caches
+    split_experts(model, source.headers)
     modules = dict(model.named_modules())
     own: Any = model
     foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
@@ -176,14 +178,9 @@ def _check_shape(model: nn.Module, name: str, stored: StoredLayer, expected: tup
 def _renamings(model: nn.Module) -> "list[WeightRenaming]":
     """The steps by which transformers renames a checkpoint's tensors for a model: multimodal models are stored under
     older names."""
-    # Imported here, because these imports load all of transformers: seconds, wasted unless a model is loaded.
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    if not isinstance(model, PreTrainedModel):
-        return []
-    return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+    return [step for step in loading_steps(model) if isinstance(step, WeightRenaming)]
 
 
 def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:

@@ -12,6 +12,8 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import read_tensors, stored_in, weight_of
 from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
+from compress.model.experts import Experts
+from compress.model.experts_apart import join_experts
 from compress.runtime.load.assembly import places_in
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.caches import round_cache
@@ -52,6 +54,8 @@ def without_weights(
     rounding: accept layers that round their input, too, which these do not.
     """
     stored, empty = stored_in(source).layers, empty_model(source)
+    if any(isinstance(module, Experts) for module in empty.modules()):  # joined to other parameters
+        return _load(source, dtype, {}, rounding), {}
     modules, place = dict(empty.named_modules()), places_in(empty)
     layers = {place(modules, name): name for name, layer in stored.items() if layer.shares is None}
     layers = {name: layer for name, layer in layers.items() if isinstance(modules.get(name), nn.Linear)}
@@ -94,6 +98,7 @@ def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]
         for name, value in read_tensors(source, without=given, dtype=wanted).items()
     }
     tensors |= {f"{layer}.weight": value for layer, value in given.items()}
+    tensors = join_experts(empty_model(source), tensors)
     scales = {
         attention: [tensors.pop(name) for name, _ in held.values()]
         for attention, held in ({} if caches is None else caches.scales).items()

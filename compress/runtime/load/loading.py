@@ -24,6 +24,8 @@ from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.read.weight_files import weight_files
 from compress.errors import InputError
+from compress.model.experts import Experts
+from compress.model.experts_apart import joins_experts
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_strips, weights_on_codes
 from compress.runtime.load.assembly import finish, fuse, prepare
@@ -90,6 +92,13 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config = {"quantization_config": self.quantization_config.quantization}
             source = Source(str(folder), folder, config, weight_files(folder))
         prepare(model, source, torch.get_default_dtype() if dtype is None else dtype)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """The steps that transformers takes from names and tensors of the checkpoint to those of the model, without
+        those that join experts, where the model has them apart."""
+        apart = any(isinstance(module, Experts) for module in model.modules())
+        kept = [step for step in weight_conversions if not (apart and joins_experts(step))]
+        return list(super().update_weight_conversions(kept, model))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         options = self.quantization_config

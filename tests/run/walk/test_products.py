@@ -11,6 +11,7 @@ import compress
 from compress.errors import CompressError, InputError
 from compress.model.calls import Call
 from compress.model.layers import Layer, layers_of
+from compress.model.left_alone import UNASKED_EXPERTS
 from compress.run.walk.products import Products
 from compress.run.walk.sites import structure_of
 
@@ -106,17 +107,17 @@ def test_an_expert_that_only_a_later_micro_batch_reaches_is_calibrated():
     assert set(record.left_alone) == NEVER
 
 
-def test_experts_wait_to_be_asked_for_and_have_no_format_on_disk(tmp_path):
+def test_experts_in_a_parameter_wait_to_be_asked_for_and_have_no_format_on_disk(tmp_path):
     model = routed(Experts)
     before = {name: p.clone() for name, p in model.named_parameters()}
     record = compress.quantize(model, GPTQ, calibration=shown()).record
-    why = "fused experts: no format on disk; experts=True includes them, in memory (Python)"
+    why = UNASKED_EXPERTS
     assert record.left_alone == {f"blocks.{i}.experts.{key}": why for i in range(2) for key in ("up", "down")}
     assert record.coverage.rest["fused experts"] == 2 * 4 * 2 * WIDTH * INNER
     for name, parameter in model.named_parameters():
         if "experts" in name:
             assert torch.equal(parameter, before[name])
-    with pytest.raises(InputError, match=r"blocks\.0\.experts\.up\.0 is one of several experts .* leave the output"):
+    with pytest.raises(InputError, match=r"blocks\.0\.experts\.up\.0 is one of several experts .*split_experts"):
         compress.quantize(routed(Experts), GPTQ, calibration=shown(), experts=True, output=tmp_path / "out")
 
 

@@ -1,0 +1,178 @@
+"""Experts that are linear layers: every pass treats them like any others.
+
+While a model is calibrated, an expert computes more rows than are routed to it (`Calibration`): a few of the other
+tokens too, with a small weight. An expert that is rarely chosen would otherwise be decided from a handful of tokens,
+and one that is never chosen from none.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Each expert sees one of so many tokens, wherever they are routed.
+STRIDE = 16
+# The weight of these tokens together, in tokens that an expert gets on average.
+POOLED = 0.1
+
+
+@dataclass
+class Calibration:
+    """The routing of one micro-batch while it is calibrated. reference: True for the forward of the original model,
+    whose experts are shown the tokens that those of the compressed model get, so that the two can be compared token by
+    token. routes: the experts [T, top] of each token in the compressed model. tokens: bool mask of the tokens that are
+    no padding; None: all of them. weight_M: of the rows that the expert at work is shown first; those behind them only
+    make its output."""
+
+    routes: dict[nn.Module, Tensor] = field(default_factory=dict)
+    reference: bool = False
+    tokens: Tensor | None = None
+    weight_M: Tensor | None = None
+
+
+_CALIBRATION: ContextVar[Calibration | None] = ContextVar("calibration of experts", default=None)
+
+
+@contextmanager
+def calibrating(calibration: Calibration) -> Iterator[None]:
+    """Shows experts, in the body, the tokens that `Calibration` describes."""
+    token = _CALIBRATION.set(calibration)
+    try:
+        yield
+    finally:
+        _CALIBRATION.reset(token)
+
+
+class Expert(nn.Module):
+    """One expert: two or three linear layers. `Experts` computes with them."""
+
+
+class Experts(nn.Module):
+    """Experts with a linear layer for each matrix, as a drop-in for a module of transformers that holds them in one
+    parameter each. Attributes of that module are kept."""
+
+    kind: type[nn.Module]
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    has_post_expert_norm: bool
+    has_gate: bool
+    is_concatenated: bool
+    is_transposed: bool
+    leaves: tuple[str, ...]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H]: the weighted sum over each token's experts. top_k_index: [T, top], E or more for none."""
+        calibration = _CALIBRATION.get()
+        out_TH = torch.zeros_like(hidden_states)
+        for i, (token, place, row, at) in enumerate(self._rows(top_k_index, calibration)):
+            if len(row) == 0:
+                continue
+            y = self._expert(i, hidden_states[row])[at] * top_k_weights[token, place, None]
+            out_TH.index_add_(0, token, y.to(out_TH.dtype))
+        return out_TH
+
+    def _gated(self, both: Tensor) -> Tensor:
+        """The input of the last layer, from what transformers' parameter of gate and other projection returns."""
+        own = getattr(self.kind, "_apply_gate", None)
+        if own is not None:
+            return own(self, both)
+        gate, up = both.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def _expert(self, i: int, x: Tensor) -> Tensor:
+        expert: Any = self.get_submodule(str(i))
+        *first, last = (getattr(expert, leaf) for leaf in self.leaves)
+        if len(first) == 1:
+            inner = self.act_fn(first[0](x))
+        else:
+            gate, up = (layer(x) for layer in first)
+            both = torch.cat([gate, up], -1) if self.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+            inner = self._gated(both)
+        y = last(inner)
+        return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    def _rows(
+        self, index: Tensor, calibration: Calibration | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | slice]]:
+        """For each expert: (its tokens, which of their choices it is, the rows that it computes, the places of its
+        tokens among these)."""
+        count = len(self.numbers)
+        for i in range(count):
+            token, place = torch.where(index == i)
+            if calibration is None:
+                yield token, place, token, slice(None)
+                continue
+            shown, weight_M = self._shown(i, index, calibration, count)
+            rest = token[~torch.isin(token, shown)]
+            if not calibration.reference and calibration.tokens is not None:
+                rest = rest[calibration.tokens.reshape(-1)[rest]]  # nobody reads the output of padding
+            row = torch.cat([shown, rest])
+            kept = torch.isin(token, row)
+            token, place = token[kept], place[kept]
+            where = torch.empty(len(index), dtype=torch.long, device=index.device)
+            where[row] = torch.arange(len(row), device=index.device)
+            calibration.weight_M = weight_M
+            yield token, place, row, where[token]
+            calibration.weight_M = None
+
+    def _shown(self, i: int, index: Tensor, calibration: Calibration, count: int) -> tuple[Tensor, Tensor]:
+        """(The tokens that statistics of an expert are about, in order, their weights)."""
+        if not calibration.reference:
+            calibration.routes[self] = index
+        routes = calibration.routes.get(self, index)
+        mine_T = (routes == i).any(1)
+        pool_T = torch.zeros_like(mine_T)
+        pool_T[::STRIDE] = True
+        if calibration.tokens is not None:
+            real = calibration.tokens.reshape(-1)
+            mine_T, pool_T = mine_T & real, pool_T & real
+            pool_T[real.nonzero()[:1]] = True
+        weight = POOLED * routes.numel() / count / pool_T.sum()
+        weight_T = torch.where(mine_T, torch.ones_like(weight), weight.clamp(max=1))
+        shown = (mine_T | pool_T).nonzero()[:, 0]
+        return shown, weight_T[shown]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of its experts."""
+        return [name for name in self._modules if name.isdecimal()]
+
+
+class SortedExperts(Experts):
+    """Experts that are given as many rows each, sorted by expert."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """[E T, H]: the outputs of expert 0 for the first T rows, of expert 1 for the next ..."""
+        parts = hidden_states.view(len(self.numbers), -1, hidden_states.shape[-1])
+        return torch.cat([self._expert(i, part) for i, part in enumerate(parts)])
+
+
+def gates(model: nn.Module) -> set[nn.Module]:
+    """The linear layers beside experts that weigh them: routers, and gates of shared experts. They stand next to a
+    list of experts and have no more outputs than it has experts."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        children = list(module.children())
+        lists = [n for n in map(_experts_in, children) if n]
+        if lists:
+            found.update(c for c in children if isinstance(c, nn.Linear) and c.out_features <= max(lists))
+    return found
+
+
+def _experts_in(module: nn.Module) -> int:
+    """The number of experts of a module: of `Experts`, or of a list of modules that all have linear layers inside."""
+    if isinstance(module, Experts):
+        return len(module.numbers)
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return 0
+    return len(module) if all(any(isinstance(m, nn.Linear) for m in e.modules()) for e in module) else 0
+
+
+def shown_now() -> Calibration | None:
+    """The calibration that is going on, while an expert computes; None elsewhere."""
+    calibration = _CALIBRATION.get()
+    return None if calibration is None or calibration.weight_M is None else calibration
