@@ -16,6 +16,7 @@ from compress.system.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api.cache_logits import Cached, cache_logits
+    from compress.api.imatrix import Importance, imatrix
     from compress.api.job import Result
     from compress.api.own_loop import Prepared, prepare_qat
     from compress.api.quantize import quantize
@@ -80,6 +81,7 @@ _HOMES = {
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
     "Grid": "compress.weights.grid",
+    "Importance": "compress.api.imatrix",
     "KQuants": "compress.passes.k_quants",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
@@ -113,6 +115,7 @@ _HOMES = {
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
     "grid_of_candidates": "compress.search.candidate",
+    "imatrix": "compress.api.imatrix",
     "load": "compress.runtime.load.loading",
     "load_recipe": "compress.passes.protocol.recipe",
     "lora": "compress.runtime.layers.adapters",
@@ -144,6 +147,7 @@ __all__ = [
     "Evaluation",
     "Exported",
     "Grid",
+    "Importance",
     "InputError",
     "KQuants",
     "KVCache",
@@ -179,6 +183,7 @@ __all__ = [
     "fake_quantize",
     "fold_batch_norm",
     "grid_of_candidates",
+    "imatrix",
     "load",
     "load_recipe",
     "lora",

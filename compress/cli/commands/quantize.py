@@ -40,6 +40,12 @@ FAST = {"clip": False, "refit": 0, "sweeps": 0}
     help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens in "
     "OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
 )
+@click.option(
+    "--imatrix",
+    metavar="FILE",
+    help="Also write an importance matrix for llama-quantize: the mean square of each layer's inputs in the original "
+    "model, over the calibration data, in GGUF. llama-quantize weighs errors by it; no method here needs it.",
+)
 @method_options
 @setting_option
 @added_options
@@ -51,6 +57,7 @@ def quantize(
     effort: str | None,
     recipe: str | None,
     engine: str | None,
+    imatrix: str | None,
     embeddings: str | None,
     kv_cache: str | None,
     settings: tuple[str, ...],
@@ -76,7 +83,7 @@ def quantize(
 
         check_engine(engine, passes)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
-    run("quantize", model, passes, who, [*picks, *notes], engine, fsdp=fsdp, **options)
+    run("quantize", model, passes, who, [*picks, *notes], engine, imatrix, fsdp=fsdp, **options)
 
 
 def for_engine(

@@ -288,7 +288,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", default="demo", help="a text file; its first tokens are the window")
     parser.add_argument("--calibration", default="demo")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--only", nargs="+", help="words of titles, like w4a16; other rows stay as the file has them")
+    parser.add_argument(
+        "--only", nargs="+", help="titles, or parts of them, like w4a16; other rows stay as the file has them"
+    )
     parser.add_argument("--length", type=int, default=256, help="tokens of the window")
     parser.add_argument("--prompt", type=int, default=32, help="first tokens of the window, continued greedily")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate")
@@ -302,7 +304,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         for family in arguments.random:
             one_of("family", family, FAMILIES)
         titles = [*cases(arguments.group_size), *COMMANDS]
-        arguments.titles = [t for t in titles if not arguments.only or any(word in t for word in arguments.only)]
+        only = arguments.only or [""]
+        arguments.titles = [t for t in titles if any(word == t if word in titles else word in t for word in only)]
         if not arguments.titles:
             raise InputError(f"no scheme has {' or '.join(arguments.only)} in its name; there are {', '.join(titles)}")
     except InputError as error:

@@ -85,7 +85,7 @@ def mean_squares(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, T
 
     def seen(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            squares = given[0].flatten(0, -2).square().sum(0, dtype=torch.float64)
+            squares = given[0].flatten(0, -2).double().square().sum(0)
             sums[name] = sums.get(name, torch.zeros_like(squares)) + squares
 
         return hook
@@ -97,7 +97,7 @@ def mean_squares(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, T
             count += row.numel()
     for handle in handles:
         handle.remove()
-    return {name: (total / count).float() for name, total in sums.items()}
+    return {name: total.float() / count for name, total in sums.items()}  # as llama-quantize divides them
 
 
 def made(
