@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compress.api.complete import completed
 from compress.api.job import Result
 from compress.api.prepare import prepare
 from compress.api.request import Calibration, Data, Delivery, Extent, Request, Work, several
@@ -73,7 +74,15 @@ def quantize(
     work = Work(device, dtype, fsdp, restore)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
-    comm = Comm()
-    given = Path(model) if isinstance(model, str | Path) else None
-    with claimed(output, comm, resume=resume, overwrite=overwrite, model=given) as place, watching(comm):
-        return prepare(request, place, comm, reporter or Silent()).finish()
+    comm, reporter = Comm(), reporter or Silent()
+    return completed(request, comm, reporter) or _carried_out(request, comm, reporter)
+
+
+def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
+    """The result of a run of a request."""
+    asked, given = request.delivery, None if isinstance(request.model, nn.Module) else Path(request.model)
+    with (
+        claimed(asked.output, comm, resume=asked.resume, overwrite=asked.overwrite, model=given) as place,
+        watching(comm),
+    ):
+        return prepare(request, place, comm, reporter).finish()

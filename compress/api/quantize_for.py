@@ -53,10 +53,9 @@ def quantize_for(
 ) -> ForEngine:
     """Quantize a model for an engine, and leave in `output` what it opens.
 
-    engine: a name of `api.engines`. For one that opens another form than our checkpoints, the
-    checkpoint of the run is OUTPUT.checkpoint. resume: continue a run that was stopped; one that was stopped after its
-    checkpoint was complete is continued by `compress.export`. notes: lines for the records. options: those of
-    `compress.quantize`.
+    engine: a name of `api.engines`. For one that opens another form than our checkpoints, the checkpoint of the run is
+    OUTPUT.checkpoint. resume: continue a run that was stopped, also between its checkpoint and the export. notes: lines
+    for the records. options: those of `compress.quantize`.
 
     Raises InputError before any work for what the engine does not run, and as `compress.quantize` does; CompressError
     for work that failed.
@@ -76,8 +75,6 @@ def quantize_for(
     if given is not None:
         raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
     checkpoint = Path(f"{output}.checkpoint")
-    if resume and checkpoint.exists():
-        raise InputError(f"{checkpoint} is complete; run `compress export {checkpoint} --to {to} --output {output}`")
     source = None if isinstance(model, nn.Module) else find_source(str(model), bool(options.get("trust_remote_code")))
     exporter = exporter_named(to)
     if source is not None:
@@ -103,4 +100,5 @@ def _check_model(source: Source, engine: str, exporter: Exporter) -> None:
 
 def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:
     """Enter the engine, and why it has what it has, into a record."""
-    rewrite(folder, {"engine": engine, "notes": [*read_record(folder).get("notes", ()), *notes]})
+    before = read_record(folder).get("notes", ())
+    rewrite(folder, {"engine": engine, "notes": list(dict.fromkeys([*before, *notes]))})

@@ -61,6 +61,30 @@ def test_weights_beyond_the_scales_of_float16_are_one_line(tmp_path: Path) -> No
         compress.quantize_for("gptqmodel", model, make_pass("rtn", {"group_size": 32}), output=tmp_path / "out")
 
 
+def test_a_run_stopped_before_its_export_goes_on(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, words = tmp_path / "out", ("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output")
+    monkeypatch.setattr("compress.api.quantize_for.export", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize_for("gptqmodel", half, make_pass("rtn", {"scheme": "w4a16"}), output=out)
+    monkeypatch.undo()
+    weights = (tmp_path / "out.checkpoint" / "model.safetensors").stat()
+    refused = command(*words, out)
+    assert (refused.code, out.exists()) == (2, False)
+    assert "out.checkpoint exists; choose another output or pass --overwrite" in refused.err
+    other = command(*words, out, "--scheme", "w8a16", "--resume")
+    assert "out.checkpoint exists, complete, of a run that differs (recipe); choose another" in other.err, other
+    done = command(*words, out, "--resume")
+    assert done.code == 0, done
+    assert "out.checkpoint is complete: nothing of it is left to do" in done.err
+    assert "14 layers compressed" in done.out
+    assert compress.verify(out)["layers"] == 14
+    assert (tmp_path / "out.checkpoint" / "model.safetensors").stat() == weights
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_engine_finds_what_it_opens(half: Path, tmp_path: Path) -> None:
     """The checkpoint itself, or its export, with the checkpoint beside it."""
     out = tmp_path / "out"

@@ -10,8 +10,11 @@ from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.portable_names import command
+from compress.checkpoint.saving import Saving
 from compress.checkpoint.seal import Checksums
+from compress.checkpoint.write.coverage import Coverage
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
+from compress.model.edits.folds import FoldRecord
 from compress.system.schema import fits
 from compress.system.version import VERSION
 
@@ -37,6 +40,21 @@ def read_record(directory: Path) -> dict[str, Any]:
     for layer in found["layers"]:
         layer.setdefault("figures", {})
     return found
+
+
+def restored(found: Mapping[str, Any]) -> RunRecord:
+    """The results of a finished run, from its record; without the measurements of its trainings, of which that has a
+    summary."""
+    coverage = found.get("coverage")
+    same = ("caches", "not_folded", "left_alone", "notes", "structure", "block_forwards", "seconds", "spent")
+    return RunRecord(
+        layers=[LayerRecord(**{**layer, "shape": tuple(layer["shape"])}) for layer in found["layers"]],
+        ranges=[RangeRecord.restored(each) for each in found.get("ranges", ())],
+        folds=[FoldRecord(**fold) for fold in found.get("folds", ())],
+        coverage=None if coverage is None else Coverage(**coverage),
+        saving=Saving(**found["bytes"]),
+        **{key: found[key] for key in same if key in found},
+    )
 
 
 def manifest(
