@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+GATE = "router or gate of experts"
 # Each expert sees one of so many tokens, wherever they are routed.
 STRIDE = 16
 # The weight of these tokens together, in tokens that an expert gets on average.
@@ -68,9 +69,7 @@ class Experts(nn.Module):
         """[T, H]: the weighted sum over each token's experts. top_k_index: [T, top], E or more for none."""
         calibration = _CALIBRATION.get()
         out_TH = torch.zeros_like(hidden_states)
-        for i, (token, place, row, at) in enumerate(self._rows(top_k_index, calibration)):
-            if len(row) == 0:
-                continue
+        for i, token, place, row, at in self._rows(top_k_index, calibration):
             y = self._expert(i, hidden_states[row])[at] * top_k_weights[token, place, None]
             out_TH.index_add_(0, token, y.to(out_TH.dtype))
         return out_TH
@@ -97,15 +96,18 @@ class Experts(nn.Module):
 
     def _rows(
         self, index: Tensor, calibration: Calibration | None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | slice]]:
-        """For each expert: (its tokens, which of their choices it is, the rows that it computes, the places of its
-        tokens among these)."""
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor | slice]]:
+        """Of each expert that computes: (its number, its tokens, which of their choices it is, the rows that it
+        computes, the places of its tokens among these)."""
         count = len(self.numbers)
+        if calibration is None:
+            for i in index.unique().tolist():
+                if i < count:
+                    token, place = torch.where(index == i)
+                    yield i, token, place, token, slice(None)
+            return
         for i in range(count):
             token, place = torch.where(index == i)
-            if calibration is None:
-                yield token, place, token, slice(None)
-                continue
             shown, weight_M = self._shown(i, index, calibration, count)
             rest = token[~torch.isin(token, shown)]
             if not calibration.reference and calibration.tokens is not None:
@@ -116,7 +118,7 @@ class Experts(nn.Module):
             where = torch.empty(len(index), dtype=torch.long, device=index.device)
             where[row] = torch.arange(len(row), device=index.device)
             calibration.weight_M = weight_M
-            yield token, place, row, where[token]
+            yield i, token, place, row, where[token]
             calibration.weight_M = None
 
     def _shown(self, i: int, index: Tensor, calibration: Calibration, count: int) -> tuple[Tensor, Tensor]:
@@ -151,15 +153,16 @@ class SortedExperts(Experts):
         return torch.cat([self._expert(i, part) for i, part in enumerate(parts)])
 
 
-def gates(model: nn.Module) -> set[nn.Module]:
-    """The linear layers beside experts that weigh them: routers, and gates of shared experts. They stand next to a
-    list of experts and have no more outputs than it has experts."""
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        children = list(module.children())
-        lists = [n for n in map(_experts_in, children) if n]
-        if lists:
-            found.update(c for c in children if isinstance(c, nn.Linear) and c.out_features <= max(lists))
+def gates(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} beside experts that weigh them: routers, and gates of shared experts. They stand next to a list of
+    experts, and their weight has no more rows than there are experts."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        most = max(map(_experts_in, module.children()), default=0)
+        for child_name, child in module.named_children() if most else ():
+            weight = child._parameters.get("weight")
+            if weight is not None and weight.ndim == 2 and len(weight) <= most:
+                found[f"{name}.{child_name}" if name else child_name] = child
     return found
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from torch import nn
 
 from compress.model.convolution import is_convolution
+from compress.model.experts import GATE, gates
 from compress.model.layers import is_fused, is_linear, output_head
 
 UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
@@ -19,9 +20,11 @@ def left_alone(
     convolutions: whether they are layers of this run. experts: the names of those in one parameter that are, or that
     have reasons of their own; None where nobody asked for them.
     """
-    reasons: dict[str, str] = {}
+    reasons = dict.fromkeys(gates(model), GATE)
     head = output_head(model)
     for name, module in model.named_modules():
+        if name in reasons:
+            continue
         if is_linear(module) and name not in treated:
             reasons[name] = "output head" if module is head else "outside the blocks"
         elif is_convolution(module):

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source
 from compress.errors import CompressError
+from compress.model.experts import gates
 from compress.model.layers import Table
 from compress.weights import own_words
 from compress.weights.compressed_tensors import group_entry, layout_of, why_not
@@ -107,6 +108,7 @@ def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
         "quantization_status": "compressed",
-        "ignore": sorted(set(linears) - set(layers)),
+        # Routers are linear layers in engines, whatever they are here.
+        "ignore": sorted({*linears, *gates(model)} - set(layers)),
         "config_groups": groups,
     }

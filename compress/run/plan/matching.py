@@ -8,13 +8,11 @@ from functools import cached_property
 from torch import nn
 
 from compress.errors import InputError
-from compress.model.experts import gates
+from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.swapped_layers import Quantizing
-
-GATE = "router or gate of experts"
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Matching:
 
     @cached_property
     def _gates(self) -> set[nn.Module]:
-        return gates(self.model)
+        return set(gates(self.model).values())
 
     @cached_property
     def _head(self) -> nn.Module | None:
