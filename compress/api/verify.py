@@ -29,6 +29,7 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
 from compress.model.experts import Experts
+from compress.model.layers import transposed_weights
 from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
 from compress.runtime.check.twin import compared, watched
@@ -133,6 +134,14 @@ def _unknown_mix(source: Source, model: nn.Module) -> bool:
     return any(needs_dequantizing(stored.scheme, name in tables) for name, stored in stored_in(source).layers.items())
 
 
+def _unknown_layers(source: Source) -> str:
+    """Words for the layers of a checkpoint that transformers loads of some families and schemes only."""
+    empty = empty_model(source)
+    if any(isinstance(module, Experts) for module in empty.modules()):
+        return "single experts"
+    return "a Conv1D" if transposed_weights(empty) else ""
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
@@ -140,13 +149,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
 @dataclass(frozen=True)
 class Sight:
     """Our own model's outputs for the probe. uncached: with keys and values as they are. unknown_mix: whether
-    transformers cannot load its schemes together. experts: whether it holds the layers of single experts, which
-    transformers loads of some families and schemes."""
+    transformers cannot load its schemes together. unknown_layers: words for layers that transformers does not
+    load from every checkpoint; empty where there are none."""
 
     outputs: Tensor
     uncached: Tensor
     unknown_mix: bool
-    experts: bool
+    unknown_layers: str
 
 
 @without_bars()
@@ -248,16 +257,15 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
             f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
             "nothing can be compared with them"
         )
-    apart = any(isinstance(module, Experts) for module in empty_model(source).modules())
-    return Sight(found, uncached, _unknown_mix(source, model), apart)
+    return Sight(found, uncached, _unknown_mix(source, model), _unknown_layers(source))
 
 
 def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
     try:
         return load_with_transformers(source, dtype)
     except CheckpointError as error:
-        if ours.experts:
-            raise NotComparedError(f"it cannot load single experts of this scheme ({error})") from None
+        if ours.unknown_layers:
+            raise NotComparedError(f"it cannot load {ours.unknown_layers} of this scheme ({error})") from None
         if not ours.unknown_mix:
             raise
         raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None

@@ -31,7 +31,6 @@ WAYS = {
     "outside the blocks": "--one-block takes in what lies outside the blocks",
     "never called": "--calibration shows data that calls every layer",
     "fused experts": "transformers does not mark how their class holds them",
-    "Conv1D": f"no format holds a Conv1D as codes; {ELSEWHERE}",
     "convolution": "no format holds a convolution as codes",
     "Conv": "no format holds a convolution as codes",
     "pruned, stored dense": "--store 2:4 leaves out the zeros of layers that are pruned to 2:4",

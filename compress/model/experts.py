@@ -97,8 +97,8 @@ class Experts(nn.Module):
     def _rows(
         self, index: Tensor, calibration: Calibration | None
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor | slice]]:
-        """Of each expert that computes: (its number, its tokens, which of their choices it is, the rows that it
-        computes, the places of its tokens among these)."""
+        """(Number of an expert that computes, its tokens, which of their choices it is, the rows that it computes, the
+        places of its tokens among these), one expert after the other."""
         count = len(self.numbers)
         if calibration is None:
             for i in index.unique().tolist():

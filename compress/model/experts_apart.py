@@ -73,6 +73,12 @@ def join_experts(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
     return joined
 
 
+def joined_lists(model: nn.Module) -> list[str]:
+    """Names of the modules whose experts transformers reads from joined tensors only."""
+    apart = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    return [] if any(map(joins_experts, loading_steps(model))) else apart
+
+
 def _join(name: str, experts: Experts, part: str, tensors: dict[str, Tensor]) -> None:
     """Replace the weights (or biases) of a module's experts by its parameters."""
     *first, last = ([f"{name}.{i}.{leaf}.{part}" for i in experts.numbers] for leaf in experts.leaves)

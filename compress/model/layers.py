@@ -62,8 +62,8 @@ class Layer:
 
     @property
     def has_format(self) -> bool:
-        """True for a layer that compressed-tensors can hold as codes; others are stored dense."""
-        return self.is_called and not self.transposed and self.geometry is None
+        """True for a layer that a checkpoint can hold as codes; others are stored dense."""
+        return self.is_called and self.geometry is None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -137,10 +137,21 @@ def is_linear(module: nn.Module) -> bool:
     their own, like routers of experts that return scores, may do more."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+    rounds_first = getattr(module, "is_product", False)  # layers that round for training say so
+    if not rounds_first and type(module).forward not in (nn.Linear.forward, Conv1D.forward):
         return False
     weight = module._parameters.get("weight")  # not the attribute, which torch.nn.utils may compute
     return weight is None or isinstance(weight, UninitializedParameter) or weight.ndim == 2
+
+
+def transposed_weights(model: nn.Module) -> set[str]:
+    """Names of the weights of linear layers that a model stores as [K, N]."""
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
+def as_stored(weight_NK: Tensor, transposed: bool) -> Tensor:
+    """A weight as a model stores it: [K, N] where it is transposed there."""
+    return weight_NK.t().contiguous() if transposed else weight_NK
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from commands import DRIFT_GPTQ, StopAfterOne
 from models import build, tokens
 from places import SUPPORT
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import compress
 from compress.api import verify as verification
@@ -110,14 +111,20 @@ def test_an_encoder_decoder_needs_pairs():
         compress.quantize(build("t5"), GPTQ, calibration=tokens())
 
 
-def test_gpt2_is_written_dense_and_says_so(tmp_path):
+def test_conv1d_of_gpt2_is_written_as_codes_that_only_transformers_cannot_read(tmp_path):
     source = save(build("gpt2"), tmp_path / "in")
     result = compress.quantize(source, GPTQ, calibration=tokens(), output=tmp_path / "out", verify=False)
-    compress.verify(tmp_path / "out")
-    assert any("stored dense" in note for note in result.record.notes)
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    weight = compress.load(tmp_path / "out").transformer.h[0].mlp.c_fc.weight.t()
-    assert max(len(torch.unique(g)) for row in weight.unflatten(-1, (-1, 16)) for g in row) <= 16
+    found = compress.verify(tmp_path / "out")
+    assert found["layers"] == 8
+    assert "cannot load a Conv1D" in found["transformers"]
+    assert any("are Conv1D: run the checkpoint with compress.load" in note for note in result.record.notes)
+    compress.export_dense(tmp_path / "out", tmp_path / "dense")
+    with torch.no_grad():
+        packed = compress.load(tmp_path / "out")(tokens()).logits
+        values = compress.load(tmp_path / "out", dequantize=True)(tokens()).logits
+        dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")(tokens()).logits
+    assert torch.equal(values, dense)
+    assert torch.allclose(packed, values, atol=1e-4)
 
 
 def test_a_model_in_memory_is_written_too(tmp_path):

@@ -362,16 +362,6 @@ def test_outputs_are_of_the_pass_that_rounds():
         compress.SmoothQuant(rounding="none", activations="static", outputs="static")
 
 
-def test_inputs_that_no_checkpoint_can_hold_are_refused(tmp_path):
-    for method in (compress.RTN(**DYNAMIC), compress.only(compress.RTN(**W4A8), "*.c_attn")):
-        with pytest.raises(InputError, match=r"c_attn is a Conv1D, which compressed-tensors cannot hold"):
-            compress.quantize(build("gpt2"), method, output=tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-    compress.quantize(build("gpt2"), compress.RTN(**DYNAMIC))
-    passes = [compress.SmoothQuant(rounding="none"), compress.RTN(scheme="w8a16", group_size=-1)]
-    compress.quantize(build("gpt2"), passes, calibration=tokens(), output=tmp_path / "out", verify=False)
-
-
 def test_gradients_pass_rounded_inputs(tmp_path):
     model = build("llama")
     method = compress.RTN(**DYNAMIC, outputs="static")

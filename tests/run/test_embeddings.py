@@ -61,10 +61,13 @@ def test_memory_checkpoint_and_everything_that_loads_it_agree(kind, options, tmp
     assert torch.equal(outputs(dense, probe(96)), expected)
     torch.testing.assert_close(outputs(low, probe(96)), expected, rtol=1e-4, atol=1e-5)
     found = compress.verify(tmp_path / "out")
-    assert (found["transformers"], found["logits_max_difference"]) == ("compared", 0)
-    # Packed codes under an embedding are what transformers loads by its second way only, and it says so.
-    assert found["loader"] == ("dequantize=True" if options == PACKED else "default")
-    assert any("a packed embedding" in note for note in result.record.notes) == (options == PACKED)
+    if kind == "gpt2" and first:  # codes of a Conv1D
+        assert "cannot load a Conv1D" in found["transformers"]
+    else:
+        assert (found["transformers"], found["logits_max_difference"]) == ("compared", 0)
+        # Packed codes under an embedding are what transformers loads by its second way only, and it says so.
+        assert found["loader"] == ("dequantize=True" if options == PACKED else "default")
+        assert any("a packed embedding" in note for note in result.record.notes) == (options == PACKED)
     low.tie_weights()
     again = low.state_dict()  # with a head's bias under both of its names
     low.save_pretrained(tmp_path / "again")

@@ -5,14 +5,18 @@ config.json does not mention compression. The rounding of inputs, outputs and ke
 so. Memory holds at most one part of a file of dense weights, or one layer where that is larger.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor
 
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
+from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import Stored, stored_in, weight_of
+from compress.model.experts_apart import join_experts, joined_lists
+from compress.model.layers import as_stored, transposed_weights
 
 
 class DenseLayout(Exporter):
@@ -73,6 +77,17 @@ def dense_names(source: Source) -> Iterator[tuple[str, str | None]]:
 
 
 def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of the dense checkpoint, made one after the other."""
+    """(Name, tensor) of the dense checkpoint, made one after the other; experts that transformers reads joined, a list
+    after the other."""
+    empty = empty_model(source)
+    transposed, lists = transposed_weights(empty), joined_lists(empty)
+    holder = {name: next((of for of in lists if name.startswith(f"{of}.")), None) for name, _ in dense_names(source)}
+    wanted, held = Counter(holder.values()), dict[str, dict[str, Tensor]]()
     for name, layer in dense_names(source):
-        yield name, source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()
+        tensor = source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()
+        if (of := holder[name]) is None:
+            yield name, as_stored(tensor, layer is not None and name in transposed)
+            continue
+        held.setdefault(of, {})[name] = tensor
+        if len(held[of]) == wanted[of]:
+            yield from join_experts(empty, held.pop(of)).items()

@@ -131,6 +131,13 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
             "read what `compress export --dense` makes of it"
         )
         return
+    transposed = [layer.name for layers in plan.layers.values() for layer in layers if layer.transposed]
+    if coded := [name for name in transposed if name in schemes]:
+        yield (
+            f"transformers reads codes of linear layers alone, and {len(coded)} layers, like {coded[0]}, are Conv1D: "
+            "run the checkpoint with compress.load; other readers read what `compress export --to dense` makes of it"
+        )
+        return
     odd = None
     if any(needs_dequantizing(scheme) for scheme in schemes.values()):
         odd = "asymmetric weights"

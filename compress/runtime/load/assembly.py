@@ -20,6 +20,7 @@ from compress.checkpoint.read.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, first_line
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.model.experts_apart import loading_steps, split_experts
+from compress.model.layers import Layer, is_linear
 from compress.runtime.layers.embedding import TiedLinear, take_over
 from compress.runtime.layers.fused import FusedLinear, why_not_fuse
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
@@ -142,11 +143,11 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
             sharing |= {n: name for n in _untie(model, name) if n not in placed or placed[n].shares is not None}
             _vacate(module, stored, dtype, None)
             continue
-        if not isinstance(module, nn.Linear):
+        if module is None or not is_linear(module):
             what = "has no such layer" if module is None else f"has a {type(module).__name__} there"
             raise CheckpointError(f"{source.path} holds a compressed {name}; {type(model).__name__} {what}")
-        _check_shape(model, name, stored, (module.out_features, module.in_features))
-        model.set_submodule(name, Unread(stored, module.bias, dtype))
+        _check_shape(model, name, stored, Layer(name, module).shape)
+        model.set_submodule(name, Unread(stored, cast(nn.Linear, module).bias, dtype))
     for name, owner in sharing.items():
         module, stored = modules[name], placed.get(name, replace(placed[owner], parts={}))
         if isinstance(module, nn.Embedding):

@@ -14,6 +14,7 @@ from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts
+from compress.model.layers import as_stored, transposed_weights
 from compress.runtime.load.assembly import places_in
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.caches import round_cache
@@ -93,8 +94,9 @@ def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]
         )
     config = read_config(source)
     wanted = dtype or config.dtype
+    transposed = transposed_weights(empty_model(source))
     tensors = {
-        name: value.dequantize() if isinstance(value, Weight) else value
+        name: as_stored(value.dequantize(), name in transposed) if isinstance(value, Weight) else value
         for name, value in read_tensors(source, without=given, dtype=wanted).items()
     }
     tensors |= {f"{layer}.weight": value for layer, value in given.items()}

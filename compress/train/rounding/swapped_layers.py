@@ -43,6 +43,7 @@ class Quantizing:
     weight_quantizer: nn.Module | None
     input_quantizer: ActivationQuantizer | None
     output_quantizer: ActivationQuantizer | None
+    is_product = True  # for `model.layers.is_linear`
     computing = False
     called = False
 

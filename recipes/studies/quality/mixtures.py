@@ -51,7 +51,7 @@ def row(model: str, way: str, bits: int, calibration: torch.Tensor, text: torch.
     """The figures of one way."""
     source = find_source(model)
     original = load_dense(source).float().eval()
-    config = original.config
+    config: Any = original.config
     kind = compress.RTN if way == "rtn" else compress.GPTQ
     p: Pass = kind(scheme=f"w{bits}a16", group_size=group)
     began = time.process_time()
