@@ -19,7 +19,7 @@ from compress.checkpoint.write.describe import configuration, quantization_confi
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Writer
-from compress.data.text import Tokens
+from compress.data.tokens import Tokens
 from compress.errors import CompressError
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating

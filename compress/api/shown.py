@@ -11,8 +11,10 @@ from compress.api.opened import FoundModel
 from compress.api.request import Calibration, Data
 from compress.checkpoint.files import checksum, fingerprint
 from compress.checkpoint.read.pretrained import main_input, tokenizer_of
+from compress.data.documents import TOKEN_FORMATS
 from compress.data.teacher_file import read_cached
-from compress.data.text import TOKEN_FORMATS, Tokens, batches_of, load_tokens
+from compress.data.text import batches_of, load_tokens
+from compress.data.tokens import Tokens
 from compress.errors import InputError
 from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
@@ -124,8 +126,10 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
         )
     tokenizer = partial(tokenizer_of, found.source)
     text = given if isinstance(given, Tensor) else str(given)
-    tokens = load_tokens(text, tokenizer, found.config, what="calibration", length=data.length, samples=samples)
-    return Shown(tokens, batches_of(tokens.ids, data.batch_size))
+    tokens = load_tokens(
+        text, tokenizer, found.config, what="calibration", length=data.length, samples=samples, packing=True
+    )
+    return Shown(tokens, tokens.batches(data.batch_size))
 
 
 def _taken(found: FoundModel) -> str:

@@ -35,7 +35,8 @@ from compress.checkpoint.sensitivity import (
 from compress.checkpoint.write.coverage import achieved, remark
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard
-from compress.data.text import Tokens, batches_of, load_tokens
+from compress.data.text import load_tokens
+from compress.data.tokens import Tokens
 from compress.errors import InputError, one_of
 from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
@@ -148,7 +149,7 @@ class Study:
     @property
     def held_out(self) -> list[Batch]:
         """The rows that are held out, in micro-batches."""
-        return [] if self.rows is None else batches_of(self.rows.ids, self.batch_size)
+        return [] if self.rows is None else self.rows.batches(self.batch_size)
 
     @property
     def name(self) -> str:
@@ -254,7 +255,7 @@ def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, r
     made = quantize(
         deepcopy(study.model),
         tuple(only(p, *layers) for p in middle.passes),
-        calibration=list(study.shown.batches) if study.shown.tokens is None else study.shown.tokens.ids,
+        calibration=_again(study.shown),
         ignore=study.ignore,
         batch_size=study.batch_size,
         device=study.opened.device,
@@ -262,7 +263,7 @@ def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, r
     ).model
     assert made is not None
     with evaluating(made), evaluating(study.model):
-        return {middle.name: divergence_between(study.model, made, batches_of(rows.ids, study.batch_size))}
+        return {middle.name: divergence_between(study.model, made, rows.batches(study.batch_size))}
 
 
 def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens | None]:
@@ -278,15 +279,22 @@ def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data
         return whole, load_tokens(text, tokenizer, config, what="held-out", length=data.length, samples=samples)
     if whole.tokens is None:
         raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")
-    ids = whole.tokens.ids
-    count = min(HELD_OUT, len(ids) // (LEAST + 1))
+    total = len(whole.tokens.ids)
+    count = min(HELD_OUT, total // (LEAST + 1))
     if not count:
         raise InputError(
-            f"calibration has {len(ids)} samples, of which none can be held out; give {LEAST + 1} or more, or "
+            f"calibration has {total} samples, of which none can be held out; give {LEAST + 1} or more, or "
             "held-out text"
         )
-    shown = Shown(Tokens(ids[:-count], whole.tokens.source), batches_of(ids[:-count], data.batch_size))
-    return shown, Tokens(ids[-count:], whole.tokens.source)
+    seen, rows = whole.tokens.part(slice(None, -count)), whole.tokens.part(slice(-count, None))
+    return Shown(seen, seen.batches(data.batch_size)), rows
+
+
+def _again(shown: Shown) -> Calibration:
+    """Calibration data as `quantize` takes it: rows of token ids, or batches where these are not all."""
+    if shown.tokens is None or shown.tokens.mask is not None:
+        return list(shown.batches)
+    return shown.tokens.ids
 
 
 def _most(text: str | Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.checkpoint.files import checksum
-from compress.data.text import TOKEN_FORMATS
+from compress.data.documents import TOKEN_FORMATS
 
 Text = str | Path | Tensor
 

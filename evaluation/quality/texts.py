@@ -9,16 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
-from compress.data.text import (
-    TOKEN_FORMATS,
-    check_context,
-    check_windows,
-    checked_ids,
-    default_length,
-    load_tokens,
-    read_text,
-    tokenized,
-)
+from compress.data.documents import TOKEN_FORMATS, read_text
+from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenized
+from compress.data.tokens import checked_ids
 from compress.errors import InputError
 from compress.evaluation.document import Figure, TextResult
 from compress.evaluation.quality.quality import Quality

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.data.text import check_vocabulary
+from compress.data.tokens import check_vocabulary
 from compress.errors import InputError
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of

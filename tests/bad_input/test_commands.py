@@ -37,6 +37,15 @@ def npy(desk: Desk, value: object) -> Path:
     return desk.here / "given.npy"
 
 
+CHAT = '{"messages": [{"role": "%s", "content": "Once upon a time"}]}'
+KNOWN = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+def chat(desk: Desk, rows: str, template: str = KNOWN) -> Outcome:
+    model = desk.copy(chat_template__jinja=lambda path: path.write_text(template))
+    return desk.gptq(desk.file("t.jsonl", rows), model=model)
+
+
 def prune(desk: Desk, method: str, *more: object) -> Outcome:
     words = ["prune", desk.model, "--method", method, "--output", desk.output]
     return command(*words, *([] if method == "magnitude" else ["--calibration", desk.tokens]), *more)
@@ -184,6 +193,36 @@ TEXTS: dict[str, Case] = {
         ("t.jsonl line 2 has no string field 'text'",),
     ),
     "jsonl of lists": (lambda d: d.gptq(d.file("t.jsonl", "[1]\n")), ("line 1 has no string field 'text'",)),
+    "chat without a template": (
+        lambda d: d.gptq(d.file("t.jsonl", CHAT % "user")),
+        ("t.jsonl holds chat messages", "no chat template", "chat_template.jinja"),
+    ),
+    "chat that is no list of messages": (
+        lambda d: chat(d, '{"messages": [{"content": "a"}]}'),
+        ("t.jsonl line 1: message 1 is no message", "a role and a content"),
+    ),
+    "chat line that is not JSON": (lambda d: chat(d, CHAT % "user" + "\n{\n"), ("t.jsonl line 2 is not JSON",)),
+    "role that the template refuses": (
+        lambda d: chat(d, CHAT % "zork", "{{ raise_exception('only user and assistant') }}"),
+        ("t.jsonl line 1", "chat template cannot write it (roles zork)", "only user and assistant"),
+    ),
+    "role that the template passes over": (
+        lambda d: chat(d, CHAT % "user" + "\n" + CHAT % "zork"),
+        ("t.jsonl line 2", "writes nothing for the role 'zork'"),
+    ),
+    "image for a model of text": (
+        lambda d: chat(d, '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}'),
+        ("t.jsonl line 1: a message holds 'image'", "text alone"),
+    ),
+    "tools that are no list": (
+        lambda d: chat(d, '{"messages": [{"role": "user", "content": "a"}], "tools": "nothing"}'),
+        ("t.jsonl line 1: 'tools' is neither a list nor the JSON text of one",),
+    ),
+    "chats without messages": (lambda d: chat(d, '{"messages": []}'), ("t.jsonl holds no row of 2 tokens or more",)),
+    "conversations to evaluate on": (
+        lambda d: command("evaluate", d.model, "--text", d.file("t.jsonl", CHAT % "user")),
+        ("t.jsonl line 1 has no string field 'text'", "calibration and training alone"),
+    ),
     "empty jsonl": (lambda d: d.gptq(d.file("t.jsonl", "\n\n")), ("t.jsonl holds no text",)),
     "parquet without column": (
         lambda d: d.gptq(parquet(d, story=["a"])),

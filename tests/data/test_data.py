@@ -14,7 +14,8 @@ from places import SHARED
 from transformers import AutoTokenizer, PretrainedConfig
 
 from compress.checkpoint.read.source import DEMO
-from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, read_text, windows
+from compress.data.documents import read_text
+from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, windows
 from compress.errors import InputError
 
 CONFIG = PretrainedConfig()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.errors import InputError
-from compress.model.calls import Batch, Call, hidden_of
+from compress.model.calls import Batch, Call, hidden_of, token_mask
 from compress.model.layers import Layer, Stack
 from compress.run.walk.capture import Recorder, swapped
 
@@ -85,7 +85,7 @@ class HeldOut:
         return output
 
     def _log_probs(self, i: int, output: Any) -> Tensor:
-        """[B, T-1, V] float32 of the next token, from what the last block returned of a micro-batch."""
+        """`_of_next`, from what the last block returned of a micro-batch."""
         if self.stack.container is not None:
             stand_ins = [Recorder(block, partial(instead, output)) for block in self.blocks]
             with swapped(self.stack.container, stand_ins):
@@ -95,7 +95,7 @@ class HeldOut:
             raise InputError(
                 f"{type(self.model).__name__} predicts no next token, so that there is no KL; measure the loss alone"
             )
-        return functional.log_softmax(logits[:, :-1].float(), -1)
+        return _of_next(logits, self.batches[i])
 
 
 def instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -121,7 +121,14 @@ def divergence_between(expected: nn.Module, found: nn.Module, batches: Sequence[
 def _of_whole(model: nn.Module, batch: Batch) -> Tensor:
     device = next(model.parameters()).device
     logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
-    return functional.log_softmax(logits[:, :-1].float(), -1)
+    return _of_next(logits, batch)
+
+
+def _of_next(logits_BTV: Tensor, batch: Batch) -> Tensor:
+    """Log-probabilities of the next token, float32: [B, T-1, V], or [M, V] of those that are no padding."""
+    mask_BT = token_mask(batch)
+    found = logits_BTV[:, :-1] if mask_BT is None else logits_BTV[:, :-1][mask_BT[:, 1:].to(logits_BTV.device)]
+    return functional.log_softmax(found.float(), -1)
 
 
 @contextmanager

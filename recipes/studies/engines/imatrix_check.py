@@ -23,7 +23,7 @@ import compress
 from compress.checkpoint.export.gguf.imatrix import names_of
 from compress.checkpoint.files import write_json
 from compress.checkpoint.read.source import find_source
-from compress.data.text import read_tokens
+from compress.data.documents import read_tokens
 from compress.recipes.studies.engines.k_quants import mean_squares, quantized_by, types_of_layers
 from compress.recipes.studies.figures import asked, made_by
 
