@@ -6,7 +6,7 @@ read. README has which of them were run.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.errors import InputError, one_of
@@ -14,6 +14,8 @@ from compress.passes.protocol.base import Pass
 
 WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
 HALF = "float16"  # of scales, an option of passes
+# Methods whose formats are sums or tiles, whatever their options are.
+OF_THEIR_OWN = ("spqr", "lqs")
 SYMMETRIC = ("signed-scale", "symmetric", "narrow")
 
 
@@ -22,8 +24,9 @@ class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
     reason, a sentence of one line. schemes: all that it runs. groups: sizes that it runs (None: any). unit: what sizes
     must be multiples of. asymmetric: it runs zero points. float16: its scales are, whatever the model's are. methods:
-    those with a format of their own that it runs, too. to: the word of the export that it opens (None: the checkpoint
-    itself). tables: compressed embeddings fit in it.
+    those with a format of their own that it runs, too, and the multiples in which their groups are (0: they settle
+    that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
+    checkpoint itself). tables: compressed embeddings fit in it.
     """
 
     scheme: str | None
@@ -34,7 +37,8 @@ class Engine:
     unit: int = 1
     asymmetric: bool = True
     float16: bool = False
-    methods: Sequence[str] = ()
+    methods: Mapping[str, int] = field(default_factory=dict)
+    inputs: int = 1
     to: str | None = None
     tables: bool = True
 
@@ -48,7 +52,8 @@ ENGINES: Mapping[str, Engine] = {
         unit=32,
         asymmetric=False,
         float16=True,
-        methods=("k-quants", "ternary", "binary"),
+        methods={"k-quants": 0, "ternary": 256, "binary": 128},
+        inputs=32,
         to="gguf",
     ),
     "vllm": Engine(
@@ -104,12 +109,16 @@ def engine_named(name: str) -> Engine:
     return ENGINES[one_of("engine", name, ENGINES)]
 
 
-def picked(name: str, options: Mapping[str, Any], known: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def picked(
+    name: str, method: str, options: Mapping[str, Any], known: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
     """(Options of a method, those that the engine needs among them; a line for a person about these). options: those
     that the person gave, which stay. known: the options that the method has."""
     engine = engine_named(name)
     wanted = {"scheme": engine.scheme, "group_size": engine.group_size}
-    if "scheme" in options and str(options["scheme"]) not in engine.schemes:
+    if method in engine.methods:
+        wanted = {"group_size": engine.methods[method] or None}
+    elif "scheme" in options and str(options["scheme"]) not in engine.schemes:
         wanted = {}  # a type of the engine's own has its own groups; another one is refused by `check_engine`
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     form = "the checkpoint" if engine.to is None else f"its export to {engine.to}"
@@ -143,13 +152,15 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
     if each.name == "embeddings":
         return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
-    if each.writes != "quantized weight" or each.name in engine.methods:
+    if each.writes != "quantized weight":
         return None
     scheme, size = given.get("scheme"), given.get("group_size", 0)
-    if scheme is None:
-        return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
     if given.get("outliers"):
         return f"{name} runs no codes with exact outliers beside them; drop outliers, or leave --for out"
+    if each.name in engine.methods:
+        return _why_not_own(name, engine.methods[each.name], each.name, size, given.get("salient", 0))
+    if scheme is None or each.name in OF_THEIR_OWN:
+        return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
     if scheme not in engine.schemes:
         nearest = engine.scheme if engine.scheme in engine.schemes else engine.schemes[0]
         return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {nearest}"
@@ -161,3 +172,27 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     if size == -1 and engine.groups is not None and -1 not in engine.groups:
         return f"{name} runs groups, not one scale per output; give --group-size {engine.group_size or 128}"
     return None
+
+
+def _why_not_own(name: str, unit: int, method: str, size: int, salient: int) -> str | None:
+    """The reason why an engine does not run groups of so many inputs of a method with a format of its own."""
+    if salient:
+        return f"{name} runs one binary term; drop salient, or leave --for out"
+    if size > -1 and unit and (not size or size % unit):
+        return f"{name} runs {method} codes in groups of multiples of {unit}; give --group-size {unit}"
+    return None
+
+
+def check_inputs(name: str, passes: Sequence[Pass], columns: Mapping[str, int]) -> None:
+    """Raises InputError for a layer whose inputs do not fill the engine's blocks. columns: {layer: inputs}."""
+    engine = engine_named(name)
+    for each in passes:
+        unit = engine.methods.get(each.name) or engine.inputs
+        wanted = columns if each.writes == "quantized weight" and each.treats == "layers" else {}
+        bad = [layer for layer in wanted if each.wants(layer) and columns[layer] % unit]
+        if bad:
+            other = "use --method gptq" if unit > engine.inputs else f"leave it out, --ignore '{bad[0]}'"
+            raise InputError(
+                f"{bad[0]} has {columns[bad[0]]} inputs ({len(bad)} layers in all); blocks of {name} take multiples of "
+                f"{unit}: {other}, or leave --for out"
+            )

@@ -12,19 +12,22 @@ from typing import Any
 
 from torch import nn
 
-from compress.api.engines import check_engine, engine_named, with_its_scales
+from compress.api.engines import check_engine, check_inputs, engine_named, with_its_scales
 from compress.api.job import Result
 from compress.api.quantize import quantize
 from compress.api.request import several
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
+from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CompressError, InputError
 from compress.passes.protocol.base import Pass
+from compress.run.input_squares import InputSquares
+from compress.run.plan.plan import plan
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 
@@ -78,7 +81,7 @@ def quantize_for(
     source = None if isinstance(model, nn.Module) else find_source(str(model), bool(options.get("trust_remote_code")))
     exporter = exporter_named(to)
     if source is not None:
-        _check_model(source, engine, exporter)
+        _check_model(source, engine, exporter, passes, options.get("ignore", ()))
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=None if source is None else source.path):
         pass  # an output that is in the way is refused before the run
     result = quantize(model, passes, output=checkpoint, **how)
@@ -92,10 +95,16 @@ def quantize_for(
     return ForEngine(made.output, result, made)
 
 
-def _check_model(source: Source, engine: str, exporter: Exporter) -> None:
-    """Raises InputError for a model of which no codes can be written for an engine."""
+def _check_model(
+    source: Source, engine: str, exporter: Exporter, passes: Sequence[Pass], ignore: Sequence[str]
+) -> None:
+    """Raises InputError for a model of which no codes of these passes can be written for an engine."""
     if reasons := exporter.why_not_model(source):
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
+    if any(p.removes for p in passes):
+        return  # layers will have other sizes; the export looks at those
+    found = plan(empty_model(source), (InputSquares(),), ignore, valued=False).layers.values()
+    check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
 
 
 def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:

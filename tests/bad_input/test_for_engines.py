@@ -27,6 +27,23 @@ ASKED: dict[str, tuple[str, str]] = {
     "zero points in words": ("--for gptqmodel --grid asymmetric", "drop --grid asymmetric"),
     "outliers": ("--for vllm --set outliers=0.01", "runs no codes with exact outliers beside them; drop outliers"),
     "tiles": ("--for llama.cpp --method spqr --calibration demo", "drop outliers, or leave --for out"),
+    "tiles alone": (
+        "--for llama.cpp --method spqr --set outliers=0 --group-size 32 --calibration demo",
+        "llama.cpp does not run the format of spqr; use --method gptq",
+    ),
+    "codes and low rank": ("--for gptqmodel --method lqs --calibration demo", "the format of lqs; use --method gptq"),
+    "ternary codes in small groups": (
+        "--for llama.cpp --method ternary --group-size 128 --calibration demo",
+        "runs ternary codes in groups of multiples of 256; give --group-size 256",
+    ),
+    "ternary codes of few inputs": (
+        "--for llama.cpp --method ternary --calibration demo",
+        "blocks of llama.cpp take multiples of 256: use --method gptq",
+    ),
+    "two binary terms": (
+        "--for llama.cpp --method binary --set salient=2 --calibration demo",
+        "runs one binary term; drop salient",
+    ),
     "low rank": ("--for vllm --method low-rank --calibration demo", "leave --for out"),
     "ternary codes": ("--for ort --method ternary --calibration demo", "the format of ternary; use --method gptq"),
     "super-blocks": ("--for vllm --scheme q4_k", "vllm does not run q4_k"),
@@ -45,6 +62,16 @@ def test_what_an_engine_does_not_run_is_one_line(what: str, desk: Desk) -> None:
     assert outcome.err.count("\n") == 1, outcome.err
     assert says in outcome.err
     assert not list(desk.here.glob("output*"))
+
+
+def test_inputs_that_fill_no_block_are_refused_before_the_run(tmp_path: Path) -> None:
+    model = save(make_llama(intermediate_size=80).half(), tmp_path / "model")
+    words = ("quantize", model, "--method", "rtn", "--for", "llama.cpp", "--output", tmp_path / "out")
+    outcome = command(*words)
+    assert outcome.code == 2
+    assert "down_proj has 80 inputs (2 layers in all); blocks of llama.cpp take multiples of 32: leave" in outcome.err
+    assert not list(tmp_path.glob("out*"))
+    assert command(*words, "--ignore", "*.down_proj").code == 0
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def for_engine(
     engine_named(engine)
     if recipe is not None:
         return dict(chosen), []
-    return picked(engine, chosen, list(options_of(pass_class(method))))
+    return picked(engine, method, chosen, list(options_of(pass_class(method))))
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

