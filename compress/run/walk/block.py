@@ -219,7 +219,7 @@ class BlockRun:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
         decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
-        decisions = with_routing(decisions, arrivals, self.run.comm)
+        decisions = with_routing(decisions, arrivals, self.run.comm, site[0].weight.device)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}

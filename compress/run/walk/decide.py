@@ -15,7 +15,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
-from compress.weights.decision import Decision, Figures, joined
+from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized, scale_limits
 from compress.weights.masks import CAME, Earlier
@@ -118,12 +118,12 @@ def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Si
 
 
 def with_routing(
-    decisions: Mapping[str, Decision], arrivals: Iterable[Arrival | None], comm: Comm
+    decisions: Mapping[str, Decision], arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device
 ) -> dict[str, Decision]:
-    """The decisions with the figure `routed_tokens`, where the site is an expert's. A collective there."""
+    """The decisions with the figure `routed_tokens`, where the site is an expert's. A collective."""
     weights = [arrival.weight_M for arrival in arrivals if arrival is not None and arrival.weight_M is not None]
-    if not weights:
+    own = sum(int((weight_M == 1).sum()) for weight_M in weights)
+    tokens, of_expert = comm.all_reduce(torch.tensor([own, len(weights)], device=device)).tolist()
+    if not of_expert:
         return dict(decisions)
-    own = sum(((weight_M == 1).sum() for weight_M in weights), torch.zeros((), dtype=torch.long).to(weights[0].device))
-    figures: Figures = {"routed_tokens": int(comm.all_reduce(own))}
-    return {name: replace(made, figures={**made.figures, **figures}) for name, made in decisions.items()}
+    return {n: replace(made, figures={**made.figures, "routed_tokens": tokens}) for n, made in decisions.items()}
