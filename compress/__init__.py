@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.model.experts_apart import split_experts
+    from compress.onnx.in_memory import export_onnx
     from compress.passes.awq import AWQ
     from compress.passes.binary import Binary
     from compress.passes.embeddings import Embeddings
@@ -111,6 +112,7 @@ _HOMES = {
     "evaluate_encoder": "compress.evaluation.quality.encoders",
     "export": "compress.checkpoint.export.write",
     "export_dense": "compress.checkpoint.export.write",
+    "export_onnx": "compress.onnx.in_memory",
     "export_sparse24": "compress.checkpoint.export.write",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
@@ -179,6 +181,7 @@ __all__ = [
     "evaluate_encoder",
     "export",
     "export_dense",
+    "export_onnx",
     "export_sparse24",
     "fake_quantize",
     "fold_batch_norm",

@@ -18,7 +18,7 @@ from compress.checkpoint.write import coverage
 from compress.checkpoint.write.describe import configuration, quantization_config
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
-from compress.checkpoint.write.writer import Writer
+from compress.checkpoint.write.writer import Discard, Writer
 from compress.data.tokens import Tokens
 from compress.errors import CompressError
 from compress.model.buffers import stored_buffers
@@ -33,6 +33,7 @@ from compress.run.restore import gradients, hooks_and_buffers, naming, undone, v
 from compress.run.walk.remarks import nothing_done
 from compress.run.walk.state import Run
 from compress.train.loop.metrics import summary, training_file
+from compress.weights.decision import Decision
 
 T = TypeVar("T")
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
@@ -40,12 +41,14 @@ VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verifi
 
 @dataclass
 class Result:
-    """The result of `quantize`. model: the compressed model, where one is in memory. output: its directory."""
+    """The result of `quantize`. model: the compressed model, where one is in memory. output: its directory. codes:
+    {layer: its decision}, where `keep_codes` asked for them."""
 
     record: RunRecord
     model: nn.Module | None = None
     output: Path | None = None
     verification: dict[str, Any] | None = None
+    codes: Mapping[str, Decision] | None = None
 
 
 @dataclass
@@ -89,6 +92,8 @@ class Job:
             result.output = self.run.sink.output
         if self.run.residency.keep:
             result.model = self.run.model
+        if isinstance(self.run.sink, Discard):
+            result.codes = self.run.sink.decided
         return result
 
     def decide(self) -> Collected:

@@ -98,7 +98,7 @@ def sink_of(
 ) -> tuple[Writer | Discard, dict[str, Any] | None]:
     """The sink for finished blocks, and the configuration's entry about key-value caches, if any."""
     if place is None:
-        return Discard(), None
+        return Discard(request.delivery.keep_codes), None
     check_storable(plan_)
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery

@@ -41,6 +41,7 @@ def quantize(
     experts: bool = False,
     drop_zeros: bool = False,
     restore: bool = True,
+    keep_codes: bool = False,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -64,13 +65,14 @@ def quantize(
     run Python code that comes with a model given by name, if any does. restore: after any exception a model in memory
     is what it was, bit for bit (one that `fsdp` sharded stays sharded). Until the run has succeeded that takes as much
     memory as the weights of the blocks and the buffers (sharded: as this rank's part of the model). False does without;
-    the exception then says which blocks are changed.
+    the exception then says which blocks are changed. keep_codes: without an output, keep every layer's codes in the
+    result, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
     data = Data(calibration, samples, length, batch_size, training)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
-    delivery = Delivery(output, resume, overwrite, verify, store)
+    delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
     work = Work(device, dtype, fsdp, restore)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()

@@ -59,16 +59,20 @@ class Extent:
 @dataclass(frozen=True)
 class Delivery:
     """The output's directory (None: nothing is written), and the treatment of files found there. verify: None where the
-    model's size decides. store: the form of the weights, of `STORES`; None for the one that most readers know."""
+    model's size decides. store: the form of the weights, of `STORES`; None for the one that most readers know.
+    keep_codes: the result holds all decisions."""
 
     output: str | Path | None = None
     resume: bool = False
     overwrite: bool = False
     verify: bool | None = None
     store: str | None = None
+    keep_codes: bool = False
 
     def check(self) -> None:
-        """Refuse what is about an output where there is none."""
+        """Refuse what is about an output where there is none, and the other way round."""
+        if self.keep_codes and self.output is not None:
+            raise InputError("keep_codes is for a model that stays in memory; drop it, the output holds the codes")
         if (self.resume or self.overwrite or self.verify) and self.output is None:
             raise InputError("resume, overwrite and verify need an output")
         if self.store is not None:

@@ -7,6 +7,9 @@ Their results in torch are zeros: only the graph computes. A node that reads cod
     Static      QuantizeLinear -> DequantizeLinear -> MatMul <- DequantizeLinear     w8a8 with a fixed range of inputs
     Dynamic     largest magnitude of each token -> round -> MatMulInteger            w8a8 fitted to every token
 
+`convolutions` has those of convolutions. A layer that also rounds its output has QuantizeLinear and DequantizeLinear
+behind it.
+
 Codes of 8 bits beside 8-bit inputs are written unsigned, with the zero point 128, and so are those inputs. On x86
 without VNNI, ONNX Runtime's products of signed weights saturate; products of unsigned ones are exact everywhere.
 """
@@ -27,8 +30,30 @@ LAYER = "compress.layer"
 TINY = torch.finfo(torch.float32).tiny
 
 
+class RoundedInGraph(nn.Module):
+    """A tensor rounded by a fixed scale and zero point, to unsigned codes."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def __init__(self, codes: ActivationCodes) -> None:
+        super().__init__()
+        assert codes.scale is not None
+        zero = torch.zeros(1) if codes.zero_point is None else codes.zero_point
+        raised = zero.reshape(()).to(torch.int16) + (MIDDLE if codes.grid.signed else 0)
+        self.register_buffer("scale", codes.scale.to(torch.float32).reshape(()))
+        self.register_buffer("zero", raised.to(torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two nodes."""
+        held = [self.scale, self.zero]
+        like = x.new_empty(x.shape, dtype=torch.uint8)
+        codes = torch.onnx.ops.symbolic("::QuantizeLinear", [x, *held], dtype=torch.uint8, shape=like.shape)
+        return torch.onnx.ops.symbolic("::DequantizeLinear", [codes, *held], dtype=x.dtype, shape=x.shape)
+
+
 class GraphLayer(nn.Module):
-    """A linear layer in a graph: `product`, and a bias.
+    """A linear layer in a graph: `product`, a bias, and perhaps a rounded output.
 
     label: its name in the model, which the node that reads the codes carries under LAYER. narrow: {buffer: the ONNX
     type of 4 bits in which it is written}; torch holds one code in a byte.
@@ -44,11 +69,13 @@ class GraphLayer(nn.Module):
         self.features, self.label = features, ""
         self.narrow: dict[str, str] = {}
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.outputs: RoundedInGraph | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The node's result [..., N] of x [..., K]."""
         found = self.product(x)
-        return found if self.bias is None else found + self.bias
+        found = found if self.bias is None else found + self.bias
+        return found if self.outputs is None else self.outputs(found)
 
     def product(self, x: Tensor) -> Tensor:
         """The product without the bias."""
@@ -130,26 +157,17 @@ class ByteRows(GraphLayer):
 class Static(ByteRows):
     """Inputs rounded by a fixed scale and zero point. ONNX Runtime fuses the nodes to an integer product."""
 
-    input_scale: Tensor
-    input_zero: Tensor
     zero: Tensor
 
     def __init__(self, weight: Quantized, bias: Tensor | None, inputs: ActivationCodes) -> None:
         super().__init__(weight, bias)
-        assert inputs.scale is not None
-        zero = torch.zeros(1) if inputs.zero_point is None else inputs.zero_point
         self.register_buffer("zero", torch.full((len(self.scale),), MIDDLE, dtype=torch.uint8))
-        self.register_buffer("input_scale", inputs.scale.to(torch.float32).reshape(()))
-        self.register_buffer("input_zero", (zero.reshape(()).to(torch.int16) + MIDDLE).to(torch.uint8))
+        self.inputs = RoundedInGraph(inputs)
 
     def product(self, x: Tensor) -> Tensor:
         """Four nodes."""
-        codes = self._node(
-            "::QuantizeLinear", [x, self.input_scale, self.input_zero], x.new_empty(x.shape, dtype=torch.uint8)
-        )
-        rounded = self._node("::DequantizeLinear", [codes, self.input_scale, self.input_zero], x)
         like = x.new_empty(self.codes.shape)
-        return rounded @ self._node("::DequantizeLinear", [self.codes, self.scale, self.zero], like, axis=1)
+        return self.inputs(x) @ self._node("::DequantizeLinear", [self.codes, self.scale, self.zero], like, axis=1)
 
 
 class Dynamic(ByteRows):

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from compress.onnx.layers import LAYER, MIDDLE
 
-EXACT = "session.qdq_matmulnbits_accuracy_level"
 FOLDER = "session.model_external_initializers_file_folder_path"
 NBITS, DEQUANTIZE, INTEGER = "MatMulNBits", "DequantizeLinear", "MatMulInteger"
 # Columns that are read of a layer whose node only multiplies: all, or so many, at even distances.
@@ -25,7 +24,8 @@ def picked(inputs: int) -> NDArray[np.int64]:
 
 
 def session(graph: Path, level: int | None = None) -> Any:
-    """An onnxruntime session on a CPU. level: of accuracy of all products in blocks; None: as the file says."""
+    """An onnxruntime session on a CPU. level: of accuracy of all products in blocks, in a graph that is run node by
+    node, with nothing fused; None: as the file says, and as fast as it can."""
     import onnx
     import onnxruntime
 
@@ -37,7 +37,7 @@ def session(graph: Path, level: int | None = None) -> Any:
     for node in model.graph.node:
         if node.op_type == NBITS:
             _at_level(node, level)
-    options.add_session_config_entry(EXACT, str(level))
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry(FOLDER, str(graph.parent.resolve()))
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
 
@@ -88,7 +88,8 @@ def _read(model: Any, node: Any, own: list[Any], scale: Any) -> NDArray[np.float
     from onnx import numpy_helper
 
     if node.op_type == DEQUANTIZE:
-        whole: NDArray[np.float32] = _alone(model, node, own, None).T
+        whole: NDArray[np.float32] = _alone(model, node, own, None)
+        whole = whole.T if whole.ndim == 2 else whole.reshape(len(whole), -1)  # [K, N], or a convolution's
         return whole[:, picked(whole.shape[1])]
     integer = node.op_type == INTEGER
     inputs = own[0].dims[0] if integer else next(a.i for a in node.attribute if a.name == "K")

@@ -44,9 +44,18 @@ def decided(source: Source, names: Mapping[str, str]) -> dict[str, str]:
     graph: layer in the checkpoint}."""
     found = {}
     for module, layer in names.items():
-        values = weight_of(source, layer, torch.float32).dequantize()
-        found[module] = _sum(values[:, torch.from_numpy(picked(values.shape[1]))])
+        found[module] = value_sum(weight_of(source, layer, torch.float32).dequantize())
     return found
+
+
+def value_sum(values: Tensor) -> str:
+    """SHA-256 of a layer's values [N, K], float32, in the columns that are read back."""
+    return _sum(values[:, torch.from_numpy(picked(values.shape[1]))])
+
+
+def given_name(name: str) -> str:
+    """The name in `reference.safetensors` of an input of a graph that has names of its own."""
+    return f"{GIVEN}.{name}"
 
 
 def _sum(values: Tensor) -> str:
@@ -101,7 +110,9 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
     if written["reference"] is None:
         return {}
     held = load_file(graph.parent / written["reference"])
-    given, ours = held[GIVEN], held[EXPECTED]
+    ours = held[EXPECTED]
+    named = GIVEN not in held
+    given = {name: held[given_name(name)] for name in written["inputs"]} if named else held[GIVEN]
     deviation, exact = float(ours.std()), run(graph, given, 0)
     distances = (exact - ours).abs()
     off, mean = float(distances.max()), float(distances.mean())
@@ -137,10 +148,12 @@ def divergence(ours: Tensor, theirs: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def run(graph: Path, given: Tensor, level: int | None) -> Tensor:
-    """The first output of a graph for token ids or images. level: of accuracy, instead of the file's. A graph with a
-    cache runs twice, the second half after the first."""
+def run(graph: Path, given: Tensor | Mapping[str, Tensor], level: int | None) -> Tensor:
+    """The first output of a graph for token ids or images, or for inputs by name. level: of accuracy, instead of the
+    file's. A graph with a cache runs twice, the second half after the first."""
     opened = session(graph, level)
+    if not isinstance(given, Tensor):
+        return torch.from_numpy(opened.run(None, {name: each.numpy() for name, each in given.items()})[0])
     shapes = {value.name: value.shape for value in opened.get_inputs()}
     if given.is_floating_point():
         (name,) = shapes

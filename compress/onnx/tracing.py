@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from compress.errors import CompressError, first_line, install
-from compress.onnx.layers import GraphLayer
+from compress.onnx.layers import LAYER, GraphLayer
 
 # The first with blocks and 4 bits in DequantizeLinear; onnxruntime has it since 1.20.
 OPSET = 21
@@ -132,10 +132,18 @@ def _traceable(model: nn.Module) -> Iterator[None]:
 
 
 def _narrow(program: Any, model: nn.Module) -> None:
-    """Turn initializers with one code in a byte into ONNX's types of 4 bits, with two codes in a byte."""
+    """Turn initializers with one code in a byte into ONNX's types of 4 bits, with two codes in a byte. Drop what the
+    exporter notes about its own work, which is most of a small file."""
     import ml_dtypes
     import onnx_ir as ir
 
+    for node in program.graph.all_nodes():
+        noted = node.metadata_props.get(LAYER)
+        node.metadata_props.clear()
+        if noted is not None:
+            node.metadata_props[LAYER] = noted
+        for value in node.outputs:
+            value.metadata_props.clear()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, GraphLayer)}
     types = {f"{name}.{part}": kind for name, layer in layers.items() for part, kind in layer.narrow.items()}
     for name, value in program.graph.initializers.items():

@@ -299,11 +299,16 @@ def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tens
 
 
 class Discard:
-    """The sink of a run that writes nothing."""
+    """The sink of a run that writes nothing. decided: {layer: its decision}; None where these are not kept."""
+
+    def __init__(self, keep: bool = False) -> None:
+        self.decided: dict[str, Decision] | None = {} if keep else None
 
     def finished(self, block: str) -> Finished | None:
         """None: no block is finished."""
         return None
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Writes nothing."""
+        """Keep the decisions, where that was asked for."""
+        if self.decided is not None:
+            self.decided |= {name: each for name, each in finished.decided.items() if isinstance(each, Decision)}

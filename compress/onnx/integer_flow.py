@@ -1,0 +1,92 @@
+"""Keeps tensors between convolutions in integers, so that ONNX Runtime computes whole residual blocks on them.
+
+What a convolution reads is rounded; what else reads the same tensor later, like a shortcut, gets the rounded one, too.
+Behind nodes that only move numbers, which lie on the grid already, they are rounded again, which changes nothing:
+
+    x -> Q -> DQ -> Conv                x -> Q -> DQ -> Conv
+    x -> Slice -> Add           =>            DQ -> Slice -> Q -> DQ -> Add
+
+ONNX Runtime fuses a node with DequantizeLinear before and QuantizeLinear behind it to one on integers.
+"""
+
+from typing import Any
+
+import numpy as np
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+CONVOLUTION = "Conv"
+# Of one tensor, of which they drop, repeat or move numbers. Pad adds zeros, which every grid has.
+MOVING = ("Slice", "Pad", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool")
+
+
+def keep_integers(program: Any) -> None:
+    """Change an `onnx_ir.Model` so, in place."""
+    graph = program.graph
+    for node in list(graph):
+        if node.op_type == QUANTIZE and _of_convolution(node):
+            _share(graph, node)
+    for node in list(graph):
+        if node.op_type in MOVING and _moves_only(node):
+            _round_again(graph, node)
+
+
+def _of_convolution(node: Any) -> bool:
+    """True for a QuantizeLinear whose result a convolution multiplies."""
+    return any(use.node.op_type == CONVOLUTION for back in _readers(node) for use in back.outputs[0].uses())
+
+
+def _readers(node: Any) -> list[Any]:
+    """The DequantizeLinear nodes of a QuantizeLinear."""
+    return [use.node for use in node.outputs[0].uses() if use.node.op_type == DEQUANTIZE]
+
+
+def _share(graph: Any, node: Any) -> None:
+    """Give all later readers of a rounded tensor the rounded one, those that round it again among them."""
+    order = {each: place for place, each in enumerate(graph)}
+    if node not in order or not (backs := _readers(node)):
+        return
+    rounded, source = backs[0].outputs[0], node.inputs[0]
+    for use in list(source.uses()):
+        if order[use.node] <= order[node]:
+            continue
+        if use.node.op_type == QUANTIZE and _grid(use.node) == _grid(node):
+            for back in _readers(use.node):
+                for again in list(back.outputs[0].uses()):
+                    again.node.replace_input_with(again.idx, rounded)
+        use.node.replace_input_with(use.idx, rounded)
+
+
+def _grid(node: Any) -> tuple[float, int]:
+    """The scale and the zero point of a QuantizeLinear or DequantizeLinear of a tensor."""
+    scale, zero = (value.const_value.numpy() for value in node.inputs[1:3])
+    return float(scale), int(zero)
+
+
+def _moves_only(node: Any) -> bool:
+    """True for a node of `MOVING` on a tensor that was rounded as a whole, which adds nothing but zeros."""
+    before = node.inputs[0].producer()
+    if before is None or before.op_type != DEQUANTIZE or before.inputs[1].const_value.numpy().ndim:
+        return False
+    if node.op_type != "Pad":
+        return True
+    mode, filled = node.attributes.get("mode"), node.inputs[2] if len(node.inputs) > 2 else None
+    constant = mode is None or mode.as_string() == "constant"
+    if not constant or filled is None:
+        return constant
+    value = filled.const_value
+    return value is not None and not np.any(value.numpy())
+
+
+def _round_again(graph: Any, node: Any) -> None:
+    """Put QuantizeLinear and DequantizeLinear of the input's grid behind a node."""
+    import onnx_ir as ir
+
+    grid, moved = node.inputs[0].producer().inputs[1:3], node.outputs[0]
+    uses = list(moved.uses())
+    codes = ir.node(QUANTIZE, [moved, *grid])
+    back = ir.node(DEQUANTIZE, [codes.outputs[0], *grid])
+    codes.outputs[0].name, back.outputs[0].name = f"{moved.name}_codes", f"{moved.name}_rounded"
+    back.outputs[0].shape, back.outputs[0].type = moved.shape, moved.type
+    graph.insert_after(node, [codes, back])
+    for use in uses:
+        use.node.replace_input_with(use.idx, back.outputs[0])
