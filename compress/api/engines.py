@@ -26,7 +26,8 @@ class Engine:
     must be multiples of. asymmetric: it runs zero points. float16: its scales are, whatever the model's are. methods:
     those with a format of their own that it runs, too, and the multiples in which their groups are (0: they settle
     that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
-    checkpoint itself). tables: compressed embeddings fit in it.
+    checkpoint itself). tables: compressed embeddings fit in it. table_groups: of those, where nobody says
+    otherwise (None: the pass's own).
     """
 
     scheme: str | None
@@ -41,6 +42,7 @@ class Engine:
     inputs: int = 1
     to: str | None = None
     tables: bool = True
+    table_groups: int | None = None
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -55,6 +57,7 @@ ENGINES: Mapping[str, Engine] = {
         methods={"k-quants": 0, "ternary": 256, "binary": 128},
         inputs=32,
         to="gguf",
+        table_groups=32,  # in one scale per token each block would repeat it
     ),
     "vllm": Engine(
         "w4a16",

@@ -97,6 +97,7 @@ added_options = group(
     click.option(
         "--embeddings",
         metavar="SCHEME",
-        help="Also quantize the token embedding and the output head: w2a16 ... w8a16, one scale per token.",
+        help="Also quantize the token embedding and the output head: w2a16 ... w8a16, one scale per token "
+        "(--for llama.cpp: per 32 numbers of it).",
     ),
 )

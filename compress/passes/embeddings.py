@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress.errors import InputError
+from compress.passes.options.k_mixes import K_SCHEMES
 from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Treats
 from compress.passes.protocol.nearest import round_to_nearest
@@ -34,6 +35,11 @@ class Embeddings(WeightFormat):
     codes."""
 
     def __post_init__(self) -> None:
+        if self.scheme in K_SCHEMES:
+            raise InputError(
+                f"scheme {self.scheme}: super-blocks have no layer that looks rows up, so an embedding takes integer "
+                "codes alone; give w8a16 (in GGUF Q8_0) or w5a16 (Q5_0), in groups of 32"
+            )
         super().__post_init__()
         if not self.scheme.endswith("a16"):
             allowed = ", ".join(s for s in SCHEMES if s.endswith("a16"))

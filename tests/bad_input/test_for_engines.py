@@ -48,6 +48,10 @@ ASKED: dict[str, tuple[str, str]] = {
     "ternary codes": ("--for ort --method ternary --calibration demo", "the format of ternary; use --method gptq"),
     "super-blocks": ("--for vllm --scheme q4_k", "vllm does not run q4_k"),
     "an embedding": ("--for ort --embeddings w8a16", "holds no compressed embedding; drop --embeddings"),
+    "an embedding in super-blocks": (
+        "--for llama.cpp --embeddings q6_k",
+        "integer codes alone; give w8a16 (in GGUF Q8_0)",
+    ),
     "a cache": ("--for llama.cpp --kv-cache fp8", "holds no rounded key-value cache; drop --kv-cache"),
     "2:4 without zeros": ("--for llama.cpp --store 2:4", "drop store, or export later"),
 }

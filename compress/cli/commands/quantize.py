@@ -77,7 +77,7 @@ def quantize(
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
     chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
-    passes += added_passes(embeddings, kv_cache)
+    passes += added_passes(embeddings, kv_cache, engine)
     if engine is not None:
         from compress.api.engines import check_engine
 
@@ -158,13 +158,19 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     return passes, [f"--group-size {size} instead of what recipe {recipe!r} gives {', '.join(changed)}"]
 
 
-def added_passes(embeddings: str | None, kv_cache: str | None) -> tuple["Pass", ...]:
-    """The passes that --embeddings and --kv-cache ask for."""
+def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | None = None) -> tuple["Pass", ...]:
+    """The passes that --embeddings and --kv-cache ask for, embeddings in the groups that an engine has."""
     added: tuple[Pass, ...] = ()
     if embeddings is not None:
         from compress.passes.protocol.recipe import make_pass
 
-        added = (make_pass("embeddings", {"scheme": embeddings}),)
+        options: dict[str, Any] = {"scheme": embeddings}
+        if engine is not None:
+            from compress.api.engines import engine_named
+
+            groups = engine_named(engine).table_groups
+            options |= {} if groups is None else {"group_size": groups}
+        added = (make_pass("embeddings", options),)
     if kv_cache is not None:
         from compress.passes.kv_cache import cache_pass
 

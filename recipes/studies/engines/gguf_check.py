@@ -58,7 +58,8 @@ TABLE = (
 # Runs of the command line, which leave a file and its checkpoint: {title: words after `compress quantize MODEL`}.
 FOR = "--for llama.cpp"
 SCHEMES = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a8", "w8a8", "q2_k", "q3_k_m", "q4_k_m", "q6_k")
-COMMANDS = {FOR: f"--method gptq {FOR}"} | {f"{FOR} --scheme {s}": f"--method gptq {FOR} --scheme {s}" for s in SCHEMES}
+WORDS = (FOR, *(f"{FOR} --scheme {scheme}" for scheme in (*SCHEMES, "q4_k_m --embeddings w8a16")))
+COMMANDS = {words: f"--method gptq {words}" for words in WORDS}
 
 
 def cases(group_size: int) -> dict[str, tuple[dict[str, dict[str, object]], ...]]:
