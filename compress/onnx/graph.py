@@ -14,6 +14,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import InputError
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
+from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.repacked import blocks_of
 from compress.onnx.tracing import trace_pretrained, why_no_tracing
 from compress.runtime.load.caches import rounded_cache
@@ -77,7 +78,9 @@ def graph_of(source: Source, form: Form) -> Graph:
     for module in model.modules():
         if (hook := rounded_cache(module)) is not None:
             hook.active = False
-    return Graph(trace_pretrained(model.eval()), layers)
+    program = trace_pretrained(model.eval())
+    narrow_tables(program)
+    return Graph(program, layers)
 
 
 def graph_layer(weight: Quantized, bias: Tensor | None, inputs: ActivationCodes | None, form: Form) -> GraphLayer:

@@ -34,6 +34,7 @@ from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMu
 from compress.onnx.graph import Form, graph_layer
 from compress.onnx.integer_flow import keep_integers
 from compress.onnx.layers import GraphLayer, RoundedInGraph
+from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.readback import EXPECTED, given_name, missing, value_sum
 from compress.onnx.repacked import why_not
 from compress.onnx.tracing import OPSET, trace_module, why_no_tracing
@@ -124,6 +125,7 @@ def _written(
     expected = next(iter(outputs.values()))
     program = trace_module(_with_codes(model, codes, form), batch, list(outputs))
     keep_integers(program)
+    narrow_tables(program)
     onnx_ir.save(program, place.file(GRAPH), external_data=place.file(TENSORS).name)
     held = {given_name(name): x.contiguous().clone() for name, x in batch.items()}
     save_file({**held, EXPECTED: expected.contiguous()}, place.file(REFERENCE))

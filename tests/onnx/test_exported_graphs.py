@@ -57,7 +57,10 @@ def test_a_decoder_is_exported_and_read_back(tmp_path, monkeypatch):
     assert found["remarks"][0] in done.err
     assert found["exact_max_difference"] < 1e-4 * found["deviation"] < found["max_difference"]
     assert found["same_top"] > 0.9
-    nodes = [node for node in onnx.load(there / "model.onnx").graph.node if node.op_type == "MatMulNBits"]
+    graph = onnx.load(there / "model.onnx").graph
+    kinds = [each.data_type for each in graph.initializer if "embed" in each.name or "lm_head" in each.name]
+    assert set(kinds) == {onnx.TensorProto.FLOAT16}
+    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
     assert len(nodes) == 7
     assert {attribute.i for node in nodes for attribute in node.attribute if attribute.name == "accuracy_level"} == {4}
     assert {path.name for path in there.iterdir()} >= FILES

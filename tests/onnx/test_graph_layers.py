@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from compress.errors import CompressError
 from compress.onnx.graph import Form, graph_layer
 from compress.onnx.layers import GraphLayer
+from compress.onnx.narrow_tables import in_16_bits, narrow_tables
 from compress.onnx.onnxruntime_weights import layer_weights, session
 from compress.onnx.repacked import BlockCodes, block_of, blocks_of, packed
 from compress.onnx.tracing import trace_module
@@ -119,6 +120,25 @@ def test_groups_repeat_their_scale():
     assert held.scale.shape == (ROWS, COLUMNS // 32)
     assert torch.equal(held.scale[:, 0], held.scale[:, 2])
     assert not torch.equal(held.scale[:, 2], held.scale[:, 3])
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "FLOAT16"), (torch.bfloat16, "BFLOAT16")])
+def test_tables_of_16_bits_stay_so(dtype, kind, tmp_path):
+    """A token embedding is widened behind its rows, the same table as a head and a bias before they are used."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 300))
+    model[1].weight = model[0].weight
+    if dtype == torch.bfloat16:  # which float16 has no number for
+        model[0].weight.data[0, 0] = model[1].bias.data[0] = 1e6
+    model = model.to(dtype).float()
+    program = trace_module(model, {"input": torch.zeros(2, 5, dtype=torch.long)}, ["y"])
+    narrow_tables(program)
+    assert {value.dtype.name for value in program.graph.initializers.values()} == {kind}
+    onnx_ir.save(program, tmp_path / "model.onnx")
+    ids = torch.randint(300, (3, 5))
+    (found,) = session(tmp_path / "model.onnx").run(None, {"input": ids.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(ids).detach())
+    assert in_16_bits(np.float32([0.1])) is None
 
 
 def test_what_torch_cannot_trace_is_one_line(monkeypatch):
