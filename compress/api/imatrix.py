@@ -60,7 +60,7 @@ def imatrix(
         squares = job.walk(input_squares)
     names = names_of(source, list(squares))
     tokens = max(count for _, count in squares.values())
-    given = job.tokens
+    given = job.shown.tokens
     windows = (len(given.ids), given.ids.shape[1]) if given is not None else (len(job.run.batches), 0)
     texts = [] if given is None else [shown(given.source)]
     write_imatrix(path, {names[layer]: found for layer, found in squares.items()}, texts, *windows)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from compress.api.opened import OpenedModel
 from compress.api.request import Request
+from compress.api.shown import Shown
 from compress.api.verify import verified
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.write import coverage
@@ -19,7 +20,6 @@ from compress.checkpoint.write.describe import configuration, quantization_confi
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard, Writer
-from compress.data.tokens import Tokens
 from compress.errors import CompressError
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
@@ -65,7 +65,7 @@ class Job:
     request: Request
     opened: OpenedModel
     run: Run
-    tokens: Tokens | None
+    shown: Shown
     identity: dict[str, Any]
     cache: dict[str, Any] | None
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Job:
             run.record,
             model=shown(self.opened.source.name) if self.opened.source is not None else type(run.model).__name__,
             identity=self.identity,
-            calibration=None if self.tokens is None else self.tokens.described(),
+            calibration=self.shown.described(),
             ranks=run.comm.world,
             training=[summary(history) for history in run.record.training],
         )

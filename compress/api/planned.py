@@ -139,7 +139,7 @@ def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink:
 
 def remarks_on_data(shown: Shown) -> list[str]:
     """Remarks for the user on how calibration data was read."""
-    return [] if shown.tokens is None else [*shown.tokens.notes]
+    return [*shown.notes]
 
 
 def remarks_on_stacks(model: nn.Module, plan_: Plan, one_block: bool) -> list[str]:

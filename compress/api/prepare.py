@@ -56,7 +56,7 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         Steps.of(reporter, plan, phase_of(lessons)),
         lessons,
     )
-    return Job(request, opened, run, shown.tokens, planned.identity, planned.cache, stores)
+    return Job(request, opened, run, shown, planned.identity, planned.cache, stores)
 
 
 def _record(opened: OpenedModel, planned: Planned, reporter: Reporter) -> RunRecord:

@@ -1,17 +1,20 @@
 """The data of a run: what its model is calibrated on, what it is trained on, and what files hold of its teachers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from compress.api.opened import FoundModel
 from compress.api.request import Calibration, Data
 from compress.checkpoint.files import checksum, fingerprint
-from compress.checkpoint.read.pretrained import main_input, tokenizer_of
+from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
 from compress.data.documents import TOKEN_FORMATS
+from compress.data.pictures import Sample, samples_of
+from compress.data.processed import Pictures, processed
 from compress.data.teacher_file import read_cached
 from compress.data.text import batches_of, load_tokens
 from compress.data.tokens import Tokens
@@ -31,7 +34,7 @@ TOKENS = "input_ids"
 class Shown:
     """Data that a model is shown.
 
-    tokens: calibration data, where it is text or token ids.
+    tokens: calibration data, where it is text or token ids. pictures: where it is images.
     batches: calibration data, in micro-batches, of all ranks.
     rows: all samples that the model is trained on, if it is.
     cached: what files hold of teachers, and the checksums of these files, by their names.
@@ -41,6 +44,17 @@ class Shown:
     batches: list[Batch]
     rows: Rows | None = None
     cached: Mapping[str, tuple[TopKRows, str]] = field(default_factory=dict)
+    pictures: Pictures | None = None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks on how the calibration data was read."""
+        return [note for data in (self.tokens, self.pictures) if data is not None for note in data.notes]
+
+    def described(self) -> dict[str, Any] | None:
+        """The entry about the calibration data in the record of a run; None for ready-made batches."""
+        data = self.pictures if self.tokens is None else self.tokens
+        return None if data is None else data.described()
 
     def fingerprint(self) -> str:
         """The fingerprint of the calibration data."""
@@ -61,7 +75,7 @@ def shown_data(data: Data, passes: Sequence[Pass], found: FoundModel, ranks: int
         raise InputError(
             f"{len(calibrated.batches)} micro-batches for {ranks} ranks; give more samples or a smaller batch size"
         )
-    return Shown(calibrated.tokens, calibrated.batches, rows, cached)
+    return replace(calibrated, rows=rows, cached=cached)
 
 
 def learning_of(passes: Sequence[Pass]) -> list[TrainingOptions]:
@@ -117,6 +131,8 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
         if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
         return Shown(None, batches_of(given, data.batch_size, getattr(found.config, "vocab_size", None)))
+    if not isinstance(given, Tensor) and _reads_images(found) and (seen := samples_of(str(given))) is not None:
+        return _pictures(data, found, str(given), seen, samples)
     if _taken(found) != TOKENS:
         said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
         raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
@@ -132,6 +148,22 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
     return Shown(tokens, tokens.batches(data.batch_size))
 
 
+def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], samples: int | None) -> Shown:
+    """Images, and texts with them, as the model's processor makes inputs of them."""
+    assert found.source is not None
+    if data.length is not None:
+        raise InputError("length is of windows of text, and this is images; leave it out")
+    if getattr(found.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"an encoder-decoder is calibrated on pairs; give batches with {_taken(found)} and decoder_input_ids "
+            "(Python)"
+        )
+    texts = "text" in modalities(found.source)
+    processor = processor_of(found.source, texts=texts)
+    made = processed(seen, processor, given, texts=texts, count=samples, size=data.batch_size)
+    return Shown(None, [*made.batches], pictures=made)
+
+
 def _taken(found: FoundModel) -> str:
     """The name of what the model is given: token ids, unless transformers says otherwise."""
     return main_input(found.source, found.given) or TOKENS
@@ -140,9 +172,15 @@ def _taken(found: FoundModel) -> str:
 def _what_to_show(found: FoundModel) -> str:
     """Advice where data is missing, or of another kind than the model takes."""
     taken = _taken(found)
+    images = "a folder of images, or " if _reads_images(found) else ""
     if taken == TOKENS:
-        return "give text, token ids or 'demo'"
+        return f"give {images}text, token ids or 'demo'"
     return (
-        f"the model takes {taken}: give batches in Python (compress.quantize(..., calibration=[{{'{taken}': tensor}}, "
-        "...])), or use a method that needs no data, like rtn"
+        f"the model takes {taken}: give {images}batches in Python (compress.quantize(..., calibration=[{{'{taken}': "
+        "tensor}, ...])), or use a method that needs no data, like rtn"
     )
+
+
+def _reads_images(found: FoundModel) -> bool:
+    """True for a model read from disk that takes images."""
+    return found.source is not None and "image" in modalities(found.source)

@@ -73,7 +73,8 @@ def cli() -> None:
 
     MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl (field `text`) or .parquet
     file, a `datasets` id, a .pt or .npy file of token ids [samples, length], or `demo`. For --calibration
-    and --training, rows may also hold chat `messages`, and TEXT may be a folder of such files.
+    and --training, rows may also hold chat `messages`, and TEXT may be a folder of such files, or
+    of images for a model that reads them.
     """
 
 

@@ -1,1 +1,1 @@
-"""Calibration text and tokens, and files of a teacher's logits on them."""
+"""Calibration data (text, tokens, chats, images), and files of a teacher's logits on them."""

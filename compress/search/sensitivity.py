@@ -219,7 +219,7 @@ def _measured(
         raise InputError(f"no candidate suits any layer ({why}); give others")
     return Sensitivity(
         model={"name": study.name, "fingerprint": study.opened.fingerprint()},
-        calibration={} if study.shown.tokens is None else study.shown.tokens.described(),
+        calibration=study.shown.described() or {},
         held_out=None if study.rows is None else study.rows.described(),
         candidates=words,
         units=made.units,

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -80,6 +83,12 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
 def main_input(source: Source | None, model: nn.Module | None) -> str | None:
     """The name of a model's main input, like input_ids or pixel_values; None for a model that is not transformers'."""
     return getattr(model if source is None else _model_class(source, None), "main_input_name", None)
+
+
+def modalities(source: Source) -> tuple[str, ...]:
+    """The kinds of input that a model reads, like image and text, as transformers says."""
+    found = getattr(_model_class(source, None), "input_modalities", "text")
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
@@ -207,6 +216,31 @@ def tokenizer_of(source: Source | None) -> PreTrainedTokenizerBase:
     if source is None:
         raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
     return load_tokenizer(source)
+
+
+def processor_of(source: Source, *, texts: bool) -> Any:
+    """The maker of a model's inputs from images: the processor of a model that also reads texts, otherwise its image
+    processor. Raises InputError where there is none."""
+    kind: Any = AutoProcessor if texts else AutoImageProcessor
+    try:
+        found = kind.from_pretrained(source.path, trust_remote_code=source.trusted)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        library = re.search(r"requires the (\S+) library", str(error))
+        if library is not None:
+            raise InputError(
+                f"transformers makes the processor of {source.path} with {library[1]}, which is not installed; install "
+                "it, or give batches in Python"
+            ) from None
+        raise InputError(
+            f"{source.path} has no usable {'' if texts else 'image '}processor ({first_line(error)}); give the files "
+            "that belong to it (processor_config.json, preprocessor_config.json), or batches in Python"
+        ) from None
+    if texts and not hasattr(found, "image_processor"):
+        raise InputError(
+            f"{source.path} has a {type(found).__name__} and no processor of images; give its processor_config.json or "
+            "preprocessor_config.json, or batches in Python"
+        )
+    return found
 
 
 def model_fingerprint(model: nn.Module) -> str:
