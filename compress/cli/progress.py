@@ -18,16 +18,18 @@ QUIET = 10.0  # seconds, at most
 
 class Pace:
     """Estimates the time left from the mean time of a step since the first began. Steps differ little; work before
-    them (reading a model, a first forward) is no step."""
+    them (reading a model, a first forward) is no step. Where fewer steps are done than before, other work has begun."""
 
     def __init__(self) -> None:
         self.begun: tuple[int, float] | None = None
+        self.done = 0
 
     def left(self, done: int, total: int, what: str) -> float | None:
         """Seconds left after a step that `Reporter.step` hears of; None where no step has been timed."""
         now = time.monotonic()
-        if self.begun is None or not what:
+        if self.begun is None or not what or done < self.done:
             self.begun = done, now
+        self.done = done
         first, since = self.begun
         return (now - since) / (done - first) * (total - done) if done > first else None
 

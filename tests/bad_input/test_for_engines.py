@@ -92,6 +92,15 @@ def test_weights_beyond_the_scales_of_float16_are_one_line(tmp_path: Path) -> No
         compress.quantize_for("gptqmodel", model, make_pass("rtn", {"group_size": 32}), output=tmp_path / "out")
 
 
+@pytest.mark.parametrize(("factor", "says"), [(1e9, r"e\+0\d, whose scales"), (1e-12, r"e-1\d, whose scales")])
+def test_weights_beyond_super_blocks_are_one_line(factor: float, says: str, tmp_path: Path) -> None:
+    llama = make_llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1).float()
+    with torch.no_grad():
+        llama.model.layers[0].mlp.up_proj.weight.mul_(factor)
+    with pytest.raises(CompressError, match=says):
+        compress.quantize(llama, make_pass("rtn", {"scheme": "q4_k"}))
+
+
 def test_a_run_stopped_before_its_export_goes_on(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, words = tmp_path / "out", ("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output")
     monkeypatch.setattr("compress.api.quantize_for.export", interrupted)

@@ -49,6 +49,14 @@ def test_lines_say_the_time_that_steps_like_these_take(clock: Clock, capsys: pyt
     ]
 
 
+def test_other_work_has_a_pace_of_its_own(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint, then its export, which says nothing before its first step."""
+    lines = Lines("work")
+    for clock.now, done, total in ((0, 1, 2), (100, 2, 2), (110, 1, 3), (111, 2, 3)):
+        lines.step(done, total, "a")
+    assert capsys.readouterr().err.splitlines()[2:] == ["work: 1/3 a", "work: 2/3 a, 1 s left"]
+
+
 def test_of_many_steps_a_line_per_hundredth_or_ten_seconds_is_said(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

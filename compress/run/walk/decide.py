@@ -17,8 +17,10 @@ from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
 from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
+from compress.weights.formats.k_quants import KBlocks
 from compress.weights.grid import Quantized, scale_limits
 from compress.weights.masks import CAME, Earlier
+from compress.weights.matrix import Term
 
 
 @dataclass
@@ -76,15 +78,24 @@ def _check_inputs(p: Pass, made: Mapping[str, Decision]) -> None:
 def _check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) -> None:
     """Raise CompressError for a layer whose weights are too large or too small for scales that float16 has."""
     for name, decision in made.items():
-        codes = [term for term in decision.weight.terms if isinstance(term, Quantized)]
-        for scale in (term.scale for term in codes if term.grid.scales == "float16"):
+        for term in decision.weight.terms:
+            scale = _halves(term)
+            if scale is None:
+                continue
             least, largest = scale_limits(scale.dtype, "float16")
             size = float(weights[name].abs().max())
             if size and not least < float(scale.abs().max()) < largest:
                 raise CompressError(
-                    f"{name} has weights up to {size:.2g}, whose scales float16 has not ({least:.1g} to "
-                    f"{largest:g}); leave out what asks for them: scales=float16, or --for"
+                    f"{name} has weights up to {size:.2g}, whose scales float16 has not ({least:.1g} to {largest:g}); "
+                    "scale the model, or leave out what asks for them: scales=float16, K-quants, or --for"
                 )
+
+
+def _halves(term: Term) -> Tensor | None:
+    """The scales of a term that has numbers of float16 for them; None for another term."""
+    if isinstance(term, KBlocks):
+        return term.steps()
+    return term.scale if isinstance(term, Quantized) and term.grid.scales == "float16" else None
 
 
 def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:

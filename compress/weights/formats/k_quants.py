@@ -122,6 +122,11 @@ class KBlocks(StoredTerm):
         values = values.flatten(1)
         return values if dtype is None else values.to(dtype)
 
+    def steps(self) -> Tensor:
+        """float16 [N, K / 256, 1 or 2]: d, and dmin where the type has minima."""
+        fields = self.format._fields(self.blocks)
+        return torch.stack([held for held in (fields.d, fields.dmin) if held is not None], -1)
+
     def _scales(self, codes: Tensor) -> Tensor:
         """The numbers, in float32, that codes of scales stand for."""
         if self.format.layout.scale_bits == 8:
