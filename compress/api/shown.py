@@ -13,7 +13,7 @@ from compress.api.request import Calibration, Data
 from compress.checkpoint.files import checksum, fingerprint
 from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
 from compress.data.documents import TOKEN_FORMATS
-from compress.data.pictures import Sample, samples_of
+from compress.data.pictures import Sample, check_pillow, samples_of
 from compress.data.processed import Pictures, processed
 from compress.data.teacher_file import read_cached
 from compress.data.text import batches_of, load_tokens
@@ -151,6 +151,7 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
 def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], samples: int | None) -> Shown:
     """Images, and texts with them, as the model's processor makes inputs of them."""
     assert found.source is not None
+    check_pillow()
     if data.length is not None:
         raise InputError("length is of windows of text, and this is images; leave it out")
     if getattr(found.config, "is_encoder_decoder", False):

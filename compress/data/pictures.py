@@ -134,12 +134,18 @@ def _place(given: Any, where: str, folder: Path) -> str:
     return str(folder / given.removeprefix("file://"))
 
 
-def read_image(place: str, where: str) -> Any:
-    """An image of PIL, in RGB. Raises InputError where Pillow is not there, and for what is no image."""
+def check_pillow() -> None:
+    """Raises InputError where images cannot be read."""
     try:
-        from PIL import Image
+        import PIL  # noqa: F401 - whether it is there
     except ImportError:
         raise InputError(f"images are read by Pillow, which is not installed; {install('images')}") from None
+
+
+def read_image(place: str, where: str) -> Any:
+    """An image of PIL, in RGB. Raises InputError for what is no image."""
+    from PIL import Image
+
     name = place[: len(INLINE)] + "..." if place.startswith(INLINE) else place
     held: Any = regular(Path(place), "image") if not place.startswith(INLINE) else None
     try:

@@ -2,18 +2,21 @@
 
 import base64
 import json
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from commands import PLAIN_GPTQ, Outcome, command
-from multimodal import clip, conversations, llava, pictures, vit
+from multimodal import IMAGE, clip, conversations, llava, pictures, qwen2_vl, vit
+from transformers import AutoImageProcessor, AutoTokenizer
 
 import compress
 from compress.checkpoint.read.pretrained import processor_of
 from compress.checkpoint.read.source import find_source
-from compress.data.pictures import Sample, samples_of
+from compress.data.pictures import Sample, read_image, samples_of
 from compress.data.processed import QUESTION, Pictures, processed
 
 pytest.importorskip("PIL", reason="images are read by Pillow (the extra `images`)")
@@ -133,6 +136,27 @@ def test_samples_are_spread_over_the_images(models: dict[str, Path], shown: Path
     assert (origin["rows"], origin["used"], origin["dropped"]) == (6, 2, {"not needed for so many samples": 4})
 
 
+def test_patches_of_images_of_any_size_are_calibrated_and_torchvision_is_asked_for(shown: Path, tmp_path: Path) -> None:
+    model = qwen2_vl(tmp_path / "model")
+    done = quantized(model, shown, tmp_path / "out")
+    if find_spec("torchvision") is None:
+        refused(done, "the processor of", "with Torchvision, which is not installed", "batches in Python")
+    else:
+        assert done.code == 0, done.err
+    images, words = AutoImageProcessor.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    batches = []
+    for sample in samples_of(str(shown)) or []:
+        seen = dict(images(images=[read_image(str(sample.image), "")], return_tensors="pt"))
+        count = int(seen["image_grid_thw"].prod()) // 4  # patches that become one token
+        ids = words(f"What is {IMAGE * count}?", return_tensors="pt")["input_ids"]
+        kinds = (ids == words.convert_tokens_to_ids(IMAGE)).long()
+        batches.append({"input_ids": ids, "mm_token_type_ids": kinds, **seen})
+    assert len({len(batch["pixel_values"]) for batch in batches}) > 1
+    made = compress.quantize(model, compress.GPTQ(group_size=32, **PLAIN_GPTQ), calibration=batches)
+    assert len(made.record.layers) == 24
+    assert all("loss" in layer.figures for layer in made.record.layers)
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -171,6 +195,9 @@ def test_images_need_a_model_that_reads_them_and_its_processor(
     refused(quantized(llama, only, tmp_path / "out"), "is a directory without .txt, .jsonl, .parquet")
     refused(quantized(models["vit"], shown, tmp_path / "out", "--length", 32), "length is of windows of text")
     refused(quantized(models["vit"], "demo", tmp_path / "out"), "holds no inputs of this model", "a folder of images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "PIL", None)
+        refused(quantized(models["vit"], shown, tmp_path / "out"), "read by Pillow, which is not", ".[images]")
     bare = copy_of(models["vit"])
     (bare / "preprocessor_config.json").unlink()
     refused(quantized(bare, shown, tmp_path / "out"), "has no usable image processor", "preprocessor_config.json")

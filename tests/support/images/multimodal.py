@@ -83,6 +83,26 @@ def clip(directory: Path) -> Path:
     return saved(directory, model, transformers.CLIPProcessor(image_processor(), words))
 
 
+def qwen2_vl(directory: Path) -> Path:
+    """A tower that takes images of any size as rows of patches, and a decoder; its processor needs torchvision."""
+    words = tokenizer()
+    words.chat_template = TEMPLATE.replace(IMAGE, f"{START}{IMAGE}{END}")
+    torch.manual_seed(0)
+    tower = {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 4, "depth": 2, "patch_size": 8}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = transformers.Qwen2VLConfig(
+        vision_config={**tower, "spatial_merge_size": 2},
+        text_config={**DECODER, "vocab_size": len(words), "rope_parameters": rope},
+        image_token_id=words.convert_tokens_to_ids(IMAGE),
+        vision_start_token_id=words.convert_tokens_to_ids(START),
+        vision_end_token_id=words.convert_tokens_to_ids(END),
+    )
+    images = transformers.Qwen2VLImageProcessor(min_pixels=16 * 16, max_pixels=64 * 64, patch_size=8, merge_size=2)
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    words.save_pretrained(directory)
+    return saved(directory, model, images)
+
+
 def vit(directory: Path) -> Path:
     """A classifier of images."""
     torch.manual_seed(0)
