@@ -20,6 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from compress.errors import InputError
 from compress.model.convolution import Geometry, geometry_of, is_convolution
 
+# (Class with a forward of its own, whether seen on the meta device) -> whether that is a product.
+_PRODUCTS: dict[tuple[type[nn.Module], bool], bool] = {}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -133,15 +135,39 @@ class Stack:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for a module that multiplies its input by its weight, and does nothing else: subclasses with a forward of
-    their own, like routers of experts that return scores, may do more."""
+    """True for a module that multiplies its input by its weight, and does nothing else. Routers of experts, say, are
+    subclasses that return scores."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
-    rounds_first = getattr(module, "is_product", False)  # layers that round for training say so
-    if not rounds_first and type(module).forward not in (nn.Linear.forward, Conv1D.forward):
-        return False
     weight = module._parameters.get("weight")  # not the attribute, which torch.nn.utils may compute
-    return weight is None or isinstance(weight, UninitializedParameter) or weight.ndim == 2
+    if weight is None or isinstance(weight, UninitializedParameter):
+        return True
+    return weight.ndim == 2 and _is_product(module, weight)
+
+
+def _is_product(module: nn.Linear | Conv1D, weight: Tensor) -> bool:
+    """True for a layer whose own forward, where its class has one, returns what the product with its weight is; on the
+    meta device, a tensor of the same shape."""
+    kind = type(module)
+    if kind.forward in (nn.Linear.forward, Conv1D.forward) or getattr(module, "is_product", False):  # rounds for QAT
+        return True
+    if (known := _PRODUCTS.get((kind, weight.is_meta))) is not None:
+        return known
+    inputs = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
+    x = torch.linspace(-1, 1, inputs, dtype=weight.dtype, device=weight.device)[None]
+    try:
+        with torch.no_grad():
+            expected, found = (f(module, x) for f in (_usual_forward(module), kind.forward))
+            same = isinstance(found, Tensor) and found.shape == expected.shape
+            same = same and (weight.is_meta or torch.allclose(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True))
+    except Exception:  # noqa: BLE001 - it does not take what a linear layer takes
+        same = False
+    _PRODUCTS[kind, weight.is_meta] = same
+    return same
+
+
+def _usual_forward(module: nn.Linear | Conv1D) -> Callable[..., Tensor]:
+    return Conv1D.forward if isinstance(module, Conv1D) else nn.Linear.forward
 
 
 def transposed_weights(model: nn.Module) -> set[str]:

@@ -1,5 +1,7 @@
 """Mixtures of experts of transformers: taken apart, compressed from the tokens that are routed to them, loaded."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,7 @@ from safetensors.torch import load_file
 import compress
 from compress.model.experts import Calibration, Experts, calibrating
 from compress.model.experts_apart import split_experts
+from compress.model.layers import is_linear
 
 SIZES = {
     "vocab_size": 128,
@@ -149,3 +152,38 @@ def test_the_original_is_shown_the_tokens_that_the_compressed_model_routes_to_an
     (own,), (other,) = rows.values()
     assert torch.equal(own, other)
     assert {tuple(row.tolist()) for row in x[1::2]} <= {tuple(row.tolist()) for row in own}
+
+
+class Product(torch.nn.Linear):
+    """A linear layer in other words."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Scores(torch.nn.Linear):
+    """A router."""
+
+    def forward(self, x):
+        return super().forward(x).softmax(-1), self.weight
+
+
+class Doubled(torch.nn.Linear):
+    """More than a product."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_is_a_linear_layer_if_it_computes_the_product_and_no_more():
+    found = {kind: is_linear(kind(8, 4)) for kind in (torch.nn.Linear, Product, Scores, Doubled)}
+    assert found == {torch.nn.Linear: True, Product: True, Scores: False, Doubled: False}
+
+
+def test_a_configuration_may_name_many_layers_by_their_places(tmp_path):
+    model = made("llama4")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["moe_layers"] = [*range(100)]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert compress.load(tmp_path).config.moe_layers == [*range(100)]

@@ -5,6 +5,7 @@ Keys that no reader here uses are allowed. The readers (`source`, `scheme`) chec
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
@@ -118,5 +119,8 @@ def _counts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict):
             yield from _counts(value, f"{prefix}{key}.")
         elif COUNTS.search(key) or key == LABELS:
-            listed = value if isinstance(value, list) else [value]
-            yield f"{prefix}{key}", sum(each for each in listed if isinstance(each, int))
+            listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+            places = (
+                len(listed) > 1 and all(a < b for a, b in pairwise(listed)) and not key.endswith(("depth", "depths"))
+            )
+            yield f"{prefix}{key}", len(listed) if places else sum(listed)  # `moe_layers` names places of layers
