@@ -13,6 +13,9 @@ from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import InputError
+from compress.model.experts import Experts
+from compress.model.experts_apart import is_joined
+from compress.model.layers import transposed_weights
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
 from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.repacked import blocks_of
@@ -59,6 +62,12 @@ def why_no_graph(source: Source) -> str | None:
         return f"a {type(model).__name__} is an encoder with a decoder, two graphs; `--to dense` takes it"
     if getattr(model, "main_input_name", None) not in ("input_ids", "pixel_values"):
         return f"a {type(model).__name__} takes neither token ids nor images; `--to dense` takes it"
+    if any(isinstance(module, Experts) or is_joined(module) for module in model.modules()):
+        return f"a {type(model).__name__} routes tokens to experts, which no graph here does; `--to dense` takes it"
+    if transposed_weights(model):
+        return (
+            f"a {type(model).__name__} has layers of the class Conv1D, which no graph here has; `--to dense` takes it"
+        )
     return None
 
 

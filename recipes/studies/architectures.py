@@ -120,7 +120,7 @@ def inputs_of(model: Any, task: str) -> dict[str, Tensor]:
 
 
 def tried(folder: Path, method: str, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a method makes of the model in a folder."""
+    """The result of a method on the model in a folder."""
     out = folder.parent / method.split()[0]
     try:
         made = compress.quantize(folder, METHODS[method](), calibration=[dict(batch)], output=out, verify=False)
