@@ -80,8 +80,9 @@ class MatMulNBitsGraph(Exporter):
         if isinstance(expected, str):
             entry |= {"reference": None, "why": expected}
         else:
-            save_file(expected, place.file(REFERENCE))
-            entry |= {"reference": REFERENCE, "logits": made.outputs[0] == "logits"}
+            tensors_held, moved = expected
+            save_file(tensors_held, place.file(REFERENCE))
+            entry |= {"reference": REFERENCE, "logits": made.outputs[0] == "logits", "jitter": moved}
         if (line := missing()) is not None:
             place.note(f"nothing was compared: to run the graph {line}")
             return Written(len(made.names), {"graph": entry, "verification": {"reader": f"not run: {line}"}})

@@ -33,6 +33,7 @@ from compress.onnx.convolutions import GraphConvolution, why_not_convolution
 from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMulNBitsGraph, PortableGraph
 from compress.onnx.graph import Form, graph_layer
 from compress.onnx.integer_flow import keep_integers
+from compress.onnx.jitter import jitter
 from compress.onnx.layers import GraphLayer, RoundedInGraph
 from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.readback import EXPECTED, given_name, missing, value_sum
@@ -129,6 +130,7 @@ def _written(
     onnx_ir.save(program, place.file(GRAPH), external_data=place.file(TENSORS).name)
     held = {given_name(name): x.contiguous().clone() for name, x in batch.items()}
     save_file({**held, EXPECTED: expected.contiguous()}, place.file(REFERENCE))
+    rounded = any(each.inputs is not None or each.outputs is not None for each in codes.values())
     values = {name: each.weight.dequantize().to(torch.float32) for name, each in codes.items()}
     return {
         "file": GRAPH,
@@ -136,7 +138,8 @@ def _written(
         "inputs": list(batch),
         "accuracy_level": None if form.portable else form.level,
         "layers": {name: value_sum(each) for name, each in values.items()},
-        "rounds": any(each.inputs is not None or each.outputs is not None for each in codes.values()),
+        "rounds": rounded,
+        "jitter": jitter(lambda: next(iter(_outputs(model, batch).values())), expected) if rounded else [],
         "reference": REFERENCE,
         "logits": expected.ndim == 2,  # [samples, classes]
     }

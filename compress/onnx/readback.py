@@ -22,13 +22,14 @@ from compress.checkpoint.files import checksum
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import CheckpointError, InputError, first_line, install
+from compress.onnx.jitter import jitter
 from compress.onnx.onnxruntime_weights import layer_weights, picked, session
 
 # Of the standard deviation of our outputs, where only the order of sums differs.
 TOLERANCE = 1e-3
-# The same where inputs are rounded, of the mean difference. A token's largest magnitude lies half-way between two codes
-# by its own scale, so that sums in another order take the other code.
-ROUNDING_TOLERANCE = 0.1
+# Where inputs are rounded, the mean difference is held against the largest of a few of ours (`jitter`) so many times: a
+# draw of theirs may be larger than all of ours.
+MARGIN = 4
 GIVEN, EXPECTED = "given", "outputs"
 # Rows and tokens of the probe that are kept beside a graph.
 KEPT = (slice(2), slice(16))
@@ -63,17 +64,23 @@ def _sum(values: Tensor) -> str:
     return checksum((values + 0.0).contiguous())
 
 
-def reference(source: Source) -> dict[str, Tensor] | str:
-    """{"given": token ids or images, "outputs": our outputs for them}, in float32; or the reason why there are none."""
+def reference(source: Source) -> tuple[dict[str, Tensor], list[float]] | str:
+    """({"given": token ids or images, "outputs": our outputs for them}, in float32; their `jitter`, of a model that
+    rounds inputs), or the reason why there are none."""
     given = probe_of(source.config)
     if given is None:
         return "the configuration names neither vocab_size nor num_channels"
     given = given if given.is_floating_point() else given[KEPT]
+
+    def run() -> Tensor:
+        return seen(source, torch.float32, given, rounds(source), not rounds(source)).uncached
+
     try:
-        ours = seen(source, torch.float32, given, rounds(source), not rounds(source))
+        ours = run()
+        moved = jitter(run, ours) if rounds(source) else []
     except NotComparedError as why:
         return str(why)
-    return {GIVEN: given.contiguous(), EXPECTED: ours.uncached.contiguous()}
+    return {GIVEN: given.contiguous(), EXPECTED: ours.contiguous()}, moved
 
 
 def rounds(source: Source) -> bool:
@@ -84,8 +91,8 @@ def rounds(source: Source) -> bool:
 def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
     """Compare a graph with the record of its values. written: the entry `graph` of the record.
 
-    Returns {layers, reader, remarks} and figures of the outputs: deviation, exact_max_difference and
-    exact_mean_difference (by MatMulNBits without rounded inputs), max_difference, and of logits same_top and kl.
+    Returns {layers, reader, remarks} and figures of the outputs: deviation, exact_max_difference, exact_mean_difference
+    and the allowed one (by MatMulNBits without rounded inputs), max_difference, and of logits same_top and kl.
     Raises CheckpointError, which names a layer that differs, and InputError where the package is missing.
     """
     import onnxruntime
@@ -116,13 +123,13 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
     deviation, exact = float(ours.std()), run(graph, given, 0)
     distances = (exact - ours).abs()
     off, mean = float(distances.max()), float(distances.mean())
-    close = mean <= ROUNDING_TOLERANCE * deviation if written["rounds"] else off <= TOLERANCE * deviation
-    if not close:
+    allowed = TOLERANCE * deviation + MARGIN * max(written["jitter"], default=0.0)
+    if not (mean if written["rounds"] else off) <= allowed:
         raise CheckpointError(
             f"outputs of {graph} by {reader} differ from ours by up to {off:.3g}, of a deviation of {deviation:.3g}"
         )
     found = run(graph, given, None)
-    result = {"deviation": deviation, "exact_max_difference": off, "exact_mean_difference": mean}
+    result = {"deviation": deviation, "allowed": allowed, "exact_max_difference": off, "exact_mean_difference": mean}
     result["max_difference"] = float((found - ours).abs().max())
     if written["logits"]:
         result["same_top"] = float((found.argmax(-1) == ours.argmax(-1)).float().mean())
