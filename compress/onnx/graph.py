@@ -34,6 +34,11 @@ class Form:
     portable: bool
     level: int
 
+    @property
+    def signed(self) -> bool:
+        """True where codes beside rounded inputs are int8; in the form that is to be exact everywhere they are not."""
+        return self.portable or self.level > 0
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -99,5 +104,5 @@ def graph_layer(weight: Quantized, bias: Tensor | None, inputs: ActivationCodes 
         return InBlocks(blocks, bias) if form.portable else NBits(blocks, bias, form.level)
     if inputs.dynamic:
         _, steps = steps_of_range(inputs.grid)
-        return Dynamic(weight, bias, inputs.grid, steps)
-    return Static(weight, bias, inputs)
+        return Dynamic(weight, bias, inputs.grid, steps, form.signed)
+    return Static(weight, bias, inputs, form.signed)

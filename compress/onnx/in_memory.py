@@ -153,7 +153,7 @@ def _with_codes(model: nn.Module, codes: Mapping[str, Decision], form: Form) -> 
         (term,) = decision.weight.terms
         assert isinstance(term, Quantized)
         if is_convolution(module):
-            made[name] = GraphConvolution(module, term, decision.inputs, signed=form != ExactGraph.form)
+            made[name] = GraphConvolution(module, term, decision.inputs, signed=form.signed)
         else:
             made[name] = graph_layer(term, module.bias, decision.inputs, form)
         if decision.outputs is not None:

@@ -10,8 +10,9 @@ Their results in torch are zeros: only the graph computes. A node that reads cod
 `convolutions` has those of convolutions. A layer that also rounds its output has QuantizeLinear and DequantizeLinear
 behind it.
 
-Codes of 8 bits beside 8-bit inputs are written unsigned, with the zero point 128, and so are those inputs. On x86
-without VNNI, ONNX Runtime's products of signed weights saturate; products of unsigned ones are exact everywhere.
+Inputs of 8 bits are written unsigned, with the zero point 128. Codes beside them are int8, whose products take ONNX
+Runtime half the time, or unsigned, too. On x86 without VNNI its products of signed weights saturate; those of unsigned
+ones are exact everywhere.
 """
 
 from typing import Any
@@ -145,23 +146,24 @@ class InBlocks(GraphLayer):
 
 
 class ByteRows(GraphLayer):
-    """Weights of 8 bits beside inputs of 8 bits: codes [K, N] unsigned, and one scale for each output."""
+    """Weights of 8 bits beside inputs of 8 bits: codes [K, N], and one scale and zero point for each output."""
 
-    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+    zero: Tensor
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, signed: bool) -> None:
         rows, _ = weight.codes.shape
         super().__init__(rows, bias)
-        self.register_buffer("codes", (weight.codes.to(torch.int16) + MIDDLE).to(torch.uint8).t().contiguous())
+        kind, zero = (torch.int8, 0) if signed else (torch.uint8, MIDDLE)
+        self.register_buffer("codes", (weight.codes.to(torch.int16) + zero).to(kind).t().contiguous())
+        self.register_buffer("zero", torch.full((rows,), zero, dtype=kind))
         self.register_buffer("scale", weight.scale.to(torch.float32).flatten().expand(rows).contiguous())
 
 
 class Static(ByteRows):
     """Inputs rounded by a fixed scale and zero point. ONNX Runtime fuses the nodes to an integer product."""
 
-    zero: Tensor
-
-    def __init__(self, weight: Quantized, bias: Tensor | None, inputs: ActivationCodes) -> None:
-        super().__init__(weight, bias)
-        self.register_buffer("zero", torch.full((len(self.scale),), MIDDLE, dtype=torch.uint8))
+    def __init__(self, weight: Quantized, bias: Tensor | None, inputs: ActivationCodes, signed: bool) -> None:
+        super().__init__(weight, bias, signed)
         self.inputs = RoundedInGraph(inputs)
 
     def product(self, x: Tensor) -> Tensor:
@@ -175,9 +177,10 @@ class Dynamic(ByteRows):
 
     middle: Tensor
 
-    def __init__(self, weight: Quantized, bias: Tensor | None, grid: Grid, steps: float) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: Quantized, bias: Tensor | None, grid: Grid, steps: float, signed: bool) -> None:
+        super().__init__(weight, bias, signed)
         self.grid, self.steps = grid, steps
+        self.zero = self.zero[0].clone()
         self.register_buffer("middle", torch.tensor(MIDDLE, dtype=torch.uint8))
 
     def product(self, x: Tensor) -> Tensor:
@@ -185,5 +188,5 @@ class Dynamic(ByteRows):
         scale = (x.abs().amax(-1, keepdim=True) / self.steps).clamp(min=TINY)
         rounded = (torch.round(x / scale) + MIDDLE).clamp(self.grid.qmin + MIDDLE, self.grid.qmax + MIDDLE)
         like = x.new_empty((*x.shape[:-1], self.features), dtype=torch.int32)
-        inputs = [rounded.to(torch.uint8), self.codes, self.middle, self.middle]
+        inputs = [rounded.to(torch.uint8), self.codes, self.middle, self.zero]
         return self._node("::MatMulInteger", inputs, like).to(x.dtype) * scale * self.scale
