@@ -10,8 +10,8 @@ Their results in torch are zeros: only the graph computes. A node that reads cod
 `convolutions` has those of convolutions. A layer that also rounds its output has QuantizeLinear and DequantizeLinear
 behind it.
 
-Inputs of 8 bits are written unsigned, with the zero point 128. Codes beside them are int8, whose products take ONNX
-Runtime half the time, or unsigned, too. On x86 without VNNI its products of signed weights saturate; those of unsigned
+Inputs of 8 bits are written unsigned, with the zero point 128. Codes beside them are int8, whose products are
+ONNX Runtime's fastest, or unsigned, too. On x86 without VNNI its products of signed weights saturate; those of unsigned
 ones are exact everywhere.
 """
 
