@@ -126,7 +126,8 @@ class Arrival:
     """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs, too) in the original.
 
     Before a convolution a row holds the channels [C] of one element (position), and `samples` are the unchanged inputs
-    [B, C, ...]. weight_M: of the rows, above 0 to 1; None: 1.
+    [B, C, ...]. weight_M: of the rows, above 0 to 1; None: 1. elsewhere: the original gives the layer other tokens,
+    which cannot be paired; reference_MK is then x_MK.
     """
 
     x_MK: Tensor
@@ -134,6 +135,7 @@ class Arrival:
     samples: Tensor | None = None
     reference_samples: Tensor | None = None
     weight_M: Tensor | None = None
+    elsewhere: bool = False
 
     @property
     def weighted(self) -> tuple[Tensor, Tensor | None]:
@@ -148,6 +150,13 @@ class Arrival:
         """The rows [M, K] of full weight; all of them where none has it."""
         full_M = None if self.weight_M is None else self.weight_M == 1
         return self.x_MK if full_M is None or not bool(full_M.any()) else self.x_MK[full_M]
+
+
+def paired(arrival: Arrival) -> Arrival:
+    """The arrival beside the original's, or, where that gives the layer other tokens, beside itself."""
+    if arrival.reference_MK is not None and arrival.reference_MK.shape == arrival.x_MK.shape:
+        return arrival
+    return replace(arrival, reference_MK=arrival.x_MK, elsewhere=True)
 
 
 @dataclass(frozen=True)

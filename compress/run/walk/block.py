@@ -39,6 +39,11 @@ from compress.train.rounding.latents import places_of
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision, Figures
 
+ELSEWHERE = (
+    "some layers get other tokens than in the original (routing), which cannot be paired: in those micro-batches their "
+    "drift counts as none"
+)
+
 
 def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Streams:
     """Compress one block, entirely or, where that fails, not at all; returns the calls of the next."""
@@ -220,6 +225,7 @@ class BlockRun:
             return {}
         decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
         decisions = with_routing(decisions, arrivals, self.run.comm, site[0].weight.device)
+        _name_elsewhere(self.run, decisions)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
@@ -318,6 +324,12 @@ def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -
     suspended_forward(here.opened.block, here.streams.calls, sites, visit, (), here.versions)
     here.run.record.block_forwards += len(here.streams.calls)
     return observed
+
+
+def _name_elsewhere(run: Run, decisions: Mapping[str, Decision]) -> None:
+    """Say that tokens of layers could not be paired with those of the original."""
+    if any("elsewhere" in decision.figures for decision in decisions.values()):
+        run.record.note(run.reporter, ELSEWHERE)
 
 
 def _name_unseen(run: Run, structure: BlockSites, wanted: Sequence[str]) -> None:

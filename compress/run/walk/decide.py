@@ -15,7 +15,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
-from compress.weights.decision import Decision, joined
+from compress.weights.decision import Decision, Figures, joined
 from compress.weights.formats.dense import dense
 from compress.weights.formats.k_quants import KBlocks
 from compress.weights.grid import Quantized, scale_limits
@@ -131,10 +131,17 @@ def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Si
 def with_routing(
     decisions: Mapping[str, Decision], arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device
 ) -> dict[str, Decision]:
-    """The decisions with the figure `routed_tokens`, where the site is an expert's. A collective."""
-    weights = [arrival.weight_M for arrival in arrivals if arrival is not None and arrival.weight_M is not None]
-    own = sum(int((weight_M == 1).sum()) for weight_M in weights)
-    tokens, of_expert = comm.all_reduce(torch.tensor([own, len(weights)], device=device)).tolist()
-    if not of_expert:
-        return dict(decisions)
-    return {n: replace(made, figures={**made.figures, "routed_tokens": tokens}) for n, made in decisions.items()}
+    """The decisions with the figures `routed_tokens`, where the site is an expert's, and `elsewhere`, where tokens
+    could not be paired with those of the original: in so many micro-batches. A collective."""
+    own, of_expert, elsewhere = 0, 0, 0
+    for arrival in (arrival for arrival in arrivals if arrival is not None):
+        elsewhere += arrival.elsewhere
+        if arrival.weight_M is not None:
+            own, of_expert = own + int((arrival.weight_M == 1).sum()), of_expert + 1
+    counts = torch.tensor([own, of_expert, elsewhere], device=device)
+    own, of_expert, elsewhere = (int(count) for count in comm.all_reduce(counts).tolist())
+    figures: Figures = {
+        **({"routed_tokens": own} if of_expert else {}),
+        **({"elsewhere": elsewhere} if elsewhere else {}),
+    }
+    return {name: replace(made, figures={**made.figures, **figures}) for name, made in decisions.items()}

@@ -8,7 +8,6 @@ resume. One forward per block and micro-batch, and every later site sees the com
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError
-from compress.model.calls import Arrival, Arrivals, Call, arrived
+from compress.model.calls import Arrival, Arrivals, Call, arrived, paired
 from compress.model.experts import Calibration, calibrating, shown_now
 from compress.model.layers import Layer
 from compress.run.installed import Versions
@@ -124,9 +123,7 @@ def suspended_forward(
                     other = advance(shadows[i], site)
             reference = None if other is None else other[0]
             arrival = None if here is None else arrived(sites[site][0], calls[i], here[0], reference, here[1])
-            if arrival is not None and shadows and other is None:  # routed elsewhere in the original
-                arrival = replace(arrival, reference_MK=arrival.x_MK[:0])
-            yield arrival
+            yield paired(arrival) if shadows and arrival is not None else arrival
 
     def park(module: nn.Module, args: tuple[Any, ...]) -> None:
         current[0].reach(module, args[0])
