@@ -37,6 +37,9 @@ NOT_RUN = {
     "compress bench llama-3-8b": "needs the memory of an 8 B model",
     "--pairs FILE": "needs an encoder, and the built-in model predicts tokens (evaluation/test_encoders.py)",
     "--labelled FILE": "needs a classifier, and the built-in model predicts tokens (evaluation/test_evaluate.py)",
+    "--calibration FOLDER": "needs a model that reads images (data/test_pictures.py)",
+    "--calibration rows.jsonl": "needs a model that reads images (data/test_pictures.py)",
+    '{"messages": ': "is a row of chats, and the built-in model has no chat template (data/test_chat.py)",
     "lm-eval:arc_easy": "fetches a data set (evaluation/test_lm_eval.py)",
     "compress.compile_steps(model)": "compiles for a minute (runtime/test_steps.py)",
 }

@@ -82,7 +82,8 @@ def quantize(
 
 def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
     """The result of a run of a request."""
-    asked, given = request.delivery, None if isinstance(request.model, nn.Module) else Path(request.model)
+    asked = request.delivery
+    given = Path(request.model) if isinstance(request.model, str | Path) else None
     with (
         claimed(asked.output, comm, resume=asked.resume, overwrite=asked.overwrite, model=given) as place,
         watching(comm),

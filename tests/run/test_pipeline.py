@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from commands import DRIFT_GPTQ
+from commands import DRIFT_GPTQ, fast_gptq
 from models import DECODERS, FAMILIES, build, tokens
 from torch import nn
 
@@ -15,6 +15,7 @@ from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CompressError, InputError
 from compress.model.layers import find_stacks, layers_of
 from compress.model.left_alone import UNASKED_EXPERTS
+from compress.run.walk.block import ELSEWHERE
 from compress.run.walk.remarks import few_tokens, held_back
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
@@ -313,7 +314,7 @@ def test_layers_that_share_one_weight_are_left_alone():
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before)
 
 
-def test_drift_is_refused_where_the_streams_route_tokens_differently():
+def test_drift_counts_as_none_where_the_streams_route_tokens_differently():
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -328,10 +329,14 @@ def test_drift_is_refused_where_the_streams_route_tokens_differently():
 
     torch.manual_seed(1)
     batch = [{"x": torch.randn(1, 64, 16)}]
-    with pytest.raises(CompressError, match="drift=0"):
-        compress.quantize(Routed(), compress.GPTQ(scheme="w2a16", group_size=16), calibration=batch)
-    options = {"scheme": "w2a16", "group_size": 16, "drift": 0.0}
-    assert len(compress.quantize(Routed(), compress.GPTQ(**options), calibration=batch).record.layers) == 2
+    models = [Routed() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    records = [
+        compress.quantize(model, fast_gptq(scheme="w2a16", group_size=16, drift=drift), calibration=batch).record
+        for model, drift in zip(models, (1.0, 0.0), strict=True)
+    ]
+    assert [ELSEWHERE in record.notes for record in records] == [True, False]
+    assert torch.equal(models[0].expert.weight, models[1].expert.weight)
 
 
 def test_what_is_not_compressed_is_not_rounded_by_the_compute_dtype():
