@@ -33,7 +33,7 @@ RUN = """
 import os, signal, sys, torch
 sys.path[:0] = {tests!r}
 import compress
-from compress.checkpoint import shards
+from compress.checkpoint.write import shards
 from test_kills import RECIPES, calibration
 shards.SHARD_BYTES = 40_000
 torch.set_num_threads(1)
