@@ -38,7 +38,7 @@ from compress.runtime.load.caches import rounded_cache
 from compress.system.comm import Comm
 from compress.system.fresh_process import fresh
 from compress.system.progress import Reporter, without_bars
-from compress.weights.compressed_tensors import needs_dequantizing
+from compress.weights.compressed_tensors import decompressed_in, needs_dequantizing
 from compress.weights.formats.registry import folder_of
 from compress.weights.own_words import is_own
 
@@ -185,7 +185,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         cached = stored.caches is not None
         active = cached or sums or any(layer.scheme.inputs is not None for layer in stored.layers.values())
         # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
-        dtype = torch.float32 if active else None
+        wanted = decompressed_in(layer.scheme for layer in stored.layers.values())
+        dtype = wanted or (torch.float32 if active else None)
         dense = source.quantization is not None and not active
         ours = seen(source, dtype, ids, active, dense)
         if sums:

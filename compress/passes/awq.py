@@ -102,7 +102,7 @@ class AWQ(FoldThenRound):
         decisions = {}
         for name, stored in site.weights.items():
             weight = rest = stored.to(hessian.dtype)
-            grid, scale_dtype = self.weight_grid(), site.scale_dtypes[name]
+            grid, scale_dtype = site.reached(self.weight_grid()), site.scale_dtypes[name]
             exact: tuple[Sparse, ...] = ()
             if self.outliers:
                 rest, found = set_apart(weight, grid, scale_dtype, self.outliers, hessian.diagonal())

@@ -14,7 +14,7 @@ from compress.passes.protocol.base import Treats
 from compress.passes.protocol.nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
-from compress.weights.scheme import SCHEMES
+from compress.weights.scheme import LEVELS, SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,11 @@ class Embeddings(WeightFormat):
             raise InputError(
                 f"scheme {self.scheme}: super-blocks have no layer that looks rows up, so an embedding takes integer "
                 "codes alone; give w8a16 (in GGUF Q8_0) or w5a16 (Q5_0), in groups of 32"
+            )
+        if self.scheme in LEVELS:
+            raise InputError(
+                f"scheme {self.scheme}: no layer looks rows of such codes up, so embeddings take integers alone; "
+                "give w8a16 or w4a16"
             )
         super().__post_init__()
         if not self.scheme.endswith("a16"):

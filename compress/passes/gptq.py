@@ -98,18 +98,19 @@ class GPTQ(SecondOrder, QuantizeWeights):
         return {n: Decision(weight, figures, inputs.get(n)) for n, (weight, figures) in self.solved(site).items()}
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized | Weight:
-        grid = self.weight_grid()
+        grid = site.reached(self.weight_grid())
         if self.nearest_by_whole_range:
             grid = grid.with_range("minmax")
         return nearest(site.weights[name].to(dtype), grid, site.scale_dtypes[name], self.outliers)
 
-    def solver(self, relied: Relied) -> Solve:
-        how = Method(self.weight_grid(), self.refit, self.sweeps, self.steps, relied.polish_damp)
+    def solver(self, site: Site, relied: Relied) -> Solve:
+        how = Method(site.reached(self.weight_grid()), self.refit, self.sweeps, self.steps, relied.polish_damp)
         solve = partial(solve_ordered, seen=relied.ordered, how=how)
         return lambda **rows: solve(**rows).weight
 
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
-        rows, survivors, grid, dtype = {"weight_NK": target_NK}, target_NK, self.weight_grid(), site.scale_dtypes[name]
+        rows, survivors, dtype = {"weight_NK": target_NK}, target_NK, site.scale_dtypes[name]
+        grid = site.reached(self.weight_grid())
         if any(site.kept(n) is not None for n in site.weights):
             kept = site.kept(name)
             rows["kept_NK"] = torch.ones_like(target_NK, dtype=torch.bool) if kept is None else kept

@@ -175,7 +175,7 @@ class KQuants(SecondOrder):
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
         return {"weight_NK": target_NK}
 
-    def solver(self, relied: Relied) -> Solve:
+    def solver(self, site: Site, relied: Relied) -> Solve:
         solve = partial(
             solve_blocks,
             seen=relied.ordered,

@@ -86,7 +86,7 @@ class LQS(RankBudget, GPTQ):
     def _codes(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Matrix]:
         """Codes, and exact weights, of what the low rank leaves."""
         rows = {name: self.rows(site, name, rest, relied) for name, rest in rests.items()}
-        return solve_stacked(site, rows, self.solver(relied), self.together)
+        return solve_stacked(site, rows, self.solver(site, relied), self.together)
 
     def _low_ranks(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
         """The best low rank of what codes, and exact weights, leave."""

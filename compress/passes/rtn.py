@@ -22,4 +22,4 @@ class RTN(QuantizeWeights):
     in_blocks: ClassVar[bool] = True
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)
+        return round_to_nearest(site, site.reached(self.weight_grid()), self.input_codes(site), self.outliers)

@@ -87,4 +87,4 @@ class SmoothQuant(FoldThenRound):
         return scaled_loss(x_MK, reader.weight.float(), s_K, inputs, self.weight_grid())
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)
+        return round_to_nearest(site, site.reached(self.weight_grid()), self.input_codes(site), self.outliers)

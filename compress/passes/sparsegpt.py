@@ -101,7 +101,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
             rows["earlier_NK"] = torch.ones_like(target_NK, dtype=torch.bool) if earlier is None else earlier
         return rows
 
-    def solver(self, relied: Relied) -> Solve:
+    def solver(self, site: Site, relied: Relied) -> Solve:
         return self._solver(relied, self.choice(""), self.steps)
 
     def _solver(self, relied: Relied, how: Choice, steps: int) -> Solve:

@@ -48,7 +48,7 @@ from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
 from compress.weights.matrix import Term
-from compress.weights.scheme import SCHEMES, check_scheme
+from compress.weights.scheme import LEVELS, SCHEMES, check_scheme
 
 # What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
 # takes twice as many bits for scales.
@@ -102,7 +102,7 @@ class SpQR(SecondOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        leaving = [scheme for scheme in SCHEMES if scheme.endswith("a16")]
+        leaving = [scheme for scheme in SCHEMES if scheme.endswith("a16") and scheme not in LEVELS]
         check_scheme(self.scheme, leaving, "scheme of spqr, which leaves inputs as they are,")
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
@@ -215,7 +215,7 @@ class SpQR(SecondOrder):
             share = max(0.0, left / entry_bits(columns, scale_dtype))
         return price_in_tiles(target_NK, seen, self.tiles, scale_dtype, share, self.search) if share else None
 
-    def solver(self, relied: Relied) -> Solve:
+    def solver(self, site: Site, relied: Relied) -> Solve:
         solve = partial(
             solve_tiles,
             seen=relied.ordered,

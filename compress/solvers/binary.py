@@ -19,8 +19,9 @@ from compress.solvers.gptq import POLISH_DAMP, Method, Solved, solve_ordered
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
-from compress.weights.grid import Granularity, Grid, Quantized, ScaleNumbers
+from compress.weights.grid import Granularity, Grid, Quantized
 from compress.weights.matrix import Matrix, Weight
+from compress.weights.scales import StoredNumbers
 
 
 def binary(
@@ -54,7 +55,7 @@ def binary(
     return with_second(first.weight, second, column_C)
 
 
-def signs(group_size: int | None, scales: ScaleNumbers = "stored") -> Grid:
+def signs(group_size: int | None, scales: StoredNumbers = "stored") -> Grid:
     """The grid of signs, with a scale for so many columns, or for all of a row."""
     per: Granularity = "group" if group_size else "channel"
     return Grid(bits=1, type="sign", granularity=per, group_size=group_size, scales=scales)

@@ -95,6 +95,7 @@ def gptq(
     K / T more where T tokens are few. Raises CompressError where H is not finite.
     """
     work = weight_NK.to(hessian_KK.dtype)
+    grid = grid.reaching(float(work.abs().max()))
     seen = ordered(hessian_KK, damp, act_order, grid.group_size)
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
     price_N = None

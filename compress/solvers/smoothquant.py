@@ -72,9 +72,9 @@ def scaled_loss(x_MK: Tensor, weight_NK: Tensor, s_K: Tensor, inputs: Activation
 
 
 def input_codes(extremes: tuple[Tensor, Tensor], s_K: Tensor, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:
-    """The rounding of x / s: a range for each token, a fixed one for each input (granularity "channel") or for all of
-    them. extremes: the lowest and the highest of x, [K] each."""
-    if grid.granularity == "token":
+    """The rounding of x / s: a range for each token or group of it, a fixed one for each input (granularity "channel")
+    or for all of them. extremes: the lowest and the highest of x, [K] each."""
+    if grid.granularity in ("token", "group"):
         return ActivationCodes(grid)
     lowest, highest = (extreme / s_K for extreme in extremes)
     if grid.granularity != "channel":

@@ -4,10 +4,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch
+
 from compress.errors import CheckpointError, InputError
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
+from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes
 from compress.weights.grid import Granularity, Grid, NumberType
 from compress.weights.scheme import Scheme, block_scheme
 
@@ -18,12 +21,17 @@ LAYOUTS: dict[str, Layout] = {
     "naive-quantized": "int-quantized",
     "float-quantized": "float-quantized",
 }
+OF_LEVELS = {kind.layout: kind for kind in LEVEL_FORMATS.values() if kind.layout is not None}
+LAYOUTS |= {layout: layout for layout in OF_LEVELS}
+# The dtype in which scales are stored, where it is not the model's.
+SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 # Names of tensors that mark a layer of a checkpoint as compressed.
 OWN_PARTS = frozenset(
     {
         "weight_packed",
         "weight_scale",
         "weight_scale_inv",
+        "weight_global_scale",
         "weight_zero_point",
         "weight_shape",
         "input_scale",
@@ -96,6 +104,12 @@ def needs_dequantizing(scheme: Scheme, table: bool = False) -> bool:
     return isinstance(scheme.codes, Packed) and (table or not scheme.codes.grid.symmetric)
 
 
+def decompressed_in(schemes: Iterable[Scheme]) -> torch.dtype | None:
+    """The dtype in which compressed-tensors decompresses a checkpoint with these schemes, whatever dtype the model is
+    loaded in; None where it follows the model. Transformers fails in another dtype."""
+    return torch.bfloat16 if any(isinstance(scheme.codes, LevelCodes) for scheme in schemes) else None
+
+
 def group_entry(scheme: Scheme) -> dict[str, Any]:
     """The `config_groups` entry of a scheme of codes, without its targets."""
     return {
@@ -116,7 +130,16 @@ def _activations_entry(grid: Grid | None, dynamic: bool) -> dict[str, Any] | Non
         "dynamic": dynamic,
         "strategy": "token" if dynamic else "tensor",
     }
+    if grid.scales in SCALE_DTYPES:
+        return {**entry, **_groups_of_levels(grid)}
     return entry if grid.block is None else {**entry, "strategy": "group", "group_size": grid.block[1]}
+
+
+def _groups_of_levels(grid: Grid) -> dict[str, Any]:
+    """The keys that tell groups with scales of their own kind."""
+    dtype = SCALE_DTYPES[grid.scales]
+    strategy = "tensor_group" if grid.scales == "e4m3" else "group"
+    return {"strategy": strategy, "group_size": grid.group_size, "scale_dtype": dtype, "zp_dtype": dtype}
 
 
 def _weights_entry(grid: Grid) -> dict[str, Any]:
@@ -129,6 +152,8 @@ def _weights_entry(grid: Grid) -> dict[str, Any]:
         "dynamic": False,
         "strategy": "group" if group else "tensor" if one else "channel",
     }
+    if grid.scales in SCALE_DTYPES:
+        return {**entry, **_groups_of_levels(grid)}
     if grid.block is not None:
         return {**entry, "strategy": "block", "block_structure": list(grid.block)}
     return {**entry, "group_size": grid.group_size} if group else entry
@@ -139,6 +164,8 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
     layout = group.get("format") or layout
     if layout not in LAYOUTS:
         raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
+    if LAYOUTS[layout] in OF_LEVELS:
+        return _scheme_of_levels(OF_LEVELS[LAYOUTS[layout]], group, layer)
     floating = (group.get("weights") or {}).get("type") == "float"
     if layout == "float-quantized" or (layout == "naive-quantized" and floating):
         return _float_scheme(group, layer)
@@ -162,6 +189,31 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
         raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
     term: CodesFormat = Int8Rows(grid=weights) if LAYOUTS[layout] == "int-quantized" else Packed(grid=weights)
     return Scheme(terms=(term,), inputs=inputs, outputs=outputs, dynamic=dynamic)
+
+
+def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: str) -> Scheme:
+    """The scheme of codes of levels, with an input that is not rounded or rounded alike. Raises CheckpointError."""
+    wanted = {"num_bits": kind.on.bits, **_groups_of_levels(kind.on)}
+    asked: list[tuple[str, bool]] = [("weights", False), ("input_activations", True)]
+    for key, dynamic in asked:
+        entry = group.get(key) or {}
+        if not entry and dynamic:
+            continue
+        # Older writers leave out the dtypes of scales, which follow from the format.
+        found = {name: entry.get(name) for name in wanted if "dtype" not in name or entry.get(name) is not None}
+        if (
+            _odd(entry, ("num_bits", "symmetric", "dynamic", "strategy", "group_size"), "float")
+            or not entry.get("symmetric", True)
+            or entry.get("dynamic", False) is not dynamic
+            or any(str(value) != str(wanted[name]) for name, value in found.items())
+        ):
+            raise CheckpointError(
+                f"{layer}: {key} {dict(entry)} cannot be read; readable beside {kind.layout}: {wanted}, "
+                f"{'dynamic' if dynamic else 'static'}"
+            )
+    if group.get("output_activations"):
+        raise CheckpointError(f"{layer} quantizes its output beside {kind.layout}, which cannot be read")
+    return Scheme(terms=(kind(grid=kind.on),), inputs=kind.on if group.get("input_activations") else None)
 
 
 def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:

@@ -12,7 +12,11 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     symmetric, signed scale    s = -a / P, a the element of largest magnitude: it lands on code -P exactly and every
                                code is used; s may be negative. Same bytes as symmetric (AutoRound, "full range").
     symmetric, unsigned        s = hi / L                         [0, L] for data that is never negative
-    float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448]
+    float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448], or levels
+                               s = absmax / 6 (E2M3: / 7.5)       of E2M1 and E2M3 (`weights.levels`)
+    normal                     s = absmax                         codes are levels of NF4, within [-1, 1]
+    powers of two as scales    s = the least above absmax / d     d = 7 (E2M1), 7.75 (E2M3), 448 (e4m3), as
+                                                                  compressed-tensors computes it: up to 7 is taken for 6
     sign                       s = mean |x|                       one bit: codes -1 and 1, and no 0; the s of least
                                                                   squared error (XNOR-Net, arXiv 1603.05279), which may
                                                                   be 0 as nothing is divided by it
@@ -26,18 +30,30 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.kernels.cpu import column_sweep
 from compress.kernels.cpu.column_sweep import Range
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
 from compress.weights.few_levels import scale_of_levels
+from compress.weights.levels import TABLES, Levels
 from compress.weights.matrix import Term
+from compress.weights.scales import (
+    FLOAT8,
+    FLOAT8_MAX,
+    OWN_DTYPE,
+    ScaleNumbers,
+    global_scale_for,
+    power_above,
+    round_scale,
+    round_to_e4m3,
+    scale_dtype_of,
+    scale_limits,
+)
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse"]
-NumberType = Literal["int", "float", "sign"]
-ScaleNumbers = Literal["stored", "float16"]
+NumberType = Literal["int", "float", "sign", "normal"]
 
 MIN_BITS, MAX_BITS = 2, 8
 # The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
@@ -51,14 +67,14 @@ SUGGESTED, LARGEST_SUGGESTED = 8, 512
 # Range search: factors 1, 0.98, ..., 0.22 under the squared error. GPTQ's authors (`Quantizer`) try twice as many under
 # |error|^2.4, which takes far longer; the outputs of a layer on other tokens are equally good, within noise.
 SEARCH_STEPS, SEARCH_SHRINK = 50, 0.8
-# e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.
-FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448
-FLOAT8_SIGNIFICAND, FLOAT8_LEAST_EXPONENT = 4, -6
 # A wider range costs a float no precision, but moves its codes against the data: factors 1 to 2, where they repeat.
 FLOAT_STEPS = 16
-# float16's smallest number, which is no normal one, and its largest power of two.
-HALF_TINY, HALF_TOP = 2.0**-24, 2.0**15
+# Levels that are not evenly spaced may fit a wider range, too: factors 1/2 to 2. Powers of two: all that can be best.
+TABLE_FACTORS = (1.0, *(2.0 ** (step / FLOAT_STEPS) for step in range(-FLOAT_STEPS, FLOAT_STEPS + 1) if step))
+POWER_FACTORS = (1.0, 2.0, 0.5, 0.25)
+# What absmax is divided by where scales are powers of two, by the bits of a float (compressed-tensors,
+# `generate_mx_scales`: its power of two is rounded up from 1.75 or 1.9375 of the next lower one).
+POWER_DIVISORS = {4: 7.0, 6: 7.75, 8: float(FLOAT8_MAX)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +84,10 @@ class Grid:
     bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
     activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
     those at the edges may be smaller. range_choice: the full range (`minmax`) or the shrunken range of least error
-    (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are float8
-    e4m3, symmetric, without groups, and the only ones with blocks; `sign` codes are -1 or 1. scales: all numbers of the
-    dtype in which they are `stored`, or those alone that `float16` has, too.
+    (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are symmetric:
+    float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
+    `normal` codes are NF4; `sign` codes are -1 or 1. scales: the numbers that they can be (`weights.scales`).
+    global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -86,6 +103,7 @@ class Grid:
     type: NumberType = "int"
     block: Block | None = None
     scales: ScaleNumbers = "stored"
+    global_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.block is not None:
@@ -119,13 +137,22 @@ class Grid:
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
         if self.type not in get_args(NumberType):
             raise InputError(f"type {self.type!r}; allowed: {', '.join(get_args(NumberType))}")
-        if self.floating:
-            plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
-            if self.bits != MAX_BITS or not plain or self.granularity == "group":
-                raise InputError(
-                    "float codes have 8 bits, are symmetric and share a scale per tensor, channel, token or block; "
-                    "groups, zero points and other bits are for integers"
-                )
+        if self.type in ("float", "normal"):
+            self._check_levels()
+        elif self.scales in OWN_DTYPE:
+            raise InputError(f"scales {self.scales!r} are for float codes; integers have stored or float16")
+
+    def _check_levels(self) -> None:
+        plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
+        grouped8 = self.bits == MAX_BITS and self.granularity == "group" and self.scales != "e8m0"
+        known = (self.type, self.bits) in TABLES or (self.floating and self.bits == MAX_BITS)
+        if not known or not plain or grouped8:
+            raise InputError(
+                "float codes have 4, 6 or 8 bits and normal ones 4, both without zero points; those of 8 bits share a "
+                "scale per tensor, channel, token or block, or in groups a power of two (scales='e8m0')"
+            )
+        if self.scales in OWN_DTYPE and not self.floating:
+            raise InputError(f"scales {self.scales!r} are for float codes; normal ones have stored or float16")
 
     def _check_block(self) -> None:
         if (self.granularity == "block") != (self.block is not None):
@@ -133,9 +160,10 @@ class Grid:
                 f"granularity {self.granularity!r} with block {self.block}; give a block with granularity 'block' and "
                 "only there"
             )
-        if self.block is not None and (self.type != "float" or min(self.block) < 1):
+        float8 = self.type == "float" and self.bits == MAX_BITS
+        if self.block is not None and (not float8 or min(self.block) < 1):
             raise InputError(
-                f"block {self.block} of {self.type} codes; allowed: float codes, 1 or more rows and columns"
+                f"block {self.block} of {self.type} codes; allowed: float codes of 8 bits, 1 or more rows and columns"
             )
 
     @property
@@ -154,8 +182,15 @@ class Grid:
         return self.bits == MIN_BITS and self.symmetric and self.signed and self.narrow
 
     @property
+    def levels(self) -> Levels | None:
+        """The table of levels that codes stand for; None where codes are numbers themselves."""
+        return TABLES.get((self.type, self.bits))
+
+    @property
     def qmin(self) -> int:
         """Smallest code."""
+        if self.levels is not None:
+            return 0
         if self.floating:
             return -FLOAT8_MAX
         if self.signs:
@@ -167,6 +202,8 @@ class Grid:
     @property
     def qmax(self) -> int:
         """Largest code."""
+        if self.levels is not None:
+            return len(self.levels.values) - 1
         if self.floating:
             return FLOAT8_MAX
         if self.signs:
@@ -178,6 +215,8 @@ class Grid:
     @property
     def storage(self) -> torch.dtype:
         """The dtype that holds a code."""
+        if self.levels is not None:
+            return torch.uint8
         if self.floating:
             return FLOAT8
         return torch.int8 if self.signed else torch.uint8
@@ -192,6 +231,16 @@ class Grid:
 
     def with_range(self, choice: RangeChoice) -> "Grid":
         return replace(self, range_choice=choice)
+
+    def reaching(self, largest: float) -> "Grid":
+        """The grid with a global scale for weights up to `largest`, where it needs one and has none."""
+        if self.scales != "e4m3" or self.global_scale is not None:
+            return self
+        return replace(self, global_scale=global_scale_for(largest / steps_of_range(self)[1]))
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which scales are held, where the model has this one."""
+        return scale_dtype_of(self.scales, dtype)
 
 
 def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
@@ -243,9 +292,10 @@ def suggest_groups(
 class Quantized(Term):
     """A quantized matrix, the codes that every consumer shares: evaluation, checkpoint and kernels.
 
-    codes [N, K] int8 (uint8 when unsigned, float8_e4m3fn on a float grid); scale [N, G], [N, 1], [1, 1] or, of blocks
-    of R rows and C columns, [ceil(N / R), ceil(K / C)] in its stored dtype; zero_point of the same shape and of the
-    codes' dtype, or None when symmetric. `weights.formats.codes.Codes` is such a matrix in a format.
+    codes [N, K] int8 (uint8 when unsigned or of a table of levels, float8_e4m3fn of a float of 8 bits); scale [N, G],
+    [N, 1], [1, 1] or, of blocks of R rows and C columns, [ceil(N / R), ceil(K / C)] in its stored dtype (powers of two
+    and divided float8 in float32); zero_point of the same shape and of the codes' dtype, or None when symmetric.
+    `weights.formats.codes.Codes` is such a matrix in a format.
     """
 
     codes: Tensor
@@ -264,6 +314,10 @@ class Quantized(Term):
         if self.grid.block is not None:
             values = self.codes.to(self.scale.dtype) * spread(self.scale, self.codes.shape, self.grid.block)
             return values if dtype is None else values.to(dtype)
+        if self.grid.levels is not None:
+            levels = self.grid.levels.of(self.codes, torch.promote_types(self.scale.dtype, torch.float32))
+            groups = levels.reshape(rows, self.scale.shape[-1], -1) * self.scale.unsqueeze(-1)
+            return groups.reshape(rows, columns).to(self.scale.dtype if dtype is None else dtype)
         groups = self.codes.reshape(rows, self.scale.shape[-1], -1).to(self.scale.dtype)
         if self.zero_point is not None:
             groups = groups - self.zero_point.unsqueeze(-1).to(self.scale.dtype)
@@ -296,6 +350,8 @@ class Quantized(Term):
         """Quantized matrices of one grid below each other, with a scale row for each of theirs: for each row where
         blocks would reach from one into the next."""
         block = terms[0].grid.block
+        if len({term.grid.global_scale for term in terms}) > 1:
+            raise CompressError("parts of a layer that were decided one by one differ in their global scale")
         if block is not None:
             whole = all(len(term.codes) % block[0] == 0 for term in terms[:-1])
             if not whole or any(term.grid != terms[0].grid for term in terms):
@@ -306,8 +362,10 @@ class Quantized(Term):
 
 
 def scales_of(scale: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
-    """The scales of a matrix [N, K] in a shape that multiplies it: those of blocks repeated for every element, others
-    unchanged."""
+    """The scales of a matrix [N, K] in a shape that multiplies it: those of blocks and of groups repeated for every
+    element, others unchanged."""
+    if grid.group_size is not None:
+        return scale.repeat_interleave(grid.group_size, -1)
     return scale if grid.block is None else spread(scale, shape, grid.block)
 
 
@@ -316,32 +374,9 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def round_scale(scale: Tensor, dtype: torch.dtype, numbers: ScaleNumbers = "stored") -> Tensor:
-    """Round scales to the stored dtype and back; where `numbers` is float16, to those that float16 has, too. Magnitudes
-    are clamped to `scale_limits`. Infinities and NaN stay, so that they do not pass for the largest number."""
-    smallest, largest = scale_limits(dtype, numbers)
-    working = torch.finfo(scale.dtype)  # it may be the narrower one
-    sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
-    size = scale.abs().clamp(max(smallest, working.tiny), min(largest, working.max)).to(dtype)
-    rounded = sign * (size if numbers == "stored" else size.to(torch.float16)).to(scale.dtype)
-    return torch.where(scale.isinf(), scale, rounded)
-
-
-def scale_limits(dtype: torch.dtype, numbers: ScaleNumbers = "stored") -> tuple[float, float]:
-    """(Smallest, largest) magnitude of a scale in its stored dtype: its smallest normal and its largest number; where
-    `numbers` is float16, float16's smallest number and the largest that both have."""
-    stored = torch.finfo(dtype)
-    if numbers == "stored":
-        return stored.tiny, stored.max
-    half = torch.finfo(torch.float16)
-    if stored.eps <= half.eps:
-        return HALF_TINY, half.max
-    return HALF_TINY, (2 - stored.eps) * HALF_TOP  # of fewer digits, all of them ones
-
-
 def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """`round_scale` for the scales of a grid; a scale of signs may be 0."""
-    rounded = round_scale(scale, dtype, grid.scales)
+    rounded = round_scale(scale, dtype, grid.scales, grid.global_scale)
     return torch.where(scale == 0, scale, rounded) if grid.signs else rounded
 
 
@@ -354,7 +389,8 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     span = hi if kind == "unsigned" else torch.maximum(-lo, hi)
     if kind == "signed scale":
         span = torch.where(hi > -lo, -hi, -lo)
-    return round_scale(span / divisor, scale_dtype, grid.scales), torch.zeros_like(span)
+    scale = power_above(span / divisor) if grid.scales == "e8m0" else stored_scale(span / divisor, grid, scale_dtype)
+    return scale, torch.zeros_like(span)
 
 
 def steps_of_range(grid: Grid) -> tuple[Range, float]:
@@ -362,6 +398,10 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
     half = 2 ** (grid.bits - 1)
     if not grid.symmetric:
         return "asymmetric", grid.qmax - grid.qmin
+    if grid.scales == "e8m0":
+        return "magnitude", POWER_DIVISORS[grid.bits]
+    if grid.levels is not None:
+        return "magnitude", grid.levels.largest
     if grid.floating:
         return "magnitude", FLOAT8_MAX
     if grid.signed_scale:
@@ -372,7 +412,10 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Codes of `x` in its dtype, whole numbers or values of e4m3. Ties go to the even code; out of range saturates."""
+    """Codes of `x` in its dtype: whole numbers, values of e4m3, or levels of a table. Ties go to the even code (those
+    of NF4 to the lower level); out of range saturates."""
+    if grid.levels is not None:
+        return grid.levels.nearest(x / scale)
     if grid.signs:
         return torch.where(x < 0, -1.0, 1.0).to(x.dtype)
     if grid.floating:
@@ -384,16 +427,6 @@ def encode_unsigned(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Codes 0 ... 2^bits - 1 of `x` in its dtype, for a zero point that is not rounded; 0 where the step is 0."""
     codes = torch.round(x / step + zero).clamp(0, 2**bits - 1)
     return torch.where(step == 0, torch.zeros_like(codes), codes)
-
-
-def round_to_e4m3(x: Tensor) -> Tensor:
-    """The value of e4m3 nearest to each of x, |x| <= 448, in the dtype of x; a tie goes to the even significand."""
-    if x.dtype != torch.float64:
-        return x.to(FLOAT8).to(x.dtype)
-    # torch converts float64 to float8 through float32, which would round twice.
-    exponent = torch.frexp(x).exponent.clamp(min=FLOAT8_LEAST_EXPONENT + 1)  # |x| < 2^exponent
-    step = torch.ldexp(torch.ones_like(x), exponent - FLOAT8_SIGNIFICAND)
-    return torch.round(x / step) * step
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -423,6 +456,10 @@ class _StraightThrough(torch.autograd.Function):
 
 def range_factors(grid: Grid) -> list[float]:
     """The factors by which the range search multiplies the full range."""
+    if grid.scales == "e8m0":
+        return [*POWER_FACTORS]
+    if grid.levels is not None:
+        return [*TABLE_FACTORS]
     if grid.floating:
         return [2 ** (step / FLOAT_STEPS) for step in range(FLOAT_STEPS)]
     return [1 - step / SEARCH_STEPS for step in range(int(SEARCH_STEPS * SEARCH_SHRINK))]
@@ -433,7 +470,7 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
 
     weight: [g], weights of the members' squared errors in the range search (like the diagonal of a Hessian).
     """
-    x = x.to(working_dtype(x))
+    x, scale_dtype = x.to(working_dtype(x)), grid.scale_dtype(scale_dtype)
     if grid.signs or (grid.ternary and grid.range_choice == "mse"):
         best = scale_of_levels(x, weight, zero=grid.ternary)
         return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
@@ -497,7 +534,8 @@ def fit_matrix(
 def to_quantized(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, grid: Grid, dtype: torch.dtype) -> Quantized:
     """Pack codes, scales and zero points into their storage dtypes."""
     zero_point = None if grid.symmetric else zero_NG.to(grid.storage)
-    return Quantized(codes_NK.to(grid.storage), scale_NG.to(dtype), zero_point, grid)
+    codes = codes_NK.to(grid.storage) if grid.levels is None else grid.levels.codes(codes_NK)
+    return Quantized(codes, scale_NG.to(grid.scale_dtype(dtype)), zero_point, grid)
 
 
 def quantize(
@@ -514,6 +552,8 @@ def quantize(
     InputError where the group size does not divide K.
     """
     dtype = x_NK.dtype if scale_dtype is None else scale_dtype
+    if grid.scales == "e4m3" and grid.global_scale is None:
+        grid = grid.reaching(float(x_NK.abs().max()) if x_NK.numel() else 0.0)
     if scale is None and grid.granularity != "tensor":
         parts = [*some_rows(len(x_NK), x_NK.shape[1], 1 if grid.block is None else grid.block[0])]
         if len(parts) > 1:

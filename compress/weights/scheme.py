@@ -11,6 +11,7 @@ from compress.errors import CheckpointError, InputError, one_of
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
@@ -27,10 +28,15 @@ SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, 
 # Weights and inputs float8, with one scale per 128 x 128 weights, and per token and 128 of its inputs.
 BLOCKWISE = "fp8-block"
 SCHEMES[BLOCKWISE] = WIDE
+# Weights on a table of levels, or float8 in groups, of a size that the format has; mxfp4 and mxfp8 round inputs alike.
+LEVELS = {f"{name}a16": kind.on for name, kind in LEVEL_FORMATS.items()}
+LEVELS |= {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "mxfp8")}
+SCHEMES |= {name: grid.bits for name, grid in LEVELS.items()}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
 WITHOUT_GROUPS = (*WHOLE, BLOCKWISE)
-BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
+WITH_INPUTS = [name for name in SCHEMES if not name.endswith("a16") and name not in LEVELS]
+BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join([*WITH_INPUTS, *LEVELS])}"
 SHAPE = Part((2,), (torch.int64, torch.int32), role=Role.MASKS)
 
 
@@ -58,6 +64,7 @@ class Scheme:
                 sign = "" if grid.floating else " symmetric" if grid.symmetric else " asymmetric"
                 bits = f" {grid.bits}-bit" if grid.bits != WIDE else ""
                 per = f" g{grid.block[1]}" if grid.block is not None else ""
+                per += f" g{grid.group_size}" if grid.group_size is not None else ""
                 said += f", {side}{bits} {how}{sign}{per}"
         return said
 
@@ -129,6 +136,8 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
     embedding."""
     if weights.signs:
         return BinaryCodes(grid=weights)
+    if (kind := level_format(weights)) is not None:
+        return kind(grid=replace(weights, global_scale=None))
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
         return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)
@@ -136,6 +145,15 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
         return Float8Rows(grid=weights) if weights.block is None else Float8Blocks(grid=weights)
     whole = weights.bits == WIDE and weights.symmetric and weights.granularity in ("channel", "tensor")
     return Int8Rows(grid=weights) if whole else Packed(grid=weights)
+
+
+def level_format(grid: Grid) -> type[LevelCodes] | None:
+    """The format of codes on a grid of levels, or of float8 in groups; None for another grid."""
+
+    def kind(of: Grid) -> tuple[str, int, str, str]:
+        return of.type, of.bits, of.granularity, of.scales
+
+    return next((each for each in LEVEL_FORMATS.values() if kind(each.on) == kind(grid)), None)
 
 
 def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = None, dynamic: bool = True) -> Scheme:
@@ -237,12 +255,14 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
 
 
 def is_float(name: str) -> bool:
-    """True for the name of a scheme of float8 weights and inputs."""
+    """True for the name of a scheme of float8 weights and inputs, one scale per channel, token or block."""
     return name in ("fp8", BLOCKWISE)
 
 
 def input_bits(name: str) -> int:
     """The bits of the input in a scheme of this name (16: not rounded)."""
+    if name in LEVELS and not name.endswith("a16"):
+        return LEVELS[name].bits
     return WIDE if is_float(name) else int(name.rpartition("a")[2])
 
 
@@ -257,6 +277,13 @@ def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> Non
     one_of(what, name, names, repr(meant) if meant in names else "")
 
 
+def check_levels_group(name: str, group_size: int | None) -> None:
+    """Raises InputError for a size of groups that a scheme of levels has not."""
+    known = LEVELS[name].group_size
+    if group_size not in (None, known):
+        raise InputError(f"{name} has groups of {known}; leave group_size out")
+
+
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
     """The scheme of a name.
 
@@ -267,6 +294,9 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     take.
     """
     check_scheme(name, SCHEMES)
+    if name in LEVELS:
+        check_levels_group(name, group_size)
+        return scheme_on(LEVELS[name], None if name.endswith("a16") else LEVELS[name])
     if name == BLOCKWISE:
         if group_size is not None:
             raise InputError(f"{name} has one scale per 128 x 128 weights; leave group_size out")

@@ -289,6 +289,8 @@ OPTIONS: dict[str, Case] = {
             "3bit": "w3a16",
             "W8A8_INT8": "w8a8",
             "FP8": "fp8",
+            "NVFP4": "nvfp4a16",
+            "mxfp4_moe": "mxfp4a16",
         }.items()
     },
     "grid in capitals": (
@@ -355,6 +357,22 @@ OPTIONS: dict[str, Case] = {
     "spqr with rounded inputs": (
         lambda d: d.spqr("--scheme", "w4a8"),
         ("scheme of spqr, which leaves inputs as they are, 'w4a8'; allowed: w2a16, w3a16",),
+    ),
+    "mxfp4 in other groups": (
+        lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--group-size", 64),
+        ("mxfp4a16 has groups of 32", "leave group_size out"),
+    ),
+    "mxfp4 with a zero point": (
+        lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--grid", "asymmetric"),
+        ("mxfp4a16 has levels and scales of its own", "leave grid, scales and per_tensor out"),
+    ),
+    "mxfp4 with fixed inputs": (
+        lambda d: d.rtn(d.model, "--scheme", "mxfp4", "--set", "activations=static", "--calibration", "demo"),
+        ("mxfp4 fits inputs to every group of a token", "leave activations out"),
+    ),
+    "an embedding in nf4": (
+        lambda d: d.rtn(d.model, "--embeddings", "nf4a16"),
+        ("scheme nf4a16: no layer looks rows of such codes up", "give w8a16 or w4a16"),
     ),
     "spqr in fixed order": (
         lambda d: d.spqr("--set", "act_order=static"),

@@ -64,6 +64,7 @@ LAYOUTS = [
     {"scheme": "w3a16", "group_size": 32, "grid": "signed-scale"},
     {"scheme": "w4a16", "group_size": -1, "grid": "symmetric"},
     {"scheme": "w8a16", "group_size": 96, "grid": "narrow"},
+    {"scheme": "mxfp4a16", "group_size": 32},
 ]
 COLUMNS, TOKENS = 96, 400
 SUPER_BLOCK = 256
@@ -164,7 +165,7 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
         assert grid.qmin <= quantized.codes.int().min()
         assert quantized.codes.int().max() <= grid.qmax
         assert quantized.scale.shape == (len(weight), groups)
-        assert quantized.scale.dtype == SCALE_DTYPES[name]
+        assert quantized.scale.dtype == grid.scale_dtype(SCALE_DTYPES[name])
         assert torch.isfinite(quantized.scale).all()
         assert (quantized.zero_point is None) == one.weight_grid().symmetric
         if quantized.zero_point is not None:

@@ -28,6 +28,7 @@ from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords, InOrderOfGroups
 from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.formats.levels import MXFP4, MXFP6, MXFP8, NF4, NVFP4
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.lowrank import low_rank as low_rank_of
 from compress.weights.formats.registry import FORMATS, OURS
@@ -124,7 +125,17 @@ def act_order(dtype: torch.dtype) -> Term:
     return InOrderOfGroups(codes(format_, dtype), (order // 16).to(torch.int32), format_)
 
 
+LEVELS = {
+    "E2M1, powers of two": MXFP4,
+    "E2M3": MXFP6,
+    "e4m3 in groups": MXFP8,
+    "E2M1, float8 scales": NVFP4,
+    "NF4": NF4,
+}
+# Formats that compute in float32, whatever dtype the model has.
+IN_FLOAT32 = {"super-blocks", *LEVELS} - {"NF4"}
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
+    **{name: lambda dtype, kind=kind: codes(kind(grid=kind.on), dtype) for name, kind in LEVELS.items()},
     "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),
     "packed, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
     "int8 rows": lambda dtype: codes(Int8Rows(grid=Grid(bits=8)), dtype),
@@ -212,7 +223,7 @@ def test_disk_and_json_give_the_same_bits_back(name, tmp_path):
         assert again == scheme
         check_parts("layer", {k: (tuple(t.shape), t.dtype) for k, t in held.items()}, again, (ROWS, COLUMNS))
         found = read_weight("layer", again, held, (ROWS, COLUMNS))
-        assert found.dequantize().dtype == (torch.float32 if name == "super-blocks" else dtype)
+        assert found.dequantize().dtype == (torch.float32 if name in IN_FLOAT32 else dtype)
         assert torch.equal(found.dequantize(), weight.dequantize()), dtype
 
 

@@ -16,6 +16,8 @@ FEW = {"steps": 1, "rows": 2, "held_out": 0.0}
 METHODS: list[list[compress.Pass]] = [
     [compress.RTN(group_size=16), compress.KVCache()],
     [fast_gptq(group_size=16), compress.Reconstruct(steps=1), compress.Embeddings()],
+    [fast_gptq(scheme="nvfp4a16")],
+    [compress.AWQ(scheme="mxfp4")],
     [compress.SpQR(group_size=16)],
     [compress.KQuants()],
     [compress.Ternary()],

@@ -44,6 +44,7 @@ def solve(
     return solved.weight, solved.loss_N
 
 
+POLISH = {"refit": 2, "sweeps": 2}
 # Group size -> K: several groups each, and more than one block of 128 columns but for one.
 WIDTHS = {16: 176, 32: 64, 128: 384, -1: 200}
 
@@ -578,3 +579,28 @@ def test_the_reference_stream_is_asked_for_exactly_when_drift_is_on():
             made = one.needs()["hessian"](8, torch.device("cpu"))
             assert (made.drift is not None) == one.decide_stage.reference
             assert made.total.dtype == getattr(torch, statistics)
+
+
+# --- grids of levels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4a16", "nvfp4a16", "nf4a16"])
+def test_every_step_lowers_the_loss_on_grids_of_levels(scheme):
+    """Rounding to nearest, then the sweep, refit and descent."""
+    weight, x = realistic_layer(24, 128, seed=3)
+    hessian, grid = mean_square(x), GPTQ(scheme=scheme).weight_grid()
+    found = [quantize(weight, grid, torch.float32), *(solve(weight, hessian, grid, **how)[0] for how in ({}, POLISH))]
+    losses = [float(row_losses(weight - one.dequantize(weight.dtype), hessian).sum()) for one in found]
+    assert losses[2] < losses[1] < 0.7 * losses[0]
+
+
+def test_layers_of_a_site_share_the_global_scale_of_nvfp4_however_they_are_cut():
+    weight, x = realistic_layer(16, 64, seed=5)
+    weights = {name: weight * size for name, size in {"q": 1, "k": 9, "v": 0.1}.items()}
+    site, one = make_site(weights, x), GPTQ(scheme="nvfp4a16", drift=0.0)
+    made = one.apply(site)
+    assert len({float(decision.parts()["weight_global_scale"]) for decision in made.values()}) == 1
+    part = site.rows({"q": slice(0, 7), "v": slice(3, 16)}).rows({"v": slice(0, 2)})
+    assert part.reached(one.weight_grid()) == site.reached(one.weight_grid())
+    for name, weight in weights.items():
+        assert (made[name].weight.dequantize() - weight).norm() < 0.15 * weight.norm()

@@ -20,10 +20,9 @@ from compress.weights.grid import (
     fit_matrix,
     grouped,
     quantize,
-    round_scale,
-    scale_limits,
     usual_group,
 )
+from compress.weights.scales import round_scale, scale_limits
 
 KINDS = {
     "asymmetric": {"symmetric": False},

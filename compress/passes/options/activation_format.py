@@ -7,7 +7,7 @@ from compress.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import BLOCKWISE, WHOLE, input_bits, is_float
+from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, input_bits, is_float
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
@@ -41,10 +41,12 @@ class ActivationFormat(WeightFormat):
             ("outputs", Outputs),
         ):
             one_of(option, getattr(self, option), get_args(allowed))
-        if is_float(self.scheme) and self.activation_grid != "symmetric":
+        if (is_float(self.scheme) or self.scheme in LEVELS) and self.activation_grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
         if self.scheme == BLOCKWISE and self.activations != "dynamic":
             raise InputError(f"{self.scheme} fits inputs to every token; leave activations out")
+        if self.scheme in LEVELS and not self.scheme.endswith("a16") and self.activations != "dynamic":
+            raise InputError(f"{self.scheme} fits inputs to every group of a token; leave activations out")
         if not self.scheme.endswith("a16"):
             self._check_dynamic()
         elif (
@@ -78,6 +80,8 @@ class ActivationFormat(WeightFormat):
         asymmetric grid whose zero point is -128."""
         if self.scheme.endswith("a16"):
             return None
+        if self.scheme in LEVELS:
+            return LEVELS[self.scheme]
         if self.scheme == BLOCKWISE:
             return replace(self.activation_grid_of("token"), granularity="block", block=INPUT_BLOCK)
         granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"

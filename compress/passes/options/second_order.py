@@ -109,7 +109,7 @@ class SecondOrder(Pass):
         """The arguments of `solver` that have a row for each output of a layer."""
 
     @abstractmethod
-    def solver(self, relied: Relied) -> Solve:
+    def solver(self, site: Site, relied: Relied) -> Solve:
         """The function that solves rows of a site: solve(scale_dtype=, **rows)."""
 
     @property
@@ -179,7 +179,7 @@ class SecondOrder(Pass):
 
     def solve(self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied) -> dict[str, Matrix]:
         """`solver` over the rows of all layers, each rank its share."""
-        return solve_stacked(site, rows, self.solver(relied), self.together)
+        return solve_stacked(site, rows, self.solver(site, relied), self.together)
 
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
         """A layer's figures for the record."""

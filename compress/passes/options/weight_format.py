@@ -14,12 +14,21 @@ from compress.weights.grid import (
     Grid,
     NumberType,
     RangeChoice,
-    ScaleNumbers,
     largest_group,
     suggest_groups,
     usual_group,
 )
-from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, check_scheme, is_float
+from compress.weights.scales import StoredNumbers
+from compress.weights.scheme import (
+    BLOCKWISE,
+    LEVELS,
+    SCHEMES,
+    WHOLE,
+    WITHOUT_GROUPS,
+    check_levels_group,
+    check_scheme,
+    is_float,
+)
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
@@ -35,9 +44,10 @@ class WeightFormat(Pass):
     in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
 
     scheme: str = "w4a16"
-    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block: bits per weight, then bits per input; a16
-    leaves inputs as they are. fp8: float8 (e4m3) for both. fp8-block (rtn alone): also float8, with a scale per 128 x
-    128 weights and per 128 inputs of a token."""
+    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block, mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16,
+    mxfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for both.
+    fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The names that
+    follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales, nf4 64."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the
@@ -56,7 +66,7 @@ class WeightFormat(Pass):
     clip: bool = False
     """Shrink each range to the one of least error (fp8: widen it)."""
 
-    scales: ScaleNumbers = "stored"
+    scales: StoredNumbers = "stored"
     """Numbers that scales can be. stored: all that the model's dtype has; float16: those that float16 has, too, as GGUF
     and GPTQ's layout store them."""
 
@@ -64,13 +74,15 @@ class WeightFormat(Pass):
         super().__post_init__()
         check_scheme(self.scheme, SCHEMES)
         one_of("grid", self.grid, get_args(GridName))
-        one_of("scales", self.scales, get_args(ScaleNumbers))
+        one_of("scales", self.scales, get_args(StoredNumbers))
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
+        if self.scheme in LEVELS:
+            self._settle_levels()
         if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
             object.__setattr__(self, "group_size", -1)
         self._check_usual()
@@ -87,6 +99,17 @@ class WeightFormat(Pass):
                 "groups; leave group_size and grid out"
             )
         self.weight_grid()
+
+    def _settle_levels(self) -> None:
+        """Fill in what a scheme of levels leaves no choice of. Raises InputError for another choice."""
+        check_levels_group(self.scheme, self.group_size or None)
+        if self.per_tensor or self.grid in ("asymmetric", "narrow") or self.scales != "stored":
+            raise InputError(
+                f"{self.scheme} has levels and scales of its own, and one scale per group; leave grid, scales and "
+                "per_tensor out"
+            )
+        object.__setattr__(self, "group_size", LEVELS[self.scheme].group_size)
+        object.__setattr__(self, "grid", "symmetric")
 
     def _check_usual(self) -> None:
         if self.group_up_to not in KERNEL_GROUPS:
@@ -121,6 +144,8 @@ class WeightFormat(Pass):
         if self.scheme == BLOCKWISE:
             granularity = "block"
         chosen: RangeChoice = "mse" if self.clip else "minmax"
+        if self.scheme in LEVELS:
+            return LEVELS[self.scheme].with_range(chosen)
         return Grid(
             bits=SCHEMES[self.scheme],
             symmetric=self.grid != "asymmetric",
@@ -144,6 +169,11 @@ class WeightFormat(Pass):
         if self.per_tensor or self.group_size <= 0:
             return
         bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
+        if bad and self.scheme in LEVELS:
+            raise InputError(
+                f"{self.scheme} has groups of {self.group_size}, which does not divide the {shapes[bad[0]][1]} inputs "
+                f"of {bad[0]} ({len(bad)} layers in all); leave those out, or give a scheme of integers"
+            )
         if bad:
             widths = {columns for _, columns in shapes.values()}
             raise InputError(
@@ -164,7 +194,9 @@ class WeightFormat(Pass):
         return None if self.group_size else self.group_up_to
 
     def regrouped(self, size: int) -> Pass | None:
-        return self._of_groups(size) if self.weight_grid().granularity == "group" else None
+        return (
+            self._of_groups(size) if self.scheme not in LEVELS and self.weight_grid().granularity == "group" else None
+        )
 
     def fitted(self, widths: Collection[int]) -> Pass:
         """One size for all layers, because not every reader takes several. Where none that has a kernel divides the

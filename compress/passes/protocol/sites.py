@@ -16,6 +16,7 @@ from compress.model.known_edits import Edit
 from compress.model.structure.orders import Places
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
+from compress.weights.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Site:
     """Layers that read one tensor: name -> weight [N, K] in the working dtype, and the finished statistics by name.
 
     scale_dtypes gives the dtype in which each layer's scales are stored. decided: what earlier passes of the run have
-    decided about layers; before: what the weights of those that were pruned had been, [N, K].
+    decided about layers; before: what the weights of those that were pruned had been, [N, K]. whole: all rows of all
+    layers, where the site is a part of another one.
     """
 
     weights: Mapping[str, Tensor]
@@ -32,6 +34,14 @@ class Site:
     comm: Comm
     decided: Mapping[str, Decision] = field(default_factory=dict)
     before: Mapping[str, Tensor] = field(default_factory=dict)
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def reached(self, grid: Grid) -> Grid:
+        """The grid with the global scale that all layers of the site share, where it has one: engines make one layer of
+        some of them (q, k and v; gate and up)."""
+        if grid.scales != "e4m3":
+            return grid
+        return grid.reaching(max(float(weight.abs().max()) for weight in (self.whole or self.weights).values()))
 
     def kept(self, layer: str) -> Tensor | None:
         """Bool [N, K], which weights of a layer no earlier pass has pruned; None: all."""
@@ -53,6 +63,7 @@ class Site:
                 for n, d in decided.items()
             },
             before={n: self.before[n][rows] for n, rows in parts.items() if n in self.before},
+            whole=self.whole or self.weights,
         )
 
 

@@ -14,7 +14,7 @@ from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.run.plan.plan import Plan
-from compress.weights.compressed_tensors import cache_entry, group_entry, needs_dequantizing, why_not
+from compress.weights.compressed_tensors import cache_entry, decompressed_in, group_entry, needs_dequantizing, why_not
 from compress.weights.formats.sparse24 import PackedSparse24, is_halved
 from compress.weights.scheme import Scheme
 
@@ -153,6 +153,13 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
         yield (
             f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
             "dequantize=True reads all layers by one scheme); run it with compress.load"
+        )
+    wanted = decompressed_in(schemes.values())
+    kept = {layer.parameter.dtype for layers in plan.layers.values() for layer in layers if layer.name in schemes}
+    if wanted is not None and kept != {wanted}:
+        yield (
+            "compressed-tensors decompresses these floats to bfloat16, whatever the model has: load in transformers "
+            "with dtype='bfloat16'; compress.load takes any"
         )
     cache = plan.cache_scheme
     if cache is not None and (cache.type == "int" or cache.granularity == "token"):

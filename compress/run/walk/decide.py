@@ -18,9 +18,10 @@ from compress.system.comm import Comm
 from compress.weights.decision import Decision, Figures, joined
 from compress.weights.formats.dense import dense
 from compress.weights.formats.k_quants import KBlocks
-from compress.weights.grid import Quantized, scale_limits
+from compress.weights.grid import Quantized
 from compress.weights.masks import CAME, Earlier
 from compress.weights.matrix import Term
+from compress.weights.scales import scale_limits
 
 
 @dataclass

@@ -14,8 +14,9 @@ from compress.kernels import reference
 from compress.kernels.routes import Route, with_entries
 from compress.runtime.layers.base import QuantLinear, kernel_of
 from compress.runtime.layers.sparse import SparseLinear
-from compress.weights.grid import FLOAT8, straight_through
+from compress.weights.grid import straight_through
 from compress.weights.matrix import summed
+from compress.weights.scales import FLOAT8
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own
 
@@ -34,18 +35,19 @@ class HeldTerm(nn.Module):
     def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
         super().__init__()
         self.format, self.in_features, self.out_features = format_, in_features, out_features
-        self.floats8: set[str] = set()
+        self.bytes: dict[str, torch.dtype] = {}
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         """Take all of a term's tensors from a checkpoint; existing buffers take their values."""
         if self._buffers:
             for name, part in parts.items():
-                self.get_buffer(name).copy_(part.view(torch.uint8) if name in self.floats8 else part)
+                self.get_buffer(name).copy_(part.view(torch.uint8) if name in self.bytes else part)
             return
-        self.floats8 = {name for name, part in parts.items() if part.dtype == FLOAT8}
+        kept = self.format.as_bytes
+        self.bytes = {name: part.dtype for name, part in parts.items() if part.dtype == FLOAT8 or name in kept}
         for name, part in parts.items():
             # Held as bytes: `model.to(dtype)` would convert floats.
-            self.register_buffer(name, part.view(torch.uint8) if name in self.floats8 else part)
+            self.register_buffer(name, part.view(torch.uint8) if name in self.bytes else part)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         """Inverse of `fill`."""
@@ -55,12 +57,13 @@ class HeldTerm(nn.Module):
     def held(self) -> dict[str, Tensor]:
         """{name: tensor} of the term, in the stored dtypes."""
         named = self.named_buffers(recurse=False)
-        return {name: part.view(FLOAT8) if name in self.floats8 else part for name, part in named}
+        return {name: part.view(self.bytes[name]) if name in self.bytes else part for name, part in named}
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The stored dtype of its numbers; None for a term of codes alone."""
-        return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), None)
+        kept = self.format.as_bytes
+        return next((t.dtype for name, t in self.held.items() if t.dtype in FLOATS and name not in kept), None)
 
     def dequantize(self) -> Tensor:
         """The values [N, K] of the term."""

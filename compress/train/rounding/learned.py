@@ -129,6 +129,8 @@ def _inside(steps: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """True for numbers, in steps of the grid, that lie within the codes or up to half a step beyond."""
     if grid.signs:
         return steps.abs() <= 1
+    if grid.levels is not None:
+        return (steps >= grid.levels.least) & (steps <= grid.levels.largest)
     place = steps + zero_point
     return (place >= grid.qmin - HALF_STEP) & (place <= grid.qmax + HALF_STEP)
 

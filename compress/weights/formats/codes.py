@@ -36,7 +36,15 @@ from compress.weights.grid import Grid, Quantized
 from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, StoredTerm, check_finite
 
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
+Layout = Literal[
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
+    "mxfp8-quantized",
+]
 # Dtypes of scales that stay as stored; other scales are read in the model's dtype.
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,0 +1,193 @@
+"""Codes of tables of levels, and float8 codes in groups, as a term of a weight: microscaling floats, NVFP4, NF4.
+
+N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors, but for NF4, which it lacks:
+
+    all          weight_packed         uint8 [N, K n / 8]       codes as a bit stream, the first in the lowest bits
+    but MXFP8    weight                float8 e4m3 [N, K]
+    MX           weight_scale          uint8 [N, G]             127 + the exponent of a power of two; 255 is NaN
+    NVFP4        weight_scale          float8 e4m3 [N, G]       value = code * weight_scale / weight_global_scale
+                 weight_global_scale   float32 [1]
+    NF4          weight_scale          model dtype [N, G]       the absmax of a group
+
+Values are computed in float32, whatever dtype the model has. Layers that read one input have one global scale, because
+engines make one layer of some of them (`passes.protocol.sites.Site.reached`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError, InputError
+from compress.kernels.layouts.words import pack_rows, unpack_rows
+from compress.weights.formats.codes import Codes, CodesFormat, Layout
+from compress.weights.grid import Grid, Quantized
+from compress.weights.roles import Role
+from compress.weights.scales import E8M0_NAN, FLOAT8, e8m0_codes, of_e8m0
+from compress.weights.terms import FLOATS, Part
+
+BYTE = 8
+GLOBAL = "weight_global_scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelCodes(CodesFormat):
+    """Base of the formats. on: the grid that one of them has."""
+
+    telling: ClassVar[str | None] = "weight_packed"
+    as_bytes: ClassVar[frozenset[str]] = frozenset({GLOBAL})
+    on: ClassVar[Grid]
+
+    def __post_init__(self) -> None:
+        known = replace(self.grid, range_choice=self.on.range_choice, group_size=self.on.group_size)
+        if known != self.on:
+            raise InputError(f"{self.kind} codes are on the grid of {self.kind}; given: {self.grid}")
+
+    def size(self, first: int, second: int) -> tuple[int, int]:
+        return first, second * BYTE // self.grid.bits
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        group = self.on.group_size
+        if self.grid.group_size != group:
+            return f"has groups of {self.grid.group_size}; {self.kind} has groups of {group}"
+        return super().problem(rows, columns)
+
+    def words(self, inputs: Grid | None) -> str:
+        return f"{self.kind.partition('-')[0]}{'a16' if inputs is None else ''}"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        kinds = {"e8m0": (torch.uint8,), "e4m3": (FLOAT8,)}
+        kind = kinds.get(self.grid.scales, FLOATS)
+        parts = {
+            "weight_scale": Part((rows, self.groups(columns)), kind, role=Role.SCALES),
+            "weight_packed": Part((rows, columns * self.grid.bits // BYTE), (torch.uint8,), role=Role.CODES),
+        }
+        if self.grid.scales == "e4m3":
+            parts[GLOBAL] = Part((1,), (torch.float32,), role=Role.SCALES)
+        return parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        packed = pack_rows(quantized.codes, self.grid.bits, signed=False).contiguous().view(torch.uint8)
+        return {**self._scales(quantized), "weight_packed": packed}
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        words = parts["weight_packed"].contiguous().view(torch.int32)
+        return self._read(unpack_rows(words, self.grid.bits, columns, signed=False), parts)
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        rows, columns = self.size(*parts["weight_packed"].shape)
+        return self.read(parts, rows, columns).dequantize()
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        scale = parts["weight_scale"]
+        wrong = scale == E8M0_NAN if self.grid.scales == "e8m0" else ~torch.isfinite(scale.float())
+        if bool(wrong.any()):
+            raise CheckpointError("weight_scale holds values that are not finite numbers")
+        if GLOBAL in parts and not (0 < float(parts[GLOBAL].reshape(())) < float("inf")):
+            raise CheckpointError(f"{GLOBAL} holds values that are not finite numbers above 0")
+
+    def _scales(self, quantized: Quantized) -> dict[str, Tensor]:
+        scale = quantized.scale
+        if self.grid.scales == "e8m0":
+            return {"weight_scale": e8m0_codes(scale)}
+        if self.grid.scales != "e4m3":
+            return {"weight_scale": scale}
+        divisor = quantized.grid.global_scale
+        assert divisor is not None, "a quantized matrix knows its global scale"
+        # Dividing moved each scale by less than half a step of float32; e4m3 has wider ones.
+        return {"weight_scale": (scale * divisor).to(FLOAT8), GLOBAL: torch.tensor([divisor], device=scale.device)}
+
+    def _read(self, codes: Tensor, parts: Mapping[str, Tensor]) -> Codes:
+        stored, grid = parts["weight_scale"], self.grid
+        if grid.scales == "e8m0":
+            scale = of_e8m0(stored)
+        elif grid.scales == "e4m3":
+            scale = stored.to(torch.float32) / parts[GLOBAL].reshape(())
+            grid = replace(grid, global_scale=float(parts[GLOBAL].reshape(())))
+        else:
+            scale = stored
+        return self.term(Quantized(codes, scale, None, grid))
+
+
+def _grid(bits: int, group_size: int, scales: str, kind: str = "float") -> Grid:
+    return Grid(bits=bits, type=kind, granularity="group", group_size=group_size, scales=scales)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4(LevelCodes):
+    """E2M1 in groups of 32 with powers of two."""
+
+    kind: ClassVar[str] = "mxfp4-pack-quantized"
+    layout: ClassVar[Layout | None] = "mxfp4-pack-quantized"
+    on: ClassVar[Grid] = _grid(4, 32, "e8m0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP6(LevelCodes):
+    """E2M3 in groups of 32 with powers of two."""
+
+    kind: ClassVar[str] = "mxfp6-pack-quantized"
+    layout: ClassVar[Layout | None] = "mxfp6-pack-quantized"
+    on: ClassVar[Grid] = _grid(6, 32, "e8m0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4(LevelCodes):
+    """E2M1 in groups of 16 with e4m3 scales and a global one."""
+
+    kind: ClassVar[str] = "nvfp4-pack-quantized"
+    layout: ClassVar[Layout | None] = "nvfp4-pack-quantized"
+    on: ClassVar[Grid] = _grid(4, 16, "e4m3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NF4(LevelCodes):
+    """Quantiles of the normal distribution in groups of 64."""
+
+    kind: ClassVar[str] = "nf4"
+    on: ClassVar[Grid] = _grid(4, 64, "stored", "normal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8(LevelCodes):
+    """float8 e4m3 in groups of 32 with powers of two."""
+
+    kind: ClassVar[str] = "mxfp8-quantized"
+    layout: ClassVar[Layout | None] = "mxfp8-quantized"
+    whole: ClassVar[str | None] = "weight"
+    telling: ClassVar[str | None] = None
+    on: ClassVar[Grid] = _grid(8, 32, "e8m0")
+
+    def size(self, first: int, second: int) -> tuple[int, int]:
+        return first, second
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = super().parts(rows, columns)
+        del parts["weight_packed"]
+        return {**parts, "weight": Part((rows, columns), (FLOAT8,), role=Role.CODES)}
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        return {**self._scales(quantized), "weight": quantized.codes}
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        return self._read(parts["weight"], parts)
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return self.read(parts, *parts["weight"].shape).dequantize()
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        super().check(parts, rows, columns)
+        if bool(parts["weight"].float().isnan().any()):
+            raise CheckpointError("weight holds codes that are not numbers")
+
+
+# {name of a scheme, without what it says of inputs: the format of its weights}.
+LEVEL_FORMATS: dict[str, type[LevelCodes]] = {
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "mxfp6": MXFP6,
+    "mxfp8": MXFP8,
+    "nf4": NF4,
+}

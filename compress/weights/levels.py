@@ -1,0 +1,92 @@
+"""Tables of levels: grids whose values are listed, code by code, and the number formats that are made of them.
+
+    E2M1    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives       OCP Microscaling formats 1.0, FP4; NVFP4, too
+    E2M3    m / 8 for m < 8, then (1 + m / 8) 2^e, e = 0, 1, 2   the same, FP6: up to 7.5
+    NF4     16 quantiles of the normal distribution in [-1, 1]    QLoRA, arXiv 2305.14314, as bitsandbytes has them
+
+A value is level * scale. A code of a float has its sign in the highest bit, so that one code is -0; of two levels
+equally near, floats take the one of the even code and NF4 the lower, as the readers of these formats do. Beyond the
+outer levels codes saturate.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Ties = Literal["even", "lower"]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """values: by code, in units of the scale. ties: of two levels equally near, the one of the even code or the
+    lower."""
+
+    name: str
+    values: tuple[float, ...]
+    ties: Ties
+
+    @property
+    def largest(self) -> float:
+        return max(self.values)
+
+    @property
+    def least(self) -> float:
+        return min(self.values)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The level nearest to each of x, in the dtype of x, float32 or float64."""
+        rising, borders, _ = _sorted(self, x.dtype, x.device)
+        return rising[torch.bucketize(x.contiguous(), borders)]
+
+    def codes(self, levels: Tensor) -> Tensor:
+        """uint8, the codes of levels; that of 0 is the positive one."""
+        rising, _, codes = _sorted(self, levels.dtype, levels.device)
+        return codes[torch.searchsorted(rising, levels.contiguous())]
+
+    def of(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The levels of codes."""
+        return _by_code(self, dtype, codes.device)[codes.long()]
+
+
+@cache
+def _by_code(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(levels.values, dtype=torch.float32, device=device).to(dtype)
+
+
+@cache
+def _sorted(levels: Levels, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(Different levels, rising; the largest number that is rounded down between each two of them; their codes)."""
+    code_of: dict[float, int] = {}
+    for code, value in enumerate(levels.values):
+        code_of.setdefault(value, code)  # -0 equals 0, whose code comes first
+    rising = torch.tensor(sorted(code_of), dtype=torch.float32).to(dtype)
+    codes = torch.tensor([code_of[value] for value in sorted(code_of)], dtype=torch.uint8)
+    middle = (rising[1:] + rising[:-1]) / 2
+    up = (codes[1:] % 2 == 0) if levels.ties == "even" else torch.zeros_like(codes[1:], dtype=torch.bool)
+    below = torch.nextafter(middle, torch.full_like(middle, -torch.inf))
+    return rising.to(device), torch.where(up, below, middle).to(device), codes.to(device)
+
+
+def _both_signs(magnitudes: list[float]) -> tuple[float, ...]:
+    return (*magnitudes, *(-value for value in magnitudes))
+
+
+E2M1 = Levels("e2m1", _both_signs([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), "even")
+E2M3 = Levels(
+    "e2m3", _both_signs([*(m / 8 for m in range(8)), *((1 + m / 8) * 2**e for e in range(3) for m in range(8))]), "even"
+)
+# bitsandbytes 0.50, functional.py (`create_normal_map` rounds the quantiles so).
+NF4 = Levels(
+    "nf4",
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "lower",
+)
+TABLES: dict[tuple[str, int], Levels] = {("float", 4): E2M1, ("float", 6): E2M3, ("normal", 4): NF4}
