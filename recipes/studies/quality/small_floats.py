@@ -1,0 +1,110 @@
+"""Small floats in groups beside integers of the same bytes: KL to the original by rounding to nearest and by GPTQ.
+
+    python recipes/studies/quality/small_floats.py MODEL --calibration TEXT --text TEXT --json OUT.json
+        [--schemes mxfp4a16 w4a16:64 ...] [--ways rtn gptq ...] [--samples N] [--calibration-length N] [--windows N]
+        [--length N]
+
+    rtn            `compress quantize --method rtn`: the whole range of each group
+    rtn, clip      the range of least squared error
+    gptq           the default: ranges of least error weighted by diag(H), drift correction, refit, descent
+    gptq, NAME     without one of these: no clip, no drift, no polish (refit and descent), plain (none of the three)
+
+w4a16:64 are integers of 4 bits in groups of 64. Embedding and head stay as they are. All models are evaluated as dense
+weights in float32.
+"""
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import compress
+from compress.data.text import load_tokens
+from compress.passes.protocol.base import Pass
+from compress.recipes.studies.figures import asked, flat, made_by
+from compress.weights.scheme import LEVELS
+
+# By falling bytes; integers beside the floats that have as many.
+SCHEMES = ("mxfp8a16", "w8a16:64", "mxfp6a16", "w6a16:64", "nvfp4a16", "w4a16:32", "mxfp4a16", "nf4a16", "w4a16:64")
+WITHOUT: dict[str, dict[str, Any]] = {
+    "gptq": {},
+    "gptq, no clip": {"clip": False},
+    "gptq, no drift": {"drift": 0.0},
+    "gptq, no polish": {"refit": 0, "sweeps": 0},
+    "gptq, plain": {"clip": False, "drift": 0.0, "refit": 0, "sweeps": 0},
+}
+WAYS = ("rtn", "rtn, clip", "gptq")
+FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
+SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
+
+
+def made(scheme: str, way: str) -> Pass:
+    name, _, size = scheme.partition(":")
+    options: dict[str, Any] = {"scheme": name, **({"group_size": int(size)} if size else {})}
+    if way in WITHOUT:
+        return compress.GPTQ(**options, **WITHOUT[way])
+    return compress.RTN(**options, clip=way == "rtn, clip")
+
+
+def bits_of(scheme: str) -> float:
+    """Bits of a weight, scales of 16 bits or of their own kind included."""
+    name, _, size = scheme.partition(":")
+    if name not in LEVELS:
+        return int(name[1]) + SCALE_BITS["stored"] / int(size)
+    grid = LEVELS[name]
+    assert grid.group_size is not None
+    return grid.bits + SCALE_BITS[grid.scales] / grid.group_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*WAYS[:2], *WITHOUT])
+    parser.add_argument("--samples", type=int, help="of the calibration")
+    parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
+    parser.add_argument("--windows", type=int, help="of the text")
+    parser.add_argument("--length", type=int, help="tokens of a window")
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    limits = {"samples": arguments.samples, "length": arguments.calibration_length}
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ids = load_tokens(arguments.calibration, tokenizer, model.config, what="calibration", **limits).ids
+    rows: list[dict[str, Any]] = []
+    for scheme in arguments.schemes:
+        for way in arguments.ways:
+            begun = perf_counter()
+            ours = compress.quantize(copy.deepcopy(model), made(scheme, way), calibration=ids).model
+            assert ours is not None
+            took = perf_counter() - begun
+            limits = {"samples": arguments.windows, "length": arguments.length}
+            found = flat(compress.evaluate(ours, reference=model, text=arguments.text, **limits))
+            row = {"scheme": scheme, "way": way, "bits_per_weight": bits_of(scheme), "seconds": round(took, 1)}
+            rows.append({**row, **{key: found[key] for key in FIGURES}})
+            print(
+                f"| {scheme} | {way} | {row['bits_per_weight']:.2f} | {found['perplexity']:.3f} | "
+                f"{found['kl_mean']:.5f} ± {found['standard_errors']['kl_mean']:.5f} | {took:.0f} s |",
+                flush=True,
+            )
+            record = {
+                "model": Path(arguments.model).name,
+                "command": asked(__file__),
+                "calibration_tokens": ids.numel(),
+                **made_by(),
+                "reference_perplexity": found["reference_perplexity"],
+                "text_sha256": found["text_sha256"],
+                "rows": rows,
+            }
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
