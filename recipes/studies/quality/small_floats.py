@@ -86,7 +86,7 @@ def main() -> None:
             assert ours is not None
             took = perf_counter() - begun
             limits = {"samples": arguments.windows, "length": arguments.length}
-            found = flat(compress.evaluate(ours, reference=model, text=arguments.text, **limits))
+            found = flat(compress.evaluate(ours, reference=arguments.model, text=arguments.text, **limits))
             row = {"scheme": scheme, "way": way, "bits_per_weight": bits_of(scheme), "seconds": round(took, 1)}
             rows.append({**row, **{key: found[key] for key in FIGURES}})
             print(
