@@ -48,7 +48,8 @@ class Levels:
 
     def of(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The levels of codes."""
-        return _by_code(self, dtype, codes.device)[codes.long()]
+        table = _by_code(self, dtype, codes.device)
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @cache

@@ -14,6 +14,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
 from compress.weights.formats.gptq_awq import GPTQActOrder, WordsFormat
+from compress.weights.formats.levels import LevelCodes
 from compress.weights.grid import Grid, Quantized
 
 
@@ -139,6 +140,8 @@ def why_not_float16(source: Source) -> list[str]:
     """The first layer whose scales are no numbers of float16, the end of a sentence about a checkpoint. Those of
     super-blocks always are."""
     for name, layer in stored_in(source).layers.items():
+        if isinstance(layer.scheme.codes, LevelCodes):
+            continue  # scales of a kind of their own
         part = next((layer.parts[part] for part in ("scales", "weight_scale") if part in layer.parts), None)
         scale = None if part is None else source.weights.tensor(part)
         if scale is not None and not torch.equal(scale.to(torch.float16).to(scale.dtype), scale):

@@ -28,7 +28,7 @@ from compress.weights.roles import Role
 from compress.weights.scales import E8M0_NAN, FLOAT8, e8m0_codes, of_e8m0
 from compress.weights.terms import FLOATS, Part
 
-BYTE = 8
+BYTE, HALF_BYTE = 8, 4
 GLOBAL = "weight_global_scale"
 
 
@@ -73,8 +73,12 @@ class LevelCodes(CodesFormat):
         return {**self._scales(quantized), "weight_packed": packed}
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        words = parts["weight_packed"].contiguous().view(torch.int32)
-        return self._read(unpack_rows(words, self.grid.bits, columns, signed=False), parts)
+        packed = parts["weight_packed"].contiguous()
+        if self.grid.bits == HALF_BYTE:
+            codes = torch.stack([packed & 15, packed >> HALF_BYTE], -1).view(rows, columns)
+        else:
+            codes = unpack_rows(packed.view(torch.int32), self.grid.bits, columns, signed=False)
+        return self._read(codes, parts)
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = self.size(*parts["weight_packed"].shape)
@@ -109,6 +113,15 @@ class LevelCodes(CodesFormat):
         else:
             scale = stored
         return self.term(Quantized(codes, scale, None, grid))
+
+
+def without_global(term: Codes) -> Codes:
+    """The matrix of the same codes and local scales, as if the global scale were 1; the same where there is none."""
+    divisor = term.grid.global_scale
+    if divisor is None:
+        return term
+    local = (term.scale * divisor).to(FLOAT8).to(term.scale.dtype)
+    return replace(term, scale=local, grid=replace(term.grid, global_scale=1.0))
 
 
 def _grid(bits: int, group_size: int, scales: str, kind: str = "float") -> Grid:

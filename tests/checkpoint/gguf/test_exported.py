@@ -69,6 +69,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
         ("gptq", torch.float32, "Q4_0", {"scheme": "w4a16", "group_size": 32, "scales": "float16"}),
         ("ternary", torch.float32, "TQ2_0", {"group_size": 256, "model": WIDE, "scales": "float16"}),
         ("k-quants", torch.float32, "Q5_0", {"scheme": "q4_k"}),
+        ("gptq", torch.bfloat16, "MXFP4", {"scheme": "mxfp4a16"}),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -90,6 +91,19 @@ def test_gguf_py_reads_what_was_decided(method, dtype, kind, options, tmp_path):
     record = json.loads((written.output / RECORD).read_text())
     assert record["verification"]["reader"].startswith("gguf ")
     assert record["verification"]["tensors"] == len(reader.tensors)
+
+
+def test_nvfp4_has_its_global_scale_beside_it(tmp_path):
+    out = quantized(tmp_path, "gptq", torch.bfloat16, scheme="nvfp4a16", model=WIDE)
+    found = values_of(reader := read(compress.export(out, tmp_path / "there", "gguf").output))
+    dense = compress.load(out, dequantize=True).state_dict()
+    for name, ours in {"ffn_down": "mlp.down_proj", "attn_v": "self_attn.v_proj"}.items():
+        assert types_of(reader)[f"blk.0.{name}.weight"] == "NVFP4"
+        factor = found[f"blk.0.{name}.scale"]
+        assert factor.shape == (1,)
+        values = (found[f"blk.0.{name}.weight"] * factor).to(torch.bfloat16)
+        assert torch.equal(values, dense[f"model.layers.0.{ours}.weight"])
+    assert torch.equal(found["blk.0.attn_q.scale"], found["blk.0.attn_v.scale"])
 
 
 def test_what_gguf_py_cannot_read_is_said(tmp_path):

@@ -9,6 +9,8 @@ numbered from the lowest. Layouts are those of ggml-common.h and ggml-quants.c (
     Q8_0   32 in 34 bytes    d | 32 x int8                                                      w = d q
     TQ2_0  256 in 66 bytes   64 x (four codes: of j, j + 32, j + 64, j + 96 in 128) | d         w = d (q - 1)
     Q1_0   128 in 18 bytes   d | 128 bits, one after the other                                  w = d (2 q - 1)
+    MXFP4  32 in 17 bytes    exponent of d, in e8m0 | 16 bytes as Q4_0                          w = d E2M1[q]
+    NVFP4  64 in 36 bytes    4 x d, in e4m3 | 4 x (8 bytes: q[j], q[j + 8] of 16)               w = d E2M1[q]
 
 N outputs, K inputs, B blocks of a row.
 """
@@ -78,11 +80,25 @@ def pack_q1_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return _joined(_bytes(scale_NB), _bits(_blocks(codes_NK > 0, 128)))
 
 
+def pack_mxfp4(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
+    """uint8 codes of E2M1, and of e8m0."""
+    return _joined(scale_NB.unsqueeze(-1), _nibbles(_blocks(codes_NK, 32)))
+
+
+def pack_nvfp4(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
+    """uint8 codes of E2M1, and of e4m3 for every 16 of them."""
+    sixteens = _blocks(codes_NK, 64).unflatten(-1, (4, 2, 8))
+    packed = (sixteens[..., 0, :] | sixteens[..., 1, :] << 4).flatten(-2)
+    return _joined(_blocks(scale_NG, 4), packed)
+
+
 Q4_0 = Block("Q4_0", 32, 18, -8, 7, pack_q4_0)
 Q5_0 = Block("Q5_0", 32, 22, -16, 15, pack_q5_0)
 Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0)
 TQ2_0 = Block("TQ2_0", 256, 66, -1, 1, pack_tq2_0)
 Q1_0 = Block("Q1_0", 128, 18, -1, 1, pack_q1_0)
+# Codes of E2M1, with scales of their own kinds: packed by `pack_mxfp4` and `pack_nvfp4`. (Elements, bytes) of a block.
+MX_BLOCK, NV_BLOCK = (32, 17), (64, 36)
 # Codes of a scale and a minimum: packed by `pack_q4_1`, which takes both.
 Q4_1_NAME, Q4_1_SIZE, Q4_1_BYTES = "Q4_1", 32, 20
 

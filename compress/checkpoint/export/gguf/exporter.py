@@ -36,6 +36,7 @@ from compress.system.version import VERSION
 QUANTIZATION_VERSION = 2  # of ggml's blocks (GGML_QNT_VERSION)
 # llama.cpp's word for a file, by the type of most of its weights; F16 for one that has no word for it.
 FILE_TYPES = {"F32": "ALL_F32", **{f: f"MOSTLY_{f}" for f in ("F16", "BF16")}}
+FILE_TYPES["MXFP4"] = "MOSTLY_MXFP4_MOE"  # the only word there is
 FILE_TYPES |= {f"Q{bits}_K": f"MOSTLY_Q{bits}_K_M" for bits in (3, 4, 5)}  # mixes of these; Q2_K and Q6_K are words
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.checkpoint.export.gguf.file import Entry
 from compress.checkpoint.export.gguf.library import gguf, reader
-from compress.checkpoint.export.gguf.names import FileTensor, entry_of
+from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import InputError, first_line
@@ -140,11 +140,14 @@ def _order(values: Tensor, template: Template, name: str) -> Tensor | None:
 
 
 def entries_of(source: Source, template: Template) -> list[Entry]:
-    """The tensors of the file, in the order of the template: the layers' in blocks, others as they are."""
+    """The tensors of the file, in the order of the template: the layers' in blocks, others as they are. Last, factors
+    of layers with a global scale."""
     layers = {name: (layer, order) for layer, (name, order) in matched(source, template).items()}
-    return [
+    entries = [
         _grafted(source, name, *layers[name]) if name in layers else template.copied(name) for name in template.tensors
     ]
+    factors = (factor for name, (layer, _) in layers.items() for factor in factors_of(source, layer, name))
+    return [*entries, *(entry_of(factor, source) for factor in factors)]
 
 
 def _grafted(source: Source, name: str, layer: str, order: Tensor) -> Entry:

@@ -10,7 +10,8 @@ block whose codes reach as far, and blocks within one group repeat its scale:
     ternary                   TQ2_0, 2.06 bits  groups of 256, or multiples of it; narrow codes of 2 bits, too
     binary                    Q1_0, 1.13 bits   groups of 128, or multiples of it
 
-Super-blocks of llama.cpp's K-quants are stored as they are written.
+MXFP4 and NVFP4 have blocks of their name; the global scale of NVFP4 is a tensor of its own (`names`). Super-blocks of
+llama.cpp's K-quants are stored as they are written.
 
 A format that is not made of integer codes joins by a line in `HOLDERS`.
 """
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.export.gguf.blocks import (
+    MX_BLOCK,
+    NV_BLOCK,
     Q1_0,
     Q4_0,
     Q4_1_BYTES,
@@ -31,10 +34,13 @@ from compress.checkpoint.export.gguf.blocks import (
     Q8_0,
     TQ2_0,
     Block,
+    pack_mxfp4,
+    pack_nvfp4,
     pack_q4_1,
 )
 from compress.weights.formats.codes import Codes, CodesFormat, Int8Table, Packed
 from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.formats.levels import MXFP4, NVFP4
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.scheme import Scheme
 from compress.weights.terms import Format, StoredTerm
@@ -139,6 +145,25 @@ def _by_input(numbers: Tensor, rows: int, columns: int) -> Tensor:
     return _by_block(numbers, rows, columns, 1)
 
 
+def _levels_why_not(form: Format, columns: int) -> str | None:
+    name, (size, _) = _block_of_levels(form)
+    if columns % size:
+        return f"has {columns} inputs; {name} takes multiples of {size}; leave it out, or use `--to dense`"
+    return None
+
+
+def _levels_blocks(held: StoredTerm) -> Blocks:
+    assert isinstance(held, Codes)
+    (name, (size, bytes_)), columns = _block_of_levels(held.format), held.codes.shape[1]
+    scale, pack = held.parts()["weight_scale"].view(torch.uint8), pack_mxfp4 if name == "MXFP4" else pack_nvfp4
+    return Blocks(name, columns // size * bytes_, lambda: pack(held.codes, scale))
+
+
+def _block_of_levels(form: Format) -> tuple[str, tuple[int, int]]:
+    """(The name in ggml of a block of E2M1, its elements and bytes.)"""
+    return ("MXFP4", MX_BLOCK) if isinstance(form, MXFP4) else ("NVFP4", NV_BLOCK)
+
+
 def _super_blocks_why_not(form: Format, columns: int) -> str | None:
     return form.problem(0, columns)
 
@@ -153,5 +178,6 @@ _CODES = Holder(_codes_why_not, _codes_blocks)
 # By the kind of the format. A format whose tensor is made of blocks already hands them over as they are.
 HOLDERS: Mapping[str, Holder] = {
     **dict.fromkeys((Packed.kind, Int8Table.kind, TernaryCodes.kind, BinaryCodes.kind), _CODES),
+    **dict.fromkeys((MXFP4.kind, NVFP4.kind), Holder(_levels_why_not, _levels_blocks)),
     KQuant.kind: Holder(_super_blocks_why_not, _super_blocks),
 }

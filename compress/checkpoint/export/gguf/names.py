@@ -20,10 +20,14 @@ from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.read.weight_files import DTYPES
+from compress.weights.formats.codes import Codes
+from compress.weights.formats.levels import GLOBAL, without_global
 from compress.weights.terms import StoredTerm
 
 SUFFIXES = (".weight", ".bias")
 HEAD, FACTORS = "lm_head.weight", "rope_freqs.weight"
+# llama.cpp multiplies the product of a layer by this tensor: 1 / the global scale of NVFP4.
+FACTOR = ".scale"
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,12 @@ class FileTensor:
 
     def values(self, source: Source) -> Tensor:
         """The values as the file is to hold them: of a layer those that its codes stand for, in their stored dtype; of
-        others float32 where they have one dimension."""
+        others float32 where they have one dimension. Values of NVFP4 are those before the global scale divides them."""
         if self.made is not None:
             return self.made
         if self.layer is not None:
-            found = weight_of(source, self.layer).dequantize()
+            (term,) = weight_of(source, self.layer).terms
+            found = (without_global(term) if isinstance(term, Codes) else term).dequantize()
         else:
             found = source.weights.tensor(self.tensor)
             found = found.to(torch.float32) if found.ndim == 1 else found
@@ -81,8 +86,18 @@ def planned(source: Source, family: Architecture, names: Any) -> Iterator[FileTe
         rows = None if count is None else rotated_rows(_shape(source, tensor, layer)[0], count)
         shift = 1.0 if family.shifted and tensor.endswith("norm.weight") else 0.0
         yield FileTensor(name, tensor, layer, rows, shift)
+        if layer is not None:
+            yield from factors_of(source, layer, name)
     if (factors := rope_factors(config)) is not None:
         yield FileTensor(FACTORS, FACTORS, made=factors)
+
+
+def factors_of(source: Source, layer: str, name: str) -> Iterator[FileTensor]:
+    """The tensor with the factor of a layer's weight, of that name in the file, where it has a global scale."""
+    held = stored_in(source).layers[layer].parts.get(GLOBAL)
+    if held is not None:
+        factor = 1 / source.weights.tensor(held).reshape(1)
+        yield FileTensor(name.removesuffix(".weight") + FACTOR, held, made=factor)
 
 
 def _kept(source: Source) -> Iterator[tuple[str, str | None]]:
