@@ -35,6 +35,7 @@ OWN_PARTS = frozenset(
         "weight_zero_point",
         "weight_shape",
         "input_scale",
+        "input_global_scale",
         "input_zero_point",
         "output_scale",
         "output_zero_point",
@@ -131,7 +132,9 @@ def _activations_entry(grid: Grid | None, dynamic: bool) -> dict[str, Any] | Non
         "strategy": "token" if dynamic else "tensor",
     }
     if grid.scales in SCALE_DTYPES:
-        return {**entry, **_groups_of_levels(grid)}
+        # The global scale is calibrated, those of groups come as the model runs.
+        how = {"dynamic": "local", "observer": "static_minmax"} if grid.scales == "e4m3" else {}
+        return {**entry, **_groups_of_levels(grid), **how}
     return entry if grid.block is None else {**entry, "strategy": "group", "group_size": grid.block[1]}
 
 
@@ -194,7 +197,8 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
 def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: str) -> Scheme:
     """The scheme of codes of levels, with an input that is not rounded or rounded alike. Raises CheckpointError."""
     wanted = {"num_bits": kind.on.bits, **_groups_of_levels(kind.on)}
-    asked: list[tuple[str, bool]] = [("weights", False), ("input_activations", True)]
+    of_inputs = "local" if kind.on.scales == "e4m3" else True
+    asked: list[tuple[str, bool | str]] = [("weights", False), ("input_activations", of_inputs)]
     for key, dynamic in asked:
         entry = group.get(key) or {}
         if not entry and dynamic:
@@ -204,12 +208,12 @@ def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: s
         if (
             _odd(entry, ("num_bits", "symmetric", "dynamic", "strategy", "group_size"), "float")
             or not entry.get("symmetric", True)
-            or entry.get("dynamic", False) is not dynamic
+            or entry.get("dynamic", False) != dynamic
             or any(str(value) != str(wanted[name]) for name, value in found.items())
         ):
             raise CheckpointError(
                 f"{layer}: {key} {dict(entry)} cannot be read; readable beside {kind.layout}: {wanted}, "
-                f"{'dynamic' if dynamic else 'static'}"
+                f"dynamic: {dynamic}"
             )
     if group.get("output_activations"):
         raise CheckpointError(f"{layer} quantizes its output beside {kind.layout}, which cannot be read")

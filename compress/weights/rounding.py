@@ -2,10 +2,14 @@
 
 input_scale        model dtype [1]    and output_scale of an output
 input_zero_point   int8 [1]           asymmetric integers; may be absent otherwise
+
+and the global scale of e4m3 scales, which are fitted to every group of a token, as
+
+input_global_scale float32 [1]
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -46,7 +50,9 @@ class ActivationCodes:
         return decode(codes, scale, zero_point, torch.float32).to(x.dtype)
 
     def parts(self, side: Side) -> dict[str, Tensor]:
-        """Its tensors in a checkpoint; none where the range is fitted to every token."""
+        """Its tensors in a checkpoint; none where the range is fitted to every token and there is no global scale."""
+        if self.grid.global_scale is not None:
+            return {f"{side}_global_scale": torch.tensor([self.grid.global_scale])}
         if self.scale is None:
             return {}
         zero_point = {} if self.zero_point is None else {f"{side}_zero_point": self.zero_point.reshape(1)}
@@ -54,7 +60,9 @@ class ActivationCodes:
 
 
 def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
-    """The parts that hold a fixed range."""
+    """The parts that hold a fixed range or a global scale."""
+    if grid.scales == "e4m3":
+        return {f"{side}_global_scale": Part((1,), (torch.float32,), role=Role.RANGES)}
     parts = {f"{side}_scale": Part((1,), FLOATS, role=Role.RANGES)}
     if not grid.floating:
         parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric, role=Role.RANGES)
@@ -62,7 +70,9 @@ def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
 
 
 def read_fixed(side: Side, grid: Grid, parts: Mapping[str, Tensor]) -> ActivationCodes:
-    """Inverse of `ActivationCodes.parts` for a fixed range."""
+    """Inverse of `ActivationCodes.parts` for a fixed range or a global scale."""
+    if grid.scales == "e4m3":
+        return ActivationCodes(replace(grid, global_scale=float(parts[f"{side}_global_scale"].reshape(()))))
     zero_point = None if grid.symmetric else parts.get(f"{side}_zero_point")
     return ActivationCodes(
         grid, parts[f"{side}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)

@@ -11,7 +11,7 @@ from compress.errors import CheckpointError, InputError, one_of
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
-from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes
+from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes, check_global
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
@@ -28,9 +28,9 @@ SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, 
 # Weights and inputs float8, with one scale per 128 x 128 weights, and per token and 128 of its inputs.
 BLOCKWISE = "fp8-block"
 SCHEMES[BLOCKWISE] = WIDE
-# Weights on a table of levels, or float8 in groups, of a size that the format has; mxfp4 and mxfp8 round inputs alike.
+# Weights on a table of levels, or float8 in groups of the format's own size; those without a16 round inputs alike.
 LEVELS = {f"{name}a16": kind.on for name, kind in LEVEL_FORMATS.items()}
-LEVELS |= {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "mxfp8")}
+LEVELS |= {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "nvfp4", "mxfp8")}
 SCHEMES |= {name: grid.bits for name, grid in LEVELS.items()}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
@@ -79,6 +79,11 @@ class Scheme:
         """The grid of a layer of codes."""
         return cast(CodesFormat, self.terms[0]).grid
 
+    @property
+    def holds_inputs(self) -> bool:
+        """True where numbers about the layer's input are stored: its fixed range, or its global scale."""
+        return self.inputs is not None and (not self.dynamic or self.inputs.scales == "e4m3")
+
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """{name: part} of the tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
         first term tells that shape."""
@@ -87,7 +92,7 @@ class Scheme:
             parts |= named(i, term.parts(rows, columns))
         if self.terms[0].needs_shape:
             parts["weight_shape"] = SHAPE
-        if self.inputs is not None and not self.dynamic:
+        if self.holds_inputs and self.inputs is not None:
             parts |= fixed_parts("input", self.inputs)
         return parts if self.outputs is None else {**parts, **fixed_parts("output", self.outputs)}
 
@@ -100,13 +105,14 @@ class Scheme:
         """Raises CheckpointError, whose message begins with the name of a part, for impossible values."""
         for term, held in self._by_term(parts, rows, columns):
             term.check(held, rows, columns)
+        check_global(parts, "input_global_scale")
 
     def _by_term(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> list[tuple[Format, dict[str, Tensor]]]:
         return [(term, own(i, parts, term, rows, columns)) for i, term in enumerate(self.terms)]
 
     def read_inputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
         """The rounding of a layer's input; None where it is not rounded."""
-        if self.inputs is None or self.dynamic:
+        if self.inputs is None or not self.holds_inputs:
             return None if self.inputs is None else ActivationCodes(self.inputs)
         return read_fixed("input", self.inputs, parts)
 
@@ -189,7 +195,7 @@ def scheme_of(
 ) -> Scheme:
     """The scheme that stores a weight and the rounding of its layer's input and output. table: of a token embedding."""
     assert inputs is not None or outputs is None, "rounded outputs come with rounded inputs"
-    grid = None if inputs is None else inputs.grid
+    grid = None if inputs is None else replace(inputs.grid, global_scale=None)
     return Scheme(
         terms=tuple(term.format for term in terms_of(weight, grid, table)),
         inputs=grid,

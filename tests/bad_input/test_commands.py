@@ -289,8 +289,9 @@ OPTIONS: dict[str, Case] = {
             "3bit": "w3a16",
             "W8A8_INT8": "w8a8",
             "FP8": "fp8",
-            "NVFP4": "nvfp4a16",
-            "mxfp4_moe": "mxfp4a16",
+            "NVFP4": "nvfp4",
+            "MXFP4A16": "mxfp4a16",
+            "NF4": "nf4a16",
         }.items()
     },
     "grid in capitals": (

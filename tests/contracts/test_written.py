@@ -18,6 +18,7 @@ METHODS: list[list[compress.Pass]] = [
     [fast_gptq(group_size=16), compress.Reconstruct(steps=1), compress.Embeddings()],
     [fast_gptq(scheme="nvfp4a16")],
     [compress.AWQ(scheme="mxfp4")],
+    [compress.SmoothQuant(scheme="nvfp4")],
     [compress.SpQR(group_size=16)],
     [compress.KQuants()],
     [compress.Ternary()],

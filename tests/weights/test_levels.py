@@ -4,19 +4,21 @@ what compressed-tensors makes of the same files."""
 import math
 import struct
 from bisect import bisect_left
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
 
-from compress.errors import InputError
+from compress.errors import CheckpointError, InputError
+from compress.runtime.layers.linear import QuantLinear
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP4, NVFP4
 from compress.weights.grid import Grid, encode, fit, quantize
 from compress.weights.levels import E2M1, E2M3, NF4, Levels
 from compress.weights.scales import FLOAT8, e8m0_codes, global_scale_for, of_e8m0, power_above, round_scale
-from compress.weights.scheme import scheme_on
+from compress.weights.scheme import Scheme, scheme_on
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -187,7 +189,7 @@ def test_a_global_scale_of_others_is_kept_bit_for_bit():
     weight = matrix()
     divisor = float((448 * 6 / weight.abs().max()).float())
     format_ = NVFP4(grid=NVFP4.on)
-    term = format_.term(quantize(weight, Grid(**{**NVFP4.on.__dict__, "global_scale": divisor})))
+    term = format_.term(quantize(weight, replace(NVFP4.on, global_scale=divisor)))
     parts = term.parts()
     local = parts["weight_scale"].float()
     assert parts["weight_global_scale"].tolist() == [divisor]
@@ -197,6 +199,26 @@ def test_a_global_scale_of_others_is_kept_bit_for_bit():
     assert again.grid.global_scale == divisor
     assert torch.equal(again.dequantize(), term.dequantize())
     assert all(torch.equal(again.parts()[key].view(torch.uint8), part.view(torch.uint8)) for key, part in parts.items())
+
+
+def test_global_scales_stay_float32_in_a_layer_of_another_dtype():
+    divisors = {"weight_global_scale": 1000.3, "input_global_scale": 77.7}
+    format_ = NVFP4(grid=NVFP4.on)
+    term = format_.term(quantize(matrix(), replace(NVFP4.on, global_scale=divisors["weight_global_scale"])))
+    scheme = Scheme(terms=(format_,), inputs=NVFP4.on)
+    parts = {**term.parts(), "input_global_scale": torch.tensor([divisors["input_global_scale"]])}
+    layer = QuantLinear.from_parts(parts, scheme, term.shape).to(torch.bfloat16)
+    assert {name: layer.state_dict()[name].tolist() for name in divisors} == {
+        name: torch.tensor([value]).tolist() for name, value in divisors.items()
+    }
+    x = torch.randn(5, term.shape[1], generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    grid = replace(NVFP4.on, global_scale=float(parts["input_global_scale"]))
+    rounded = quantize(x, grid, torch.float32).dequantize(torch.bfloat16)
+    assert torch.equal(layer(x), torch.nn.functional.linear(rounded, term.dequantize().to(torch.bfloat16)))
+    for name in divisors:
+        for wrong in (0.0, -1.0, torch.nan, torch.inf):
+            with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite numbers above 0"):
+                scheme.check({**parts, name: torch.tensor([wrong])}, *term.shape)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         grid = self.input_grid()
+        if grid is not None and grid.scales == "e4m3":
+            return {"range": self.fixed_range(self.activation_grid_of("tensor"))}
         if grid is None or self.activations == "dynamic":
             return {}
         unsigned = self.activation_grid == "unsigned"
@@ -75,6 +77,9 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
         grid = self.input_grid()
         if grid is None:
             return {}
+        if grid.scales == "e4m3":
+            largest: Range = site.stats["range"]
+            grid = grid.reaching(float(torch.maximum(-largest.lowest, largest.highest).max()))
         if self.activations == "dynamic":
             return dict.fromkeys(site.weights, ActivationCodes(grid))
         found: Range = site.stats["range"]

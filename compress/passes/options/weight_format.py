@@ -45,9 +45,10 @@ class WeightFormat(Pass):
 
     scheme: str = "w4a16"
     """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block, mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16,
-    mxfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for both.
-    fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The names that
-    follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales, nf4 64."""
+    mxfp4, nvfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for
+    both. fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The
+    names that follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales,
+    nf4 64."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the

@@ -6,6 +6,7 @@ resumed like any other; stored tensors come back bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -188,7 +189,7 @@ class QuantLinear(StoredRows):
         """The layer of a quantized weight. scheme: needed where the input is rounded, too, to every token. Raises
         InputError for fixed ranges, whose scales only `from_parts` takes."""
         scheme = scheme_of(weight) if scheme is None else scheme
-        if scheme.inputs is not None and not scheme.dynamic:
+        if scheme.holds_inputs:
             raise InputError("a static input has a scale of its own; give it with the others to QuantLinear.from_parts")
         if scheme.outputs is not None:
             raise InputError("an output has a scale of its own; give it with the others to QuantLinear.from_parts")
@@ -279,6 +280,9 @@ class QuantLinear(StoredRows):
         grid = self.scheme.inputs if side == "input" else self.scheme.outputs
         if grid is None:
             return None
+        divisor: Tensor | None = getattr(self, f"{side}_global", None)
+        if divisor is not None:
+            grid = replace(grid, global_scale=float(divisor))
         fixed = (getattr(self, f"{side}_{part}", None) for part in ("scale", "zero"))
         return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
 

@@ -24,6 +24,7 @@ from compress.weights.terms import FLOATS, Format, named, own
 FIXED = {
     "input_scale": "input_scale",
     "input_zero_point": "input_zero",
+    "input_global_scale": "input_global",
     "output_scale": "output_scale",
     "output_zero_point": "output_zero",
 }
@@ -86,6 +87,8 @@ class SumLinear(QuantLinear):
     stackable: ClassVar[bool] = False
     input_scale: Tensor | None
     input_zero: Tensor | None
+    input_global: Tensor | None
+    KEPT = ("input_global",)
     output_scale: Tensor | None
     output_zero: Tensor | None
 
@@ -113,6 +116,8 @@ class SumLinear(QuantLinear):
                 held.copy_(parts[part].reshape(1))
             elif part in parts:
                 setattr(self, name, parts[part].reshape(1).clone())
+        if "input_global_scale" in parts:
+            self._stored_dtypes["input_global"] = parts["input_global_scale"].dtype
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sums are not read by rows"

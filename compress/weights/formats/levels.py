@@ -89,8 +89,7 @@ class LevelCodes(CodesFormat):
         wrong = scale == E8M0_NAN if self.grid.scales == "e8m0" else ~torch.isfinite(scale.float())
         if bool(wrong.any()):
             raise CheckpointError("weight_scale holds values that are not finite numbers")
-        if GLOBAL in parts and not (0 < float(parts[GLOBAL].reshape(())) < float("inf")):
-            raise CheckpointError(f"{GLOBAL} holds values that are not finite numbers above 0")
+        check_global(parts, GLOBAL)
 
     def _scales(self, quantized: Quantized) -> dict[str, Tensor]:
         scale = quantized.scale
@@ -113,6 +112,12 @@ class LevelCodes(CodesFormat):
         else:
             scale = stored
         return self.term(Quantized(codes, scale, None, grid))
+
+
+def check_global(parts: Mapping[str, Tensor], name: str) -> None:
+    """Raises CheckpointError for a global scale that is no finite number above 0."""
+    if name in parts and not 0 < float(parts[name].reshape(())) < float("inf"):
+        raise CheckpointError(f"{name} holds values that are not finite numbers above 0")
 
 
 def without_global(term: Codes) -> Codes:
