@@ -9,7 +9,7 @@ input_global_scale float32 [1]
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -60,9 +60,7 @@ class ActivationCodes:
 
 
 def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
-    """The parts that hold a fixed range or a global scale."""
-    if grid.scales == "e4m3":
-        return {f"{side}_global_scale": Part((1,), (torch.float32,), role=Role.RANGES)}
+    """The parts that hold a fixed range."""
     parts = {f"{side}_scale": Part((1,), FLOATS, role=Role.RANGES)}
     if not grid.floating:
         parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric, role=Role.RANGES)
@@ -70,9 +68,7 @@ def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
 
 
 def read_fixed(side: Side, grid: Grid, parts: Mapping[str, Tensor]) -> ActivationCodes:
-    """Inverse of `ActivationCodes.parts` for a fixed range or a global scale."""
-    if grid.scales == "e4m3":
-        return ActivationCodes(replace(grid, global_scale=float(parts[f"{side}_global_scale"].reshape(()))))
+    """Inverse of `ActivationCodes.parts` for a fixed range."""
     zero_point = None if grid.symmetric else parts.get(f"{side}_zero_point")
     return ActivationCodes(
         grid, parts[f"{side}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)

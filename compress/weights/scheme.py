@@ -84,6 +84,12 @@ class Scheme:
         """True where numbers about the layer's input are stored: its fixed range, or its global scale."""
         return self.inputs is not None and (not self.dynamic or self.inputs.scales == "e4m3")
 
+    @property
+    def global_inputs(self) -> LevelCodes | None:
+        """The format that says how the global scale of inputs is stored; None where there is none."""
+        asked = self.inputs is not None and self.inputs.scales == "e4m3"
+        return next((term for term in self.terms if asked and isinstance(term, LevelCodes)), None)
+
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """{name: part} of the tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
         first term tells that shape."""
@@ -92,8 +98,10 @@ class Scheme:
             parts |= named(i, term.parts(rows, columns))
         if self.terms[0].needs_shape:
             parts["weight_shape"] = SHAPE
-        if self.holds_inputs and self.inputs is not None:
+        if self.inputs is not None and not self.dynamic:
             parts |= fixed_parts("input", self.inputs)
+        if (levels := self.global_inputs) is not None:
+            parts[levels.of_inputs] = Part((1,), (torch.float32,), role=Role.RANGES)
         return parts if self.outputs is None else {**parts, **fixed_parts("output", self.outputs)}
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Weight:
@@ -105,13 +113,17 @@ class Scheme:
         """Raises CheckpointError, whose message begins with the name of a part, for impossible values."""
         for term, held in self._by_term(parts, rows, columns):
             term.check(held, rows, columns)
-        check_global(parts, "input_global_scale")
+        if self.global_inputs is not None:
+            check_global(parts, self.global_inputs.of_inputs)
 
     def _by_term(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> list[tuple[Format, dict[str, Tensor]]]:
         return [(term, own(i, parts, term, rows, columns)) for i, term in enumerate(self.terms)]
 
     def read_inputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
         """The rounding of a layer's input; None where it is not rounded."""
+        if self.inputs is not None and (levels := self.global_inputs) is not None:
+            found = levels.global_scale(parts[levels.of_inputs])
+            return ActivationCodes(replace(self.inputs, global_scale=found))
         if self.inputs is None or not self.holds_inputs:
             return None if self.inputs is None else ActivationCodes(self.inputs)
         return read_fixed("input", self.inputs, parts)

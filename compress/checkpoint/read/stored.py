@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from compress.checkpoint.read import modelopt
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
@@ -25,7 +26,7 @@ NOT_PACKED = ("I8", "F8_E4M3")
 @dataclass(frozen=True)
 class StoredLayer:
     """A compressed layer of a checkpoint. shape: (N, K). parts: {name in `Scheme.parts`: full name of the tensor};
-    dtypes: {name in `Scheme.parts`: stored dtype}.
+    dtypes: {name in `Scheme.parts`: stored dtype}. scalars: names of the parts without a dimension.
 
     shares: the layer whose int8 rows this one uses (a tied head); it stores scales of its own, with equal values.
     """
@@ -35,6 +36,7 @@ class StoredLayer:
     parts: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
     shares: str | None = None
+    scalars: frozenset[str] = frozenset()
 
     def read(self, source: Source) -> dict[str, Tensor]:
         """{name in `Scheme.parts`: tensor} of the layer."""
@@ -83,7 +85,8 @@ def _layers(source: Source) -> dict[str, StoredLayer]:
         else:
             shape = _shape(source, layer, scheme, parts)
             own = {part: name for part, name in parts.items() if part != "bias"}
-            layers[layer] = StoredLayer(scheme, shape, own, _dtypes(source, own))
+            scalars = frozenset(part for part, name in own.items() if source.headers[name][0] == ())
+            layers[layer] = StoredLayer(scheme, shape, own, _dtypes(source, own), scalars=scalars)
     return layers
 
 
@@ -119,12 +122,17 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         if not names:
             raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
         return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
+    if method == modelopt.METHOD:
+        modelopt.read_modelopt(quantization, source.path)
+        if not names:
+            raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
+        return {layer: modelopt.scheme_of(layer, found) for layer in sorted(names)}
     if method in gptq_awq.METHODS:
         if not words:
             raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
         return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
-        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, *gptq_awq.METHODS))
+        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, modelopt.METHOD, *gptq_awq.METHODS))
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):

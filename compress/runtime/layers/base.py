@@ -281,8 +281,8 @@ class QuantLinear(StoredRows):
         if grid is None:
             return None
         divisor: Tensor | None = getattr(self, f"{side}_global", None)
-        if divisor is not None:
-            grid = replace(grid, global_scale=float(divisor))
+        if divisor is not None and self.scheme.global_inputs is not None:
+            grid = replace(grid, global_scale=self.scheme.global_inputs.global_scale(divisor))
         fixed = (getattr(self, f"{side}_{part}", None) for part in ("scale", "zero"))
         return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
 

@@ -24,7 +24,6 @@ from compress.weights.terms import FLOATS, Format, named, own
 FIXED = {
     "input_scale": "input_scale",
     "input_zero_point": "input_zero",
-    "input_global_scale": "input_global",
     "output_scale": "output_scale",
     "output_zero_point": "output_zero",
 }
@@ -96,7 +95,9 @@ class SumLinear(QuantLinear):
         super().__init__(scheme, in_features, out_features, bias)
         self.summands = nn.ModuleList(_summand(term, in_features, out_features) for term in scheme.terms)
         self._together = _together(scheme.terms)
-        for name in FIXED.values():
+        levels = scheme.global_inputs
+        self.fixed = FIXED if levels is None else {levels.of_inputs: "input_global"}
+        for name in (*FIXED.values(), "input_global"):
             self.register_buffer(name, None)
 
     @property
@@ -110,14 +111,14 @@ class SumLinear(QuantLinear):
         for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
             held = own(i, parts, term, self.out_features, self.in_features)
             summand.fill(held, rows)  # type: ignore[operator]
-        for part, name in FIXED.items():
+        for part, name in self.fixed.items():
             held = getattr(self, name)
             if part in parts and held is not None:
                 held.copy_(parts[part].reshape(1))
             elif part in parts:
                 setattr(self, name, parts[part].reshape(1).clone())
-        if "input_global_scale" in parts:
-            self._stored_dtypes["input_global"] = parts["input_global_scale"].dtype
+            if part in parts and name in self.KEPT:
+                self._stored_dtypes[name] = parts[part].dtype
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sums are not read by rows"
@@ -128,7 +129,7 @@ class SumLinear(QuantLinear):
             parts |= named(i, {name: part for name, part in held.items() if name in known})
         if self.scheme.terms[0].needs_shape:
             parts["weight_shape"] = torch.tensor([self.out_features, self.in_features], device=self.device)
-        fixed = {part: getattr(self, name) for part, name in FIXED.items()}
+        fixed = {part: getattr(self, name) for part, name in self.fixed.items()}
         return parts | {part: value for part, value in fixed.items() if value is not None}
 
     def values(self) -> Tensor:

@@ -82,7 +82,8 @@ def _hold(module: nn.Module, stored: StoredLayer) -> None:
     """Register empty buffers for the checkpoint's tensors of a layer, in their stored dtypes."""
     for name, part in stored.scheme.parts(*stored.shape).items():
         if name in stored.parts:
-            module.register_buffer(name, torch.empty(part.shape, dtype=stored.dtypes[name], device="meta"))
+            shape = () if name in stored.scalars else part.shape
+            module.register_buffer(name, torch.empty(shape, dtype=stored.dtypes[name], device="meta"))
 
 
 def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, shares: str | None) -> None:
@@ -241,7 +242,7 @@ def _computing(
     """The layer that computes on the tensors read. Raises CheckpointError, which names the tensor at fault."""
     found = {part: tensor for part, tensor in parts.items() if tensor is not None}
     target = next(iter(found.values())).device if device is None else device
-    found = {part: tensor.to(target) for part, tensor in found.items()}
+    found = {part: tensor.to(target).reshape(tensor.shape or (1,)) for part, tensor in found.items()}
     try:
         module.stored.scheme.check(found, *module.stored.shape)
     except CheckpointError as error:

@@ -11,6 +11,10 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
 
 Values are computed in float32, whatever dtype the model has. Layers that read one input have one global scale, because
 engines make one layer of some of them (`passes.protocol.sites.Site.reached`).
+
+ModelOpt (NVIDIA) has the numbers of NVFP4 under other names, its global scales the other way round:
+
+    weight uint8, weight_scale, weight_scale_2 = 1 / weight_global_scale, input_scale = 1 / input_global_scale
 """
 
 from collections.abc import Mapping
@@ -39,6 +43,11 @@ class LevelCodes(CodesFormat):
     telling: ClassVar[str | None] = "weight_packed"
     as_bytes: ClassVar[frozenset[str]] = frozenset({GLOBAL})
     on: ClassVar[Grid]
+    # Names of the codes, the global scale of weights and that of inputs; inverted: files hold 1 / the global scales.
+    packed: ClassVar[str] = "weight_packed"
+    of_weights: ClassVar[str] = GLOBAL
+    of_inputs: ClassVar[str] = "input_global_scale"
+    inverted: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         known = replace(self.grid, range_choice=self.on.range_choice, group_size=self.on.group_size)
@@ -62,18 +71,18 @@ class LevelCodes(CodesFormat):
         kind = kinds.get(self.grid.scales, FLOATS)
         parts = {
             "weight_scale": Part((rows, self.groups(columns)), kind, role=Role.SCALES),
-            "weight_packed": Part((rows, columns * self.grid.bits // BYTE), (torch.uint8,), role=Role.CODES),
+            self.packed: Part((rows, columns * self.grid.bits // BYTE), (torch.uint8,), role=Role.CODES),
         }
         if self.grid.scales == "e4m3":
-            parts[GLOBAL] = Part((1,), (torch.float32,), role=Role.SCALES)
+            parts[self.of_weights] = Part((1,), (torch.float32,), role=Role.SCALES)
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
         packed = pack_rows(quantized.codes, self.grid.bits, signed=False).contiguous().view(torch.uint8)
-        return {**self._scales(quantized), "weight_packed": packed}
+        return {**self._scales(quantized), self.packed: packed}
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        packed = parts["weight_packed"].contiguous()
+        packed = parts[self.packed].contiguous()
         if self.grid.bits == HALF_BYTE:
             codes = torch.stack([packed & 15, packed >> HALF_BYTE], -1).view(rows, columns)
         else:
@@ -81,7 +90,7 @@ class LevelCodes(CodesFormat):
         return self._read(codes, parts)
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        rows, columns = self.size(*parts["weight_packed"].shape)
+        rows, columns = self.size(*parts[self.packed].shape)
         return self.read(parts, rows, columns).dequantize()
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
@@ -89,7 +98,12 @@ class LevelCodes(CodesFormat):
         wrong = scale == E8M0_NAN if self.grid.scales == "e8m0" else ~torch.isfinite(scale.float())
         if bool(wrong.any()):
             raise CheckpointError("weight_scale holds values that are not finite numbers")
-        check_global(parts, GLOBAL)
+        check_global(parts, self.of_weights)
+
+    def global_scale(self, stored: Tensor) -> float:
+        """The divisor of scales that a stored number stands for."""
+        number = float(stored.reshape(()))
+        return 1 / number if self.inverted else number
 
     def _scales(self, quantized: Quantized) -> dict[str, Tensor]:
         scale = quantized.scale
@@ -100,15 +114,18 @@ class LevelCodes(CodesFormat):
         divisor = quantized.grid.global_scale
         assert divisor is not None, "a quantized matrix knows its global scale"
         # Dividing moved each scale by less than half a step of float32; e4m3 has wider ones.
-        return {"weight_scale": (scale * divisor).to(FLOAT8), GLOBAL: torch.tensor([divisor], device=scale.device)}
+        stored = torch.tensor([1 / divisor if self.inverted else divisor], device=scale.device)
+        return {"weight_scale": (scale * divisor).to(FLOAT8), self.of_weights: stored}
 
     def _read(self, codes: Tensor, parts: Mapping[str, Tensor]) -> Codes:
         stored, grid = parts["weight_scale"], self.grid
         if grid.scales == "e8m0":
             scale = of_e8m0(stored)
         elif grid.scales == "e4m3":
-            scale = stored.to(torch.float32) / parts[GLOBAL].reshape(())
-            grid = replace(grid, global_scale=float(parts[GLOBAL].reshape(())))
+            divisor = self.global_scale(parts[self.of_weights])
+            local = stored.to(torch.float32)
+            scale = local * parts[self.of_weights].reshape(()) if self.inverted else local / divisor
+            grid = replace(grid, global_scale=divisor)
         else:
             scale = stored
         return self.term(Quantized(codes, scale, None, grid))
@@ -158,6 +175,23 @@ class NVFP4(LevelCodes):
     kind: ClassVar[str] = "nvfp4-pack-quantized"
     layout: ClassVar[Layout | None] = "nvfp4-pack-quantized"
     on: ClassVar[Grid] = _grid(4, 16, "e4m3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptNVFP4(NVFP4):
+    """`NVFP4` under the names of ModelOpt."""
+
+    kind: ClassVar[str] = "modelopt-nvfp4"
+    layout: ClassVar[Layout | None] = None
+    telling: ClassVar[str | None] = "weight"
+    packed: ClassVar[str] = "weight"
+    of_weights: ClassVar[str] = "weight_scale_2"
+    of_inputs: ClassVar[str] = "input_scale"
+    inverted: ClassVar[bool] = True
+    as_bytes: ClassVar[frozenset[str]] = frozenset({of_weights})
+
+    def words(self, inputs: Grid | None) -> str:
+        return "nvfp4a16" if inputs is None else "nvfp4"
 
 
 @dataclass(frozen=True, kw_only=True)
