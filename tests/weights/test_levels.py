@@ -201,6 +201,22 @@ def test_a_global_scale_of_others_is_kept_bit_for_bit():
     assert all(torch.equal(again.parts()[key].view(torch.uint8), part.view(torch.uint8)) for key, part in parts.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_read_whole_numbers_and_files_get_their_exponents_back(dtype):
+    """Exponents that the dtype of the layer has not, and a code of -0."""
+    format_ = MXFP4(grid=MXFP4.on)
+    parts = format_.term(quantize(matrix(), MXFP4.on)).parts()
+    parts["weight_scale"][5] = torch.tensor([0, 254, 1, 90], dtype=torch.uint8)
+    parts["weight_packed"][6, 0] = 8
+    layer = QuantLinear.from_parts(parts, Scheme(terms=(format_,)), (24, 128)).to(dtype)
+    saved = layer.state_dict()
+    assert torch.equal(saved["weight_scale"], parts["weight_scale"])
+    parts["weight_packed"][6, 0] = 0
+    assert torch.equal(saved["weight_packed"], parts["weight_packed"])
+    live = [row for row in range(24) if row != 5]
+    assert torch.equal(layer.dequantize()[live], format_.values(parts)[live].to(dtype))
+
+
 def test_global_scales_stay_float32_in_a_layer_of_another_dtype():
     divisors = {"weight_global_scale": 1000.3, "input_global_scale": 77.7}
     format_ = NVFP4(grid=NVFP4.on)

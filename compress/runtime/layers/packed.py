@@ -45,7 +45,7 @@ class WordLinear(QuantLinear):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         # Attributes of their own, since they are read at every call.
-        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
+        self.container = _container(scheme)
         self.group_size = scheme.weights.group_size or -1
 
     @property
@@ -200,7 +200,12 @@ class PackedLinear(WordLinear):
 
 def _layout(scheme: Scheme) -> tuple[int, int]:
     """(Bits of a code in its word, columns that share a scale, -1 for all)."""
-    return NARROW if scheme.weights.bits <= NARROW else WIDE, scheme.weights.group_size or -1
+    return _container(scheme), scheme.weights.group_size or -1
+
+
+def _container(scheme: Scheme) -> int:
+    """Bits of a code in its word: 8 for levels of a table, which are then whole numbers."""
+    return NARROW if scheme.weights.bits <= NARROW and scheme.weights.levels is None else WIDE
 
 
 def _integers(scheme: Scheme) -> bool:

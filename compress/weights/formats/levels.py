@@ -78,16 +78,21 @@ class LevelCodes(CodesFormat):
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
-        packed = pack_rows(quantized.codes, self.grid.bits, signed=False).contiguous().view(torch.uint8)
-        return {**self._scales(quantized), self.packed: packed}
+        return {**self._scales(quantized), self.packed: self.pack(quantized.codes)}
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Pack uint8 codes [R, K] into stored rows."""
+        return pack_rows(codes, self.grid.bits, signed=False).contiguous().view(torch.uint8)
+
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
+        """Inverse of `pack`."""
+        packed = packed.contiguous()
+        if self.grid.bits == HALF_BYTE:
+            return torch.stack([packed & 15, packed >> HALF_BYTE], -1).view(len(packed), columns)
+        return unpack_rows(packed.view(torch.int32), self.grid.bits, columns, signed=False)
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        packed = parts[self.packed].contiguous()
-        if self.grid.bits == HALF_BYTE:
-            codes = torch.stack([packed & 15, packed >> HALF_BYTE], -1).view(rows, columns)
-        else:
-            codes = unpack_rows(packed.view(torch.int32), self.grid.bits, columns, signed=False)
-        return self._read(codes, parts)
+        return self._read(self.unpack(parts[self.packed], columns), parts)
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = self.size(*parts[self.packed].shape)
