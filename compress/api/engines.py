@@ -27,7 +27,8 @@ class Engine:
     those with a format of their own that it runs, too, and the multiples in which their groups are (0: they settle
     that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
     checkpoint itself). tables: compressed embeddings fit in it. table_groups: of those, where nobody says
-    otherwise (None: the pass's own).
+    otherwise (None: the pass's own). floats: schemes of small floats, whose groups and scales are their own, and what
+    inputs of a layer must be a multiple of.
     """
 
     scheme: str | None
@@ -43,6 +44,7 @@ class Engine:
     to: str | None = None
     tables: bool = True
     table_groups: int | None = None
+    floats: Mapping[str, int] = field(default_factory=dict)
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -58,6 +60,7 @@ ENGINES: Mapping[str, Engine] = {
         inputs=32,
         to="gguf",
         table_groups=32,  # in one scale per token each block would repeat it
+        floats={"mxfp4a16": 32, "nvfp4a16": 64},
     ),
     "vllm": Engine(
         "w4a16",
@@ -66,12 +69,22 @@ ENGINES: Mapping[str, Engine] = {
         (*WIDTHS, "w4a8", "w8a8", "fp8", "fp8-block"),
         groups=(-1, 32, 64, 128),
         asymmetric=False,
+        floats={"mxfp4a16": 32, "mxfp4": 32, "nvfp4a16": 16, "nvfp4": 16, "mxfp8": 32},
     ),
     "transformers": Engine(
         "w4a16",
         None,
         "it decompresses every scheme of compressed-tensors as it loads",
         (*WIDTHS, "w2a2", "w3a3", "w4a4", "w4a8", "w8a8", "fp8", "fp8-block"),
+        floats={
+            "mxfp4a16": 32,
+            "mxfp6a16": 32,
+            "mxfp8a16": 32,
+            "mxfp4": 32,
+            "mxfp8": 32,
+            "nvfp4a16": 16,
+            "nvfp4": 16,
+        },
     ),
     "ort": Engine(
         "w4a16",
@@ -133,7 +146,13 @@ def with_its_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...]
     """(Passes, whose scales are numbers that the engine's files have; a line for a person where that changes any)."""
     if not engine_named(name).float16:
         return tuple(passes), []
-    open_to_it = [vars(each).get("scales", HALF) != HALF and each.writes == "quantized weight" for each in passes]
+    own = engine_named(name).floats
+    open_to_it = [
+        vars(each).get("scales", HALF) != HALF
+        and each.writes == "quantized weight"
+        and vars(each).get("scheme") not in own
+        for each in passes
+    ]
     changed: dict[str, Any] = {"scales": HALF}
     found = tuple(replace(p, **changed) if opens else p for p, opens in zip(passes, open_to_it, strict=True))
     said = f"--for {name} rounds scales to float16, as it stores them, before codes are chosen (scales={HALF})"
@@ -164,9 +183,12 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return _why_not_own(name, engine.methods[each.name], each.name, size, given.get("salient", 0))
     if scheme is None or each.name in OF_THEIR_OWN:
         return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
+    if scheme in engine.floats:
+        return None
     if scheme not in engine.schemes:
         nearest = engine.scheme if engine.scheme in engine.schemes else engine.schemes[0]
-        return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {nearest}"
+        runs = ", ".join([*engine.schemes, *engine.floats])
+        return f"{name} does not run {scheme}; it runs {runs}: give --scheme {nearest}"
     if given.get("grid") not in (None, *SYMMETRIC) and not engine.asymmetric:
         return f"{name} runs symmetric codes; drop --grid {given['grid']}, or leave --for out"
     if size > 0 and (size % engine.unit or (engine.groups is not None and size not in engine.groups)):
@@ -190,11 +212,12 @@ def check_inputs(name: str, passes: Sequence[Pass], columns: Mapping[str, int]) 
     """Raises InputError for a layer whose inputs do not fill the engine's blocks. columns: {layer: inputs}."""
     engine = engine_named(name)
     for each in passes:
-        unit = engine.methods.get(each.name) or engine.inputs
+        own = engine.floats.get(str(vars(each).get("scheme")))
+        unit = engine.methods.get(each.name) or own or engine.inputs
         wanted = columns if each.writes == "quantized weight" and each.treats == "layers" else {}
         bad = [layer for layer in wanted if each.wants(layer) and columns[layer] % unit]
         if bad:
-            other = "use --method gptq" if unit > engine.inputs else f"leave it out, --ignore '{bad[0]}'"
+            other = "use --method gptq" if engine.methods.get(each.name) else f"leave it out, --ignore '{bad[0]}'"
             raise InputError(
                 f"{bad[0]} has {columns[bad[0]]} inputs ({len(bad)} layers in all); blocks of {name} take multiples of "
                 f"{unit}: {other}, or leave --for out"

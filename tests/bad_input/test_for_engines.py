@@ -16,6 +16,12 @@ ASKED: dict[str, tuple[str, str]] = {
     "rounded inputs": ("--for llama.cpp --scheme w8a8", "does not run w8a8; it runs w2a16,"),
     "float8": ("--for llama.cpp --scheme fp8", "give --scheme w4a16"),
     "inputs of 4 bits": ("--for vllm --scheme w4a4", "vllm does not run w4a4"),
+    "floats without a block": ("--for llama.cpp --scheme mxfp8a16", "it runs w2a16, w3a16, w4a16, w5a16, w6a16, w7a16"),
+    "floats that ONNX lacks": ("--for ort --scheme nvfp4a16", "ort does not run nvfp4a16; it runs w2a16, w4a16"),
+    "floats of few inputs": (
+        "--for llama.cpp --scheme nvfp4a16",
+        "blocks of llama.cpp take multiples of 64: leave it out, --ignore",
+    ),
     "a width without a kernel": ("--for ort --scheme w3a16", "ort does not run w3a16; it runs w2a16, w4a16, w8a16"),
     "a width without words": ("--for gptqmodel --scheme w5a16", "it runs w2a16, w3a16, w4a16, w8a16"),
     "groups of 16": ("--for llama.cpp --group-size 16", "allowed: multiples of 32: give --group-size 32"),
