@@ -21,6 +21,7 @@ from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard, Writer
 from compress.errors import CompressError
+from compress.kernels import spill
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import describe
@@ -152,6 +153,9 @@ class Job:
             self.note(note)
         for note in notes_for_readers(schemes, run.plan):
             self.note(note)
+        spilled = spill.current()
+        if spilled is not None:
+            self.note(f"up to {spilled.peak_bytes / 1e9:.3g} GB of tensors lay in files of {spilled.folder} (spill)")
         about_training = training_file(run.record.training)
         changed = None if self.opened.cut is None else self.opened.cut.record["config"]
         config, companions = configuration(run.model, self.opened.source, changed)

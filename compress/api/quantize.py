@@ -11,6 +11,7 @@ from compress.api.job import Result
 from compress.api.prepare import prepare
 from compress.api.request import Calibration, Data, Delivery, Extent, Request, Work, several
 from compress.checkpoint.write.directory import claimed
+from compress.kernels.spill import spilling
 from compress.passes.protocol.base import Pass
 from compress.system.comm import Comm
 from compress.system.lost_ranks import watching
@@ -42,6 +43,7 @@ def quantize(
     drop_zeros: bool = False,
     restore: bool = True,
     keep_codes: bool = False,
+    spill: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -61,8 +63,10 @@ def quantize(
     whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs). experts: each
     expert of a parameter that holds several is a layer, too, in memory (see `split_experts`). drop_zeros:
     let go of the zeros of a model that comes pruned (a layer is, of which more than 5 % are exactly zero, or as many as
-    its compress.json says); by default they stay zero, and passes that keep no zeros are refused. trust_remote_code:
-    run Python code that comes with a model given by name, if any does. restore: after any exception a model in memory
+    its compress.json says); by default they stay zero, and passes that keep no zeros are refused. spill: a
+    folder on a disk: every CPU tensor of at least 4 MiB that the run makes (activations, statistics, copies of weights)
+    is a file there, which the system reads and writes as it needs room. trust_remote_code: run Python code that comes
+    with a model given by name, if any does. restore: after any exception a model in memory
     is what it was, bit for bit (one that `fsdp` sharded stays sharded). Until the run has succeeded that takes as much
     memory as the weights of the blocks and the buffers (sharded: as this rank's part of the model). False does without;
     the exception then says which blocks are changed. keep_codes: without an output, keep every layer's codes in the
@@ -73,7 +77,7 @@ def quantize(
     data = Data(calibration, samples, length, batch_size, training)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
     delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
-    work = Work(device, dtype, fsdp, restore)
+    work = Work(device, dtype, fsdp, restore, spill)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
     comm, reporter = Comm(), reporter or Silent()
@@ -85,6 +89,7 @@ def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
     asked = request.delivery
     given = Path(request.model) if isinstance(request.model, str | Path) else None
     with (
+        spilling(request.work.spill),
         claimed(asked.output, comm, resume=asked.resume, overwrite=asked.overwrite, model=given) as place,
         watching(comm),
     ):

@@ -83,12 +83,14 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Work:
-    """Device, dtype and sharding of the work. restore: whether a failure is undone."""
+    """Device, dtype and sharding of the work. restore: whether a failure is undone. spill: the folder of large tensors
+    (None: they stay in memory)."""
 
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     fsdp: bool = False
     restore: bool = True
+    spill: str | Path | None = None
 
     def check(self) -> None:
         """Refuse a dtype that nothing is computed in."""

@@ -34,7 +34,9 @@ COMPANIONS = (
     *LEGAL,
 )
 BESIDE = (RECORD, "config.json", INDEX, OWN_INDEX, CURVES, "README.md", *COMPANIONS)
-OF_BLOCKS = re.compile(r"((block|edits|part)-\d{5}|rest)(-rank\d+)?\.safetensors|\.tmp\w{6}")  # safetensors' scratch
+OF_BLOCKS = re.compile(
+    r"((block|edits|part|rest)-\d{5}|rest)(-rank\d+)?\.safetensors|\.tmp\w{6}"
+)  # safetensors' scratch
 WEIGHTS = re.compile(r"model(\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
 OF_TRAINING = re.compile(
     rf"\d+/({re.escape(METRICS)}|{re.escape(RATE)}({re.escape(UNFINISHED)})?"

@@ -67,6 +67,12 @@ run_options = group(
         "--drop-zeros", is_flag=True, help="Let zeros of a pruned model become other values.  [default: they stay]"
     ),
     click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
+    click.option(
+        "--spill",
+        metavar="FOLDER",
+        help="Keep large tensors of the run in files of this folder: for a model whose blocks, statistics or "
+        "calibration data take more than the memory at hand.",
+    ),
     trust_option,
     device_option,
     json_option,

@@ -28,12 +28,20 @@ class Opened:
         return {name: self.stores.get(name, value.dtype) for name, value in self.home.items()}
 
     @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.block.named_parameters() if name in self.home}
+
+    @cached_property
     def _dtype_of(self) -> dict[int, torch.dtype]:
         return {id(p): self.dtypes[name] for name, p in self.block.named_parameters() if name in self.dtypes}
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """The dtype in which the model stores a parameter of the block."""
         return self._dtype_of[id(parameter)]
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Give up the working copy of a parameter that nothing reads any more: its data are those of `home` again."""
+        parameter.data = self.home[self._names[id(parameter)]]
 
     def value(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The value of a parameter in its stored dtype; that of `home`, unchanged, where the parameter was not
@@ -45,8 +53,7 @@ class Opened:
 
     def inside(self, module: nn.Module) -> "Opened":
         """The opened part for a module inside the block."""
-        names = {id(parameter): name for name, parameter in self.block.named_parameters()}
-        inner = {name: names[id(p)] for name, p in module.named_parameters()}
+        inner = {name: self._names[id(p)] for name, p in module.named_parameters()}
         home = {name: self.home[outer] for name, outer in inner.items()}
         return Opened(module, home, {name: self.stores[o] for name, o in inner.items() if o in self.stores})
 

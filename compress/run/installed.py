@@ -72,9 +72,11 @@ def check_decided(layer: str, values: Tensor, decided: Decision | Tensor) -> Non
 
 
 class Versions:
-    """The original and the new state of the layers changed so far in a block, to swap between."""
+    """The original and the new state of the layers changed so far in a block, to swap between. originals: whether the
+    original weights are kept; without them there is no way back."""
 
-    def __init__(self) -> None:
+    def __init__(self, originals: bool = True) -> None:
+        self.originals = originals
         self.weights: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # what it was, what it is
         self._unchanged: set[nn.Parameter] = set()  # of these, copies in which no slice is new
         self.inputs: dict[nn.Module, RoundInput] = {}
@@ -103,14 +105,18 @@ class Versions:
     def replace(self, parameter: nn.Parameter, new: Tensor) -> None:
         """Give a parameter other values."""
         before = self.weights[parameter][0] if parameter in self.weights else parameter.data
-        self.weights[parameter] = before, new
+        self.weights[parameter] = before if self.originals else new, new
         parameter.data = new
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget the values of a parameter."""
+        self.weights.pop(parameter, None)
 
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
         """The tensor of a parameter that gets new values slice by slice, in place: suspended forwards hold views of it.
-        The original tensor is not changed."""
+        The original tensor is not changed, where originals are kept."""
         if parameter not in self.weights:
-            self.replace(parameter, parameter.data.clone())
+            self.replace(parameter, parameter.data.clone() if self.originals else parameter.data)
             self._unchanged.add(parameter)
         return self.weights[parameter][1]
 
@@ -138,6 +144,7 @@ class Versions:
     @contextmanager
     def original(self) -> Iterator[None]:
         """Restores the original weights, and turns rounding off, inside the context."""
+        assert self.originals, "the original weights were not kept"
         self._use(original=True)
         try:
             yield

@@ -1,5 +1,6 @@
 """Builds a library for the processor at hand, once, and loads it: products (`cpu_gemm.cpp` and the units that it
-chooses from), loops over columns (`cpu_columns.cpp`), or operators that are linked to torch (`cpu_operators.cpp`).
+chooses from), loops over columns (`cpu_columns.cpp`), operators (`cpu_operators.cpp`) and an allocator (`cpu_spill.cpp`)
+that are linked to torch.
 
 Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
 build, or the reason why there is none, is logged once (`compress.kernels.notes`).
@@ -76,7 +77,9 @@ LIBRARIES = {
     ),
     "columns": Library("rounding column by column", {"columns": ONCE}, NUMBERS, 2),
     "operators": Library("calls of layers", {"operators": ONCE}, ("attention", "work", *NUMBERS), 4),
+    "spill": Library("tensors on disk", {"spill": ONCE}, (), 2),
 }
+LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
@@ -208,9 +211,10 @@ def openmp_of_torch() -> list[str]:
 def torch_of(name: str) -> list[str]:
     """The compiler's arguments for linking to torch; none for libraries that are not linked to it."""
     home = Path(torch.__file__).parent
-    if name != "operators":
+    if name not in LINKED_TO_TORCH:
         return []
-    return [f"-I{home / 'include'}", str(home / "lib" / "libtorch_cpu.so"), f'-DTORCH="{torch.__version__}"']
+    linked = [str(home / "lib" / f"lib{library}.so") for library in LINKED_TO_TORCH[name]]
+    return [f"-I{home / 'include'}", *linked, f'-DTORCH="{torch.__version__}"']
 
 
 def build_and_load(

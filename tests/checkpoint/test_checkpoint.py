@@ -24,6 +24,7 @@ from compress.api.verify import load_with_transformers, outputs, probe
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import read_tensors
 from compress.checkpoint.write import shards, writer
+from compress.checkpoint.write.block_file import write_tensors
 from compress.checkpoint.write.shards import pieces_of
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.system.progress import Silent
@@ -264,7 +265,7 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path, monkeypatch):
     progress = json.loads((tmp_path / "out.partial/progress.json").read_text())
     assert sorted(progress["blocks"]) == ["model.layers.0", "model.layers.1"]
     saved = []
-    monkeypatch.setattr(writer, "save_file", lambda t, path, metadata: saved.append(path.name) or save_file(t, path))
+    monkeypatch.setattr(writer, "write_tensors", lambda path, *of: saved.append(path.name) or write_tensors(path, *of))
 
     with pytest.raises(InputError, match="unfinished run; go on with --resume"):
         compress.quantize(source, GPTQ, output=out, **arguments)
@@ -272,7 +273,9 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path, monkeypatch):
         compress.quantize(source, replace(GPTQ, group_size=32), output=out, resume=True, **arguments)
     result = compress.quantize(source, GPTQ, output=out, resume=True, **arguments)
     assert files(out) == files(tmp_path / "whole")
-    assert saved == ["block-00002.safetensors", "block-00003.safetensors", "rest.safetensors"], "finished ones, too"
+    assert saved == ["block-00002.safetensors", "block-00003.safetensors", "rest-00000.safetensors"], (
+        "finished ones, too"
+    )
     assert len(result.record.layers) == 28
 
 
@@ -318,12 +321,12 @@ def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):
 
 
 def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, monkeypatch):
-    def full(tensors, path, metadata):
-        if "00001" in Path(path).name:
+    def full(path, tensors, buffers):
+        if "00001" in path.name:
             raise OSError(28, "No space left on device")
-        save_file(tensors, path, metadata=metadata)
+        return write_tensors(path, tensors, buffers)
 
-    monkeypatch.setattr(writer, "save_file", full)
+    monkeypatch.setattr(writer, "write_tensors", full)
     with pytest.raises(CompressError, match=r"(?s)No space left.*--resume") as failure:
         compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
     assert not isinstance(failure.value, InputError)

@@ -28,6 +28,29 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A tensor in the header of a file: `length` bytes. dtype is safetensors' name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+
+
+def header(entries: Sequence[Entry]) -> bytes:
+    """The beginning of a safetensors file whose tensors follow in this order."""
+    said: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for each in entries:
+        offsets = [end, end + each.length]
+        said[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": offsets}
+        end += each.length
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+@dataclass(frozen=True)
 class Piece:
     """A tensor in a file: `length` bytes from `begin`. dtype is safetensors' name for it."""
 
@@ -68,10 +91,10 @@ def pieces_of(path: Path) -> list[Piece]:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if length > min(size, LONGEST_HEADER):
                 raise CheckpointError(f"{path} is damaged or incomplete")
-            header = json.loads(file.read(length))
+            said = json.loads(file.read(length))
             base = LENGTH_BYTES + length
             found = []
-            for name, entry in header.items():
+            for name, entry in said.items():
                 if name != METADATA:
                     begin, end = entry["data_offsets"]
                     found.append(Piece(name, entry["dtype"], tuple(entry["shape"]), path, base + begin, end - begin))
@@ -104,21 +127,10 @@ def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, s
     """Copy tensors into one file, which is on the disk when this returns. Raises CheckpointError, which names a tensor
     whose bytes differ from its checksum; OSError where the file cannot be written."""
     ordered = sorted(pieces, key=lambda piece: (-piece.width, piece.name))
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    end = 0
-    for piece in ordered:
-        header[piece.name] = {
-            "dtype": piece.dtype,
-            "shape": list(piece.shape),
-            "data_offsets": [end, end + piece.length],
-        }
-        end += piece.length
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
     sources: dict[Path, BinaryIO] = {}
     try:
         with target.open("wb") as out:
-            out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+            out.write(header([Entry(piece.name, piece.dtype, piece.shape, piece.length) for piece in ordered]))
             for piece in ordered:
                 if piece.file not in sources:
                     sources[piece.file] = piece.file.open("rb")

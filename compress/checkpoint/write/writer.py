@@ -6,7 +6,6 @@ writes the index, the configuration and the record (`checkpoint.write.join`); `t
 Whenever a run is killed, there is a complete OUT, or a partial one to resume.
 """
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.saving import Saving
 from compress.checkpoint.write.all_ranks import Together, readable
 from compress.checkpoint.write.block_entries import edits_of, note, read_edits, restore
+from compress.checkpoint.write.block_file import write_tensors
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import Assembly, write_beside
 from compress.checkpoint.write.journal import PROGRESS, Files, Journal
@@ -36,6 +35,8 @@ from compress.weights.formats.sparse24 import sparse24
 from compress.weights.matrix import Matrix, added
 from compress.weights.own_words import is_own
 from compress.weights.scheme import Scheme, read_entry
+
+REST_BYTES = 256 << 20  # of tensors outside the blocks, in one file of a run
 
 
 class Writer:
@@ -151,7 +152,7 @@ class Writer:
         bytes of the model before the run. The record gets `tensors` (their SHA-256), `files` and `bytes`.
         """
         if self.journal.rest is None:
-            self.journal.rest = self._saved("rest", self._share(rest))
+            self.journal.rest = self._saved_rest(rest)
             self._note()
         else:  # the stopped run had come further than this, and may have copied these tensors already
             before = self.journal.rest
@@ -195,16 +196,30 @@ class Writer:
         inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
         return {prefix + name: value for name, value in opened.stored(inner)}
 
-    def _share(self, rest: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """This rank's share of tensors; each tensor goes to the rank with the least so far."""
-        mine: dict[str, Tensor] = {}
+    def _saved_rest(self, rest: Iterable[tuple[str, Tensor]]) -> Files:
+        """Save tensors in files of about `REST_BYTES`, so that no more are held at a time. Each tensor goes to the rank
+        with the least so far."""
+        files: Files = {}
         load = [0] * self.comm.world
+        mine: dict[str, Tensor] = {}
+        held = 0
+
+        def save() -> None:
+            nonlocal held
+            files.update(self._saved(f"rest-{len(files):05d}", mine))
+            mine.clear()
+            held = 0
+
         for name, tensor in rest:
+            if held + tensor.nbytes > REST_BYTES and held:
+                save()
             owner = load.index(min(load))
             load[owner] += tensor.numel()
+            held += tensor.nbytes
             if owner == self.comm.rank:
                 mine[name] = tensor
-        return mine
+        save()
+        return files
 
     def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
         """Save this rank's tensors. Returns {file: {tensor: SHA-256}} of all ranks; a rank without tensors has no
@@ -217,11 +232,7 @@ class Writer:
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
         if not tensors:
             return {}
-        clean = cleaned(tensors, self.buffers)
-        save_file(clean, path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return {path.name: {k: checksum(t) for k, t in clean.items()}}
+        return {path.name: write_tensors(path, tensors, self.buffers)}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
         """Tensors written as `files`, from their present places. Raises CheckpointError for a changed one."""
@@ -253,24 +264,6 @@ def halved(layer: Layer, decision: Decision) -> Decision:
         raise CompressError(
             f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
         ) from None
-
-
-def cleaned(tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str, Tensor]:
-    """Copies of tensors for a weight file: on the CPU, contiguous. Raises CompressError for numbers that are not
-    finite; buffers may hold infinities."""
-    clean = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    for name, tensor in clean.items():
-        check_finite(name, tensor, infinities=name in buffers)
-    return clean
-
-
-def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
-    """Raises CompressError for a tensor with numbers that are not finite. infinities: allow infinities."""
-    if not tensor.is_floating_point():
-        return
-    wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
-    if bool(wide.isnan().any()) or not (infinities or bool(wide.isfinite().all())):
-        raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")
 
 
 def written_dense(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:

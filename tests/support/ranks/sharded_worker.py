@@ -196,13 +196,13 @@ def run(rank: int, world: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (comm.world,))
     common = {"calibration": tokens(8), "batch_size": 2, "fsdp": True, "verify": False}
     written: list[int] = []
-    save_file = writer.save_file
-    writer.save_file = lambda tensors, path, metadata: (
-        written.append(sum(t.nbytes for t in tensors.values())) or save_file(tensors, path, metadata=metadata)
+    write_tensors = writer.write_tensors
+    writer.write_tensors = lambda path, tensors, buffers: (
+        written.append(sum(t.nbytes for t in tensors.values())) or write_tensors(path, tensors, buffers)
     )
     compress.quantize(folder / "model", EXACT, output=folder / f"exact-{comm.world}", **common)
     found["written"] = comm.gather_objects(sum(written))
-    writer.save_file = save_file
+    writer.write_tensors = write_tensors
     for name, passes in MASKS.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-{comm.world}", **common)
     if comm.world == 2:
