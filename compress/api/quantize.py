@@ -51,26 +51,23 @@ def quantize(
 
     model: a directory, hub id or 'demo', or a model in memory (changed in place). calibration: text ('demo', a file, a
     datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs;
-    passes without statistics need none and leave it unread. training: what passes that train are shown, all of it, in
-    the same forms (with `labels` for a task other than the next token); by default the calibration data. output: a
-    directory to write; without it the compressed model is only returned. ignore: shell-style patterns of layers to
-    leave alone. samples, length: windows of text (128 of the model's context, at most 2048). device: where blocks are
-    worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify:
-    reload the output in a fresh process and compare (by default for models up to 2 GiB). store: "2:4" writes layers
-    that are pruned so without their zeros, for `load` alone, and fails at the first that is not; by default zeros are
-    stored as other numbers are, which every reader takes. fsdp: shard the model over the ranks of the initialised
-    process group. one_block: run the model as a whole; found by itself where its blocks are no chain. convolutions:
-    whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs). experts: each
-    expert of a parameter that holds several is a layer, too, in memory (see `split_experts`). drop_zeros:
-    let go of the zeros of a model that comes pruned (a layer is, of which more than 5 % are exactly zero, or as many as
-    its compress.json says); by default they stay zero, and passes that keep no zeros are refused. spill: a
-    folder on a disk: every CPU tensor of at least 4 MiB that the run makes (activations, statistics, copies of weights)
-    is a file there, which the system reads and writes as it needs room. trust_remote_code: run Python code that comes
-    with a model given by name, if any does. restore: after any exception a model in memory
-    is what it was, bit for bit (one that `fsdp` sharded stays sharded). Until the run has succeeded that takes as much
-    memory as the weights of the blocks and the buffers (sharded: as this rank's part of the model). False does without;
-    the exception then says which blocks are changed. keep_codes: without an output, keep every layer's codes in the
-    result, for `export_onnx`.
+    passes without statistics leave it unread. training: what passes that train are shown, all of it, in the same forms
+    (with `labels` for a task other than the next token); by default the calibration data. output: a directory to write
+    (None: only return the model). ignore: shell-style patterns of layers to leave alone. samples, length: windows of
+    text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if there is one).
+    dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a fresh process and
+    compare (by default for models up to 2 GiB). store: "2:4" writes layers that are pruned so without their zeros, for
+    `load` alone, and fails at the first that is not (by default zeros are stored, too). fsdp: shard the model over the
+    ranks of the initialised process group. one_block: run the model as a whole; found by itself where its blocks are no
+    chain. convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in
+    CNNs). experts: each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the
+    zeros of a model that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json
+    says); by default they stay, and passes that keep none are refused. spill: a folder on a disk, for all CPU tensors
+    of 4 MiB or more that the run makes (`kernels.spill`). trust_remote_code: run Python code that comes with a model
+    given by name, if any does. restore: after any exception a model in memory is what it was, bit for bit (one that
+    `fsdp` sharded stays sharded). Until the run has succeeded that takes as much memory as the weights of the blocks
+    and the buffers (sharded: as this rank's part of the model). False does without it: the exception names the changed
+    blocks. keep_codes: without an output, keep every layer's codes in the result, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """

@@ -1,6 +1,6 @@
 """Builds a library for the processor at hand, once, and loads it: products (`cpu_gemm.cpp` and the units that it
-chooses from), loops over columns (`cpu_columns.cpp`), operators (`cpu_operators.cpp`) and an allocator (`cpu_spill.cpp`)
-that are linked to torch.
+chooses from), loops over columns (`cpu_columns.cpp`), or what is linked to torch: operators (`cpu_operators.cpp`), an
+allocator (`cpu_spill.cpp`).
 
 Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
 build, or the reason why there is none, is logged once (`compress.kernels.notes`).

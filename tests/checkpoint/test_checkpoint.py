@@ -320,6 +320,21 @@ def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_rounding_gives_up_a_weight_once_it_has_codes(llama, tmp_path, monkeypatch):
+    """Of a block that no data goes through, nobody reads the values again."""
+    write, left = writer.Writer.write, {}
+
+    def watched(self, block, opened, layers, finished):
+        home = {tensor.data_ptr() for tensor in opened.home.values()}
+        left.update({name: layer.weight.data_ptr() in home for name, layer in layers.items()})
+        write(self, block, opened, layers, finished)
+
+    monkeypatch.setattr(writer.Writer, "write", watched)
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    assert len(left) == 14
+    assert all(left.values()), "where the model is, no working copy"
+
+
 def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, monkeypatch):
     def full(path, tensors, buffers):
         if "00001" in path.name:

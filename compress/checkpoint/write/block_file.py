@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.read.weight_files import DTYPES
-from compress.checkpoint.write.shards import Entry, header
+from compress.checkpoint.write.shards import Header, header
 from compress.errors import CompressError
 
 PIECE = 1 << 22  # numbers
@@ -22,7 +22,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], buffers: Collection
     """
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    entries = [Entry(n, NAMES[tensors[n].dtype], shapes[n], tensors[n].nbytes) for n in ordered]
+    entries = [Header(n, NAMES[tensors[n].dtype], shapes[n], tensors[n].nbytes) for n in ordered]
     sums = {}
     with path.open("wb") as out:
         out.write(header(entries))

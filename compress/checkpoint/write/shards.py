@@ -28,8 +28,8 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in the header of a file: `length` bytes. dtype is safetensors' name for it."""
+class Header:
+    """A tensor in a file's header: `length` bytes. dtype is safetensors' name for it."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Entry:
     length: int
 
 
-def header(entries: Sequence[Entry]) -> bytes:
+def header(entries: Sequence[Header]) -> bytes:
     """The beginning of a safetensors file whose tensors follow in this order."""
     said: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
@@ -130,7 +130,7 @@ def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, s
     sources: dict[Path, BinaryIO] = {}
     try:
         with target.open("wb") as out:
-            out.write(header([Entry(piece.name, piece.dtype, piece.shape, piece.length) for piece in ordered]))
+            out.write(header([Header(piece.name, piece.dtype, piece.shape, piece.length) for piece in ordered]))
             for piece in ordered:
                 if piece.file not in sources:
                     sources[piece.file] = piece.file.open("rb")

@@ -197,28 +197,16 @@ class Writer:
         return {prefix + name: value for name, value in opened.stored(inner)}
 
     def _saved_rest(self, rest: Iterable[tuple[str, Tensor]]) -> Files:
-        """Save tensors in files of about `REST_BYTES`, so that no more are held at a time. Each tensor goes to the rank
-        with the least so far."""
+        """Save tensors in files of about `REST_BYTES`. Each tensor goes to the rank with the least so far."""
         files: Files = {}
         load = [0] * self.comm.world
-        mine: dict[str, Tensor] = {}
-        held = 0
-
-        def save() -> None:
-            nonlocal held
-            files.update(self._saved(f"rest-{len(files):05d}", mine))
-            mine.clear()
-            held = 0
-
-        for name, tensor in rest:
-            if held + tensor.nbytes > REST_BYTES and held:
-                save()
-            owner = load.index(min(load))
-            load[owner] += tensor.numel()
-            held += tensor.nbytes
-            if owner == self.comm.rank:
-                mine[name] = tensor
-        save()
+        for number, part in enumerate(in_parts(rest, REST_BYTES)):
+            mine: dict[str, Tensor] = {}
+            for name, tensor in part.items():
+                owner = load.index(min(load))
+                load[owner] += tensor.numel()
+                mine |= {name: tensor} if owner == self.comm.rank else {}
+            files |= self._saved(f"rest-{number:05d}", mine)
         return files
 
     def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
@@ -249,6 +237,20 @@ class Writer:
                     "--overwrite"
                 )
         return tensors
+
+
+def in_parts(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in their order, in parts of at most `limit` bytes (one tensor at least)."""
+    part: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        if part and held + tensor.nbytes > limit:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor
+        held += tensor.nbytes
+    if part:
+        yield part
 
 
 def halved(layer: Layer, decision: Decision) -> Decision:

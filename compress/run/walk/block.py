@@ -71,7 +71,7 @@ class BlockRun:
         self.layers = {layer.name: layer for layer in run.plan.layers[name]}
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
         self.structure: BlockSites | None = None
-        self.versions = Versions(originals=run.plan.calibrated or run.places is not None)
+        self.versions = Versions(run.plan.calibrated or run.places is not None)
         self.forwarded = False
         self.decided = Decided(came=run.plan.earlier)
         earlier = run.earlier.get(name)
@@ -140,8 +140,7 @@ class BlockRun:
         for name in wanted:
             made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
             self.install(name, made[name])
-            if last_of(self, p, name) and not made[name].dense:
-                self.drop(self.layers[name])
+            _give_up(self, p, name, made[name])
         self.enter({name: (p, decision) for name, decision in made.items()})
 
     def enter(self, made: Mapping[str, tuple[Pass, Decision]]) -> None:
@@ -153,17 +152,10 @@ class BlockRun:
 
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer its decided values."""
-        if decision.kept is not None:
-            layer = self.layers[name]
-            # A slice is overwritten in place.
+        layer = self.layers[name]
+        if decision.kept is not None:  # a slice is overwritten in place
             self.decided.before.setdefault(name, layer.weight if layer.index is None else layer.weight.clone())
-        self.versions.install(self.layers[name], decision)
-
-    def drop(self, layer: Layer) -> None:
-        """Give up the values of a layer of which only the codes are read from now on, where that is so."""
-        if not self.versions.originals and not self.run.residency.keep and layer.has_format and layer.index is None:
-            self.versions.drop(layer.parameter)
-            self.opened.drop(layer.parameter)
+        self.versions.install(layer, decision)
 
     def sites(self, structure: BlockSites, names: Collection[str]) -> list[list[Layer]]:
         """The sites of the block, of the layers of these names."""
@@ -397,7 +389,11 @@ def _disjoint(p: Pass, group: Sequence[Pass], layers: Collection[str]) -> bool:
     return not any(p.wants(name) and other.wants(name) for other in group for name in layers)
 
 
-def last_of(here: BlockRun, p: Pass, name: str) -> bool:
-    """True for the last pass of a run that is about a layer."""
-    wanting = [each for each in here.run.plan.passes if each.wants(name)]
-    return bool(wanting) and wanting[-1] is p
+def _give_up(here: BlockRun, p: Pass, name: str, decision: Decision) -> None:
+    """Give up the values of a layer after a pass, where nothing but its codes is read from now on."""
+    run, layer = here.run, here.layers[name]
+    *_, last = (each for each in run.plan.passes if each.wants(name))
+    read = last is not p or here.versions.originals or run.residency.keep or decision.dense
+    if not read and layer.has_format and layer.index is None:
+        here.versions.drop(layer.parameter)
+        here.opened.drop(layer.parameter)
