@@ -57,7 +57,17 @@ TABLE = (
 )
 # Runs of the command line, which leave a file and its checkpoint: {title: words after `compress quantize MODEL`}.
 FOR = "--for llama.cpp"
-SCHEMES = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a8", "w8a8", "q2_k", "q3_k_m", "q4_k_m", "q6_k")
+SCHEMES = (
+    *(f"w{bits}a16" for bits in range(2, 9)),
+    "mxfp4a16",
+    "nvfp4a16",
+    "w4a8",
+    "w8a8",
+    "q2_k",
+    "q3_k_m",
+    "q4_k_m",
+    "q6_k",
+)
 WORDS = (FOR, *(f"{FOR} --scheme {scheme}" for scheme in (*SCHEMES, "q4_k_m --embeddings w8a16")))
 COMMANDS = {words: f"--method gptq {words}" for words in WORDS}
 
