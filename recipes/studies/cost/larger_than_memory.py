@@ -142,23 +142,31 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("larger-than-memory"))
+    parser.add_argument("--output", help="name in the folder; a run that was stopped there goes on")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("words", nargs="+", help="options of compress quantize")
     arguments = parser.parse_args()
-    source, output = arguments.folder / "in", arguments.folder / f"out-{os.getpid()}"
+    source, output = arguments.folder / "in", arguments.folder / (arguments.output or f"out-{os.getpid()}")
     size = write_model(source, arguments.layers)
     words = [sys.executable, "-m", "compress", "quantize", str(source), "--output", str(output), *arguments.words]
     words += ["--quiet", "--no-verify"]
     if "rtn" not in arguments.words:
         words += ["--calibration", str(source / "tokens.pt")]
     peaks: dict[int, int] = {}
-    seconds = []
+    seconds: list[int] = []
+    begun = finished_blocks(output)
     with memory_group(int(arguments.gib * 2**30)) as group:
         for attempt in range(arguments.kills + 1):
             last = attempt == arguments.kills
-            stop = sys.maxsize if last else arguments.layers * (attempt + 1) // (arguments.kills + 1)
+            stop = begun + (arguments.layers - begun) * (attempt + 1) // (arguments.kills + 1)
             started = time.monotonic()
-            code = run([*words, *(["--resume"] if attempt else [])], group, output, stop, peaks)
+            code = run(
+                [*words, *(["--resume"] if attempt or begun else [])],
+                group,
+                output,
+                sys.maxsize if last else stop,
+                peaks,
+            )
             seconds.append(round(time.monotonic() - started))
             print(json.dumps({"attempt": attempt, "exit code": code, "seconds": seconds[-1]}), flush=True)
             if code or (last and code is None):
@@ -169,6 +177,7 @@ def main() -> None:
         **made_by(),
         "checkpoint_mb": round(size / 1e6),
         "limit_mb": round(arguments.gib * 2**30 / 1e6),
+        "blocks_done_before": begun,
         "killed": arguments.kills,
         "seconds": seconds,
         "blocks": arguments.layers,
