@@ -19,6 +19,8 @@ GATE = 3  # an evaluation that fails a gate
 # What a shell reports for commands that were interrupted, terminated, or whose reader went away (as `| head` does).
 STOPPED, TERMINATED, UNREAD = 130, 143, 141
 TRACEBACK = "COMPRESS_TRACEBACK"
+SAID_OF_CPU = "DefaultCPUAllocator: can't allocate memory"  # by torch, in a RuntimeError
+LESS_MEMORY = "give a smaller --batch-size, --spill FOLDER to a run that writes a model, or --device cpu for a full GPU"
 
 
 def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
@@ -36,8 +38,6 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
             fail(str(error), 2)
         except CompressError as error:
             fail(said(error), 1)
-        except out_of_memory() as error:
-            fail(f"out of memory ({first_line(error)}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
         except KeyboardInterrupt as error:
@@ -47,15 +47,17 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
             if os.environ.get(TRACEBACK):
                 raise
+            if is_out_of_memory(error):
+                fail(f"out of memory ({first_line(error)}): {LESS_MEMORY}", 1)
             fail(f"unexpected {type(error).__name__}: {error} (set {TRACEBACK}=1 to see where)", 1)
 
     return wrapped
 
 
-def out_of_memory() -> tuple[type[Exception], ...]:
-    """Torch's exception for a full device; empty where torch has not been imported, so cannot have raised it."""
-    found = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
-    return () if found is None else (found,)
+def is_out_of_memory(error: Exception) -> bool:
+    """True for what Python and torch raise where memory is short."""
+    of_device = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())  # only an imported torch can have raised it
+    return isinstance(error, (MemoryError, of_device)) or SAID_OF_CPU in str(error)
 
 
 def unread() -> NoReturn:

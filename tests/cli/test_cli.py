@@ -179,6 +179,14 @@ def test_logits_that_are_not_numbers_are_no_figures(desk: Desk, role: str) -> No
     assert f"the {role} gives logits that are not finite" in last_line(outcome)
 
 
+def test_a_full_memory_is_one_line_that_says_what_takes_less(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "quantize", lambda *_, **__: torch.empty(1 << 55))
+    outcome = desk.rtn(desk.model)
+    assert outcome.code == 1
+    assert "out of memory" in last_line(outcome)
+    assert "--spill FOLDER" in last_line(outcome)
+
+
 def test_a_defect_is_one_line_and_its_traceback_is_there_on_request(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
