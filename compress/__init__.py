@@ -16,6 +16,7 @@ from compress.system.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api.cache_logits import Cached, cache_logits
+    from compress.api.forecast.forecast import Forecast, plan
     from compress.api.imatrix import Importance, imatrix
     from compress.api.job import Result
     from compress.api.own_loop import Prepared, prepare_qat
@@ -81,6 +82,7 @@ _HOMES = {
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
+    "Forecast": "compress.api.forecast.forecast",
     "Grid": "compress.weights.grid",
     "Importance": "compress.api.imatrix",
     "KQuants": "compress.passes.k_quants",
@@ -123,6 +125,7 @@ _HOMES = {
     "lora": "compress.runtime.layers.adapters",
     "measure_sensitivity": "compress.search.sensitivity",
     "only": "compress.passes.protocol.where",
+    "plan": "compress.api.forecast.forecast",
     "prepare_qat": "compress.api.own_loop",
     "quantize": "compress.api.quantize",
     "quantize_for": "compress.api.quantize_for",
@@ -148,6 +151,7 @@ __all__ = [
     "Embeddings",
     "Evaluation",
     "Exported",
+    "Forecast",
     "Grid",
     "Importance",
     "InputError",
@@ -192,6 +196,7 @@ __all__ = [
     "lora",
     "measure_sensitivity",
     "only",
+    "plan",
     "prepare_qat",
     "quantize",
     "quantize_for",

@@ -30,6 +30,8 @@ from compress.kernels.operators.pairs24 import NO_KERNEL
 from compress.kernels.operators.strips import why_not_lay_in_strips
 from compress.kernels.operators.tiles import MANY
 
+TOKENS = (1, 16, 512)  # at which tables show routes
+
 
 class Route(NamedTuple):
     """A kernel, and the reasons against each faster one."""

@@ -16,6 +16,7 @@ from compress.cli.commands.export import export
 from compress.cli.commands.generate import generate
 from compress.cli.commands.inspect import inspect, verify
 from compress.cli.commands.methods import methods, recipes
+from compress.cli.commands.plan import plan
 from compress.cli.commands.prune import prune
 from compress.cli.commands.quantize import quantize
 from compress.cli.commands.report import report
@@ -60,6 +61,7 @@ def cli() -> None:
     \b
     compress demo                                              see it work on the built-in model
     compress quantize MODEL --method gptq --calibration TEXT --output OUT
+    compress plan MODEL --method gptq                          see what it will do, in seconds
     compress prune MODEL --method sparsegpt --pattern 2:4 --calibration TEXT --output OUT
     compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
     compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
@@ -80,6 +82,7 @@ def cli() -> None:
 
 for command in (
     quantize,
+    plan,
     prune,
     qat,
     distill,

@@ -41,18 +41,12 @@ OF_CALIBRATION = ("samples", "length", "batch_size")
 OF_IMATRIX = ("calibration", *OF_CALIBRATION, "device", "overwrite", "trust_remote_code")
 
 
-run_options = group(
-    calibration_option(),
-    training_option,
-    extent_options,
-    ignore_option,
-    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
-    click.option(
-        "--store",
-        metavar="FORM",
-        help="2:4: store 2:4 layers without their zeros; only compress.load reads them.  [default: with zeros]",
-    ),
-    saving_options,
+store_option = click.option(
+    "--store",
+    metavar="FORM",
+    help="2:4: store 2:4 layers without their zeros; only compress.load reads them.  [default: with zeros]",
+)
+parts_options = group(
     click.option(
         "--one-block",
         is_flag=True,
@@ -63,6 +57,16 @@ run_options = group(
         default=None,
         help="Also compress convolutions.  [default: only where no block holds linear layers]",
     ),
+)
+run_options = group(
+    calibration_option(),
+    training_option,
+    extent_options,
+    ignore_option,
+    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
+    store_option,
+    saving_options,
+    parts_options,
     click.option(
         "--drop-zeros", is_flag=True, help="Let zeros of a pruned model become other values.  [default: they stay]"
     ),

@@ -40,8 +40,10 @@ from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_rows
 from compress.solvers.binary import inverse_diagonal, left_to, salient_columns, signs, solve_second, with_second
 from compress.solvers.gptq import Method
+from compress.weights.formats.columns import BinaryColumns
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.matrix import Matrix
+from compress.weights.scheme import Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,15 @@ class Binary(FewLevels, GPTQ):
         for name, (_, columns) in shapes.items():
             if self.salient > columns:
                 raise InputError(f"salient {self.salient}; {name} has {columns} columns")
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        found = super().stored(layer, shape, table)
+        if not self.salient or found is None:
+            return found
+        grid = found.weights
+        groups = 1 if grid.group_size is None else shape[1] // grid.group_size
+        second = signs(None if self.group_size == -1 else self.salient, self.scales)
+        return replace(found, terms=(*found.terms, BinaryColumns(grid=second, chosen=groups * self.salient)))
 
     def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
         first = super().by_solution(site, relied, solution)

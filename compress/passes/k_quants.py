@@ -56,6 +56,7 @@ from compress.solvers.k_quants.solve import solve_blocks
 from compress.solvers.loss import weight_error
 from compress.weights.decision import Decision
 from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.scheme import Scheme
 
 Rounding = Literal["gptq", "nearest"]
 # What llama.cpp has instead where super-blocks do not fit, as schemes of groups of 32 on grids with signed scales.
@@ -143,6 +144,10 @@ class KQuants(SecondOrder):
     def placed(self, layers: Sequence[str]) -> Pass:
         known = self.blocks or self.scheme not in MIXES
         return self if known else replace(self, blocks=blocks_of_names(self.scheme, layers))
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        typed = replace(self, scheme=type_in(self.scheme, layer, self.blocks))
+        return typed.fallback.stored(layer, shape) if shape[1] % BLOCK else Scheme(terms=(typed.format,))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         types = {name: type_in(self.scheme, name, self.blocks) for name in site.weights}

@@ -35,6 +35,7 @@ from torch import Tensor
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
+from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
@@ -45,8 +46,9 @@ from compress.solvers.outliers import check_share
 from compress.solvers.targets import aimed, check_drift, drift_correction
 from compress.solvers.whitened import approximated, with_outliers
 from compress.weights.decision import Decision
-from compress.weights.formats.lowrank import WHOLE_BITS
+from compress.weights.formats.lowrank import WHOLE_BITS, LowRankFactors
 from compress.weights.matrix import Weight
+from compress.weights.scheme import Scheme
 from compress.weights.terms import Tensors
 
 
@@ -103,6 +105,10 @@ class LowRank(RankBudget):
                     f"share {self.share} leaves no rank for {name}, which is {shape[0]} x {shape[1]}; allowed: from "
                     f"{least:.3g} up, or leave the layer to another pass (`but`)"
                 )
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        low = LowRankFactors(rank=self.rank_of(layer, shape), bits=self.factor_bits)
+        return beside_outliers(Scheme(terms=(low,)), self.outliers, shape)
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         return {"hessian": partial(Hessian, dtype=self.summed_in, reference=self.drift > 0)}

@@ -24,7 +24,7 @@ Departs from the papers:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -41,7 +41,9 @@ from compress.passes.protocol.stages import Stage
 from compress.solvers.loss import quadratic
 from compress.solvers.lqs import Parts, best_turn, in_turns
 from compress.solvers.whitened import approximated
+from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.matrix import Matrix
+from compress.weights.scheme import Scheme
 from compress.weights.terms import Tensors
 
 
@@ -68,6 +70,12 @@ class LQS(RankBudget, GPTQ):
     @property
     def stages(self) -> tuple[Stage, ...]:
         return *self.survey, *super().stages
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        found, rank = super().stored(layer, shape, table), self.rank_of(layer, shape)
+        if not rank or found is None:
+            return found
+        return replace(found, terms=(*found.terms, LowRankFactors(rank=rank, bits=self.factor_bits)))
 
     def approximated(self, site: Site, name: str) -> Tensor:
         weight = site.weights[name].double()

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
@@ -48,7 +49,7 @@ from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
 from compress.weights.matrix import Term
-from compress.weights.scheme import LEVELS, SCHEMES, check_scheme
+from compress.weights.scheme import LEVELS, SCHEMES, Scheme, check_scheme
 
 # What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
 # takes twice as many bits for scales.
@@ -183,6 +184,18 @@ class SpQR(SecondOrder):
         if size is None and len(set(widths)) == 1:
             (size,) = set(widths)
         return self if size is None else replace(self, group_size=size)
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        fitted = self.fitted({shape[1]})
+        assert isinstance(fitted, SpQR)
+        share = self.outliers
+        if self.bits_per_weight:
+            share = max(
+                0.0,
+                (self.bits_per_weight - fitted.tiles.bits_per_weight(torch.float16))
+                / entry_bits(shape[1], torch.float16),
+            )
+        return beside_outliers(Scheme(terms=(fitted.tiles,)), share, shape)
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}

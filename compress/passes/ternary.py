@@ -29,8 +29,10 @@ from compress.passes.options.few_levels import FewLevels
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats import ternary as formats
+from compress.weights.formats.codes import CodesFormat
 from compress.weights.grid import Quantized
 from compress.weights.matrix import Matrix, added
+from compress.weights.scheme import Scheme
 
 Packing = Literal["bytes", "words"]
 
@@ -48,6 +50,14 @@ class Ternary(FewLevels, GPTQ):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("packing", self.packing, get_args(Packing))
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        found = super().stored(layer, shape, table)
+        if self.packing == "words" or found is None:
+            return found
+        first, *others = found.terms
+        assert isinstance(first, CodesFormat)
+        return replace(found, terms=(formats.TernaryCodes(grid=first.grid), *others))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         decisions = super().apply(site)

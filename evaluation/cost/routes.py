@@ -9,9 +9,8 @@ from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
+from compress.kernels.routes import TOKENS
 from compress.runtime.layers.linear import run_of
-
-TOKENS = (1, 16, 512)
 
 
 @dataclass(frozen=True)

@@ -911,6 +911,8 @@ OTHERS: dict[str, Case] = {
         lambda d: command("inspect", d.model, "--trust-remote-code"),
         ("--trust-remote-code is for --kernels",),
     ),
+    "plan: no such model": (lambda d: command("plan", "no/such/folder"), "no/such/folder"),
+    "plan: a compressed one": (lambda d: command("plan", d.output), "compress"),
     "inspect: a picture of nothing": (
         lambda d: command("inspect", d.model, "--svg", d.output),
         ("--svg is for --training",),

@@ -28,6 +28,7 @@ from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases
+from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
@@ -168,8 +169,26 @@ def empty_model(source: Source) -> nn.Module:
     return source.once("empty model", lambda: _empty_model(source))
 
 
+def meta_model(source: Source) -> nn.Module:
+    """The model that `load_dense` reads, on the meta device, a new one for every caller. Raises CheckpointError where
+    transformers cannot make it, or the files hold far less."""
+    model = _model_on_meta(source)
+    check_room(source, model)
+    return model
+
+
 def _empty_model(source: Source) -> nn.Module:
+    model = _model_on_meta(source)
+    if source.quantization is not None or not any(map(joins_experts, loading_steps(model))):
+        split_experts(model, source.headers)
+    return model
+
+
+def _model_on_meta(source: Source) -> nn.Module:
     config = read_config(source)
+    if config.dtype is None:  # then transformers takes that of the files
+        floats = (DTYPES[dtype] for _, dtype in source.headers.values() if dtype in DTYPES)
+        config.dtype = next((dtype for dtype in floats if dtype.is_floating_point), None)
     config.__dict__.pop("quantization_config", None)
     kind = _model_class(source, None)
     try:
@@ -179,8 +198,6 @@ def _empty_model(source: Source) -> nn.Module:
     except Exception as error:
         raise CheckpointError(f"transformers makes no model of {source.path}: {first_line(error)}") from error
     assert isinstance(model, nn.Module)
-    if source.quantization is not None or not any(map(joins_experts, loading_steps(model))):
-        split_experts(model, source.headers)
     return model
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import OF_A_METHOD, added_options, method_options, setting_option
+from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, setting_option
 from compress.cli.options import given
 from compress.cli.running import check_processes, run, run_options, split_settings
 from compress.errors import InputError, one_of
@@ -19,27 +19,32 @@ EFFORTS = ("fast", "default", "best")
 FAST = {"clip": False, "refit": 0, "sweeps": 0}
 
 
+recipe_options = group(
+    click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`."),
+    click.option(
+        "--effort",
+        help="For gptq: fast (its sweep alone: clip=false, refit=0, sweeps=0), default, or best (adds the pass "
+        "`reconstruct`).  [default: default]",
+    ),
+    click.option(
+        "--recipe",
+        metavar="FILE",
+        help="A YAML file of passes, or a name from `compress recipes`. Replaces --method and its options; only "
+        "--group-size may be combined with it.",
+    ),
+    click.option(
+        "--for",
+        "engine",
+        metavar="ENGINE",
+        help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens "
+        "in OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
+    ),
+)
+
+
 @click.command(short_help="Quantize a model and write a checkpoint.")
 @click.argument("model")
-@click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
-@click.option(
-    "--effort",
-    help="For gptq: fast (its sweep alone: clip=false, refit=0, sweeps=0), default, or best (adds the pass "
-    "`reconstruct`).  [default: default]",
-)
-@click.option(
-    "--recipe",
-    metavar="FILE",
-    help="A YAML file of passes, or a name from `compress recipes`. Replaces --method and its options; only "
-    "--group-size may be combined with it.",
-)
-@click.option(
-    "--for",
-    "engine",
-    metavar="ENGINE",
-    help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens in "
-    "OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
-)
+@recipe_options
 @click.option(
     "--imatrix",
     metavar="FILE",
@@ -75,6 +80,21 @@ def quantize(
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
+    passes, notes = passes_asked(method, effort, recipe, engine, chosen, embeddings, kv_cache)
+    who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
+    run("quantize", model, passes, who, notes, engine, imatrix, fsdp=fsdp, **options)
+
+
+def passes_asked(
+    method: str,
+    effort: str | None,
+    recipe: str | None,
+    engine: str | None,
+    chosen: dict[str, Any],
+    embeddings: str | None,
+    kv_cache: str | None,
+) -> tuple[tuple["Pass", ...], list[str]]:
+    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
     chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache, engine)
@@ -82,8 +102,7 @@ def quantize(
         from compress.api.engines import check_engine
 
         check_engine(engine, passes)
-    who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
-    run("quantize", model, passes, who, [*picks, *notes], engine, imatrix, fsdp=fsdp, **options)
+    return passes, [*picks, *notes]
 
 
 def for_engine(

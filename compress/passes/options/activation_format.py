@@ -7,7 +7,7 @@ from compress.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, input_bits, is_float
+from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, Scheme, input_bits, is_float, scheme_on
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
@@ -74,6 +74,12 @@ class ActivationFormat(WeightFormat):
                 "per_channel_inputs are fixed ranges, and activations are fitted to every token; give "
                 "activations=static with it"
             )
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        fitted = self.fitted({shape[1]})
+        assert isinstance(fitted, ActivationFormat)
+        dynamic = self.activations == "dynamic"
+        return scheme_on(fitted.weight_grid(), self.input_grid(), self.output_grid(), dynamic)
 
     def input_grid(self) -> Grid | None:
         """The grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an

@@ -15,9 +15,10 @@ from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Fix, Rewrite, Stage
 from compress.solvers.outliers import check_share
+from compress.weights.formats.sparse import SparseRows
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import WITHOUT_GROUPS
+from compress.weights.scheme import WITHOUT_GROUPS, Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
             raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
         elif self.histograms:
             raise InputError("histograms are of fixed ranges; give activations=static or outputs=static with them")
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        found = super().stored(layer, shape, table)
+        assert found is not None
+        return beside_outliers(found, self.outliers, shape)
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         grid = self.input_grid()
@@ -89,6 +95,13 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
                 "codes begin at 0; give activation_grid=asymmetric, or this pass only to layers behind a ReLU (`only`)"
             )
         return {name: fixed_codes(found, grid, dtype) for name, dtype in site.scale_dtypes.items()}
+
+
+def beside_outliers(scheme: Scheme, share: float, shape: tuple[int, int]) -> Scheme:
+    """The scheme with such a share of a layer's weights exact beside its other terms."""
+    if not share:
+        return scheme
+    return replace(scheme, terms=(*scheme.terms, SparseRows(entries=round(share * shape[0] * shape[1]))))
 
 
 def fixed_codes(found: Range, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:

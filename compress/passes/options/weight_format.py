@@ -25,8 +25,10 @@ from compress.weights.scheme import (
     SCHEMES,
     WHOLE,
     WITHOUT_GROUPS,
+    Scheme,
     check_levels_group,
     check_scheme,
+    format_of,
     is_float,
 )
 
@@ -181,6 +183,11 @@ class WeightFormat(Pass):
                 f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of "
                 f"{bad[0]} ({len(bad)} layers in all); {suggest_groups(widths)}"
             )
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        fitted = self.fitted({shape[1]})
+        assert isinstance(fitted, WeightFormat)
+        return Scheme(terms=(format_of(fitted.weight_grid(), None, table),))
 
     @property
     def shares_scale(self) -> bool:

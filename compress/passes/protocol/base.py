@@ -26,6 +26,7 @@ from compress.passes.protocol.stages import (
 from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
+from compress.weights.scheme import Scheme
 
 S = TypeVar("S", Restructure, Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
@@ -151,6 +152,11 @@ class Pass:
     def wording(self) -> tuple[str, str]:
         """(scheme, grid) as the record of a run has them; empty where the options have no such words."""
         return "", ""
+
+    def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
+        """The scheme in which a checkpoint will hold a layer [N, K] that this pass has rounded; None for a pass that
+        leaves plain numbers. Where only the work can tell how large a term is, it is what the options ask for."""
+        return None
 
     def without_reference(self) -> "Pass":
         """This pass for inputs of the original model, with nothing to make up for in them."""

@@ -1,0 +1,1 @@
+"""Forecast of a run: what `compress plan` tells from shapes alone."""

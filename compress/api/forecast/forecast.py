@@ -1,0 +1,179 @@
+"""`plan`: what a run of `quantize` will do and make, from a configuration and the headers of weight files."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.api.forecast.reading import Kernel, engines_for, kernels_for
+from compress.api.opened import FoundModel, found_model
+from compress.api.request import Data, Delivery, Extent, Request, Work, several
+from compress.api.shrunk import check_structural
+from compress.checkpoint.read.pretrained import meta_model
+from compress.checkpoint.saving import Saving, bytes_before
+from compress.checkpoint.write.shards import SHARD_BYTES
+from compress.errors import InputError
+from compress.model.experts_apart import split_experts
+from compress.model.valueless import without_values
+from compress.passes.protocol.base import Pass
+from compress.run.plan.plan import Plan
+from compress.run.plan.plan import plan as matched
+from compress.run.plan.storable import cache_entry_of, check_storable
+from compress.run.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
+from compress.system.device import find_device
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+
+@dataclass(frozen=True)
+class LayerForecast:
+    """A layer that is compressed. shape: (N, K). scheme: in words. bytes: of its tensors. exact: whether these are
+    known before the work."""
+
+    name: str
+    shape: tuple[int, int]
+    passes: tuple[str, ...]
+    scheme: str
+    bytes: int
+    bits_per_weight: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that a run needs beside each other where the output is to be, and those that are free there."""
+
+    needed: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run, before it begins.
+
+    layers: those stored as codes. dense: {name: the reason why it stays as it is, or is stored dense}. saving: bytes of
+    all tensors before and after. exact: whether those after are known before the work. engines: {name: the reason why
+    it does not run the result, None where it does}. kernels: of `compress.load` on the device, by shape and scheme.
+    """
+
+    model: str
+    device: str
+    layers: list[LayerForecast]
+    dense: dict[str, str]
+    saving: Saving
+    exact: bool
+    bits_per_weight: float | None
+    disk: Disk
+    engines: dict[str, str | None]
+    kernels: list[Kernel]
+    notes: list[str]
+
+
+def plan(
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    ignore: Sequence[str] = (),
+    output: str | Path | None = None,
+    device: str | torch.device | None = None,
+    store: str | None = None,
+    one_block: bool = False,
+    convolutions: bool | None = None,
+    trust_remote_code: bool = False,
+) -> Forecast:
+    """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, kernels, engines.
+
+    No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
+    The options mean what they mean in `quantize`. output: where the result would be, for the free disk. Raises
+    InputError for what `quantize` refuses by shapes and names.
+    """
+    extent = Extent(ignore, one_block, convolutions)
+    delivery = Delivery("" if output is None else output, store=store)
+    request = Request(
+        model, several(passes), Data(None, None, None, 8), extent, delivery, Work(device), trust_remote_code
+    )
+    request.check()
+    check_structural(request)
+    if removing := next((p.name for p in request.passes if p.removes), None):
+        raise InputError(
+            f"{removing} changes the shapes of the layers by what it finds in their values, so nothing can be told "
+            "before it; plan the passes behind it on its output"
+        )
+    found = found_model(model, device, trust_remote_code)
+    empty, notes = shapes_of(found)
+    planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
+    return forecast(found, empty, planned, delivery, notes)
+
+
+def shapes_of(found: FoundModel) -> tuple[nn.Module, list[str]]:
+    """(The model that a run would open, on the meta device; remarks on it)."""
+    if found.source is None:
+        assert found.given is not None
+        return without_values(found.given), []
+    model = meta_model(found.source)
+    split_experts(model)
+    return model, []
+
+
+def forecast(found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery, notes: Sequence[str]) -> Forecast:
+    """The forecast of a plan. model: of any device."""
+    check_storable(plan)
+    cache_entry_of(plan, model)
+    halved = plan.treated if delivery.store == TWO_OF_FOUR else plan.halved
+    layers = stored_layers(plan, halved)
+    after = bytes_of_tensors(stored_tensors(model, plan, layers))
+    coded = [layer for layer in layers if layer.scheme is not None]
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
+    device = find_device(None if found.device is None else found.device)
+    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return Forecast(
+        type(model).__name__ if found.source is None else found.source.name,
+        str(device),
+        [_told(layer) for layer in coded],
+        {**plan.left_alone(model), **_dense(layers, plan)},
+        Saving(bytes_before(found.source, model), after),
+        all(layer.exact for layer in layers),
+        8 * sum(layer.bytes for layer in coded) / weights if weights else None,
+        Disk(after + min(after, SHARD_BYTES), free_at(Path(delivery.output or "."))),
+        engines_for(plan.recipe),
+        kernels_for(coded, {table.name for table in plan.tables}, stored, device),
+        [*notes, *plan.notes],
+    )
+
+
+def _told(layer: WrittenLayer) -> LayerForecast:
+    weights = layer.shape[0] * layer.shape[1]
+    bits = 8 * layer.bytes / weights
+    return LayerForecast(layer.name, layer.shape, layer.passes, str(layer.scheme), layer.bytes, bits, layer.exact)
+
+
+def _dense(layers: Sequence[WrittenLayer], plan: Plan) -> dict[str, str]:
+    """{layer: the reason why it is treated and yet stored dense}."""
+    known = {layer.name: layer for inside in plan.layers.values() for layer in inside}
+    reasons = {}
+    for layer in layers:
+        if layer.scheme is None and not known[layer.name].has_format:
+            kind = type(known[layer.name].module).__name__
+            reasons[layer.name] = f"compressed values, stored dense: compressed-tensors has no {kind}"
+        elif layer.scheme is None:
+            pruned = any(p.writes == "mask" for p in plan.passes if p.wants(layer.name))
+            reasons[layer.name] = "pruned, stored dense" if pruned else "no pass rounds it"
+    return reasons
+
+
+def counted(dense: dict[str, str]) -> list[tuple[str, int, str]]:
+    """(Reason, layers, one of them) of what stays dense, most layers first."""
+    counts = Counter(dense.values())
+    first = {why: name for name, why in reversed(dense.items())}
+    return [(why, count, first[why]) for why, count in counts.most_common()]
+
+
+def free_at(path: Path) -> int:
+    """Free bytes where a directory is or would be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free

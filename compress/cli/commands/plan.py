@@ -1,0 +1,68 @@
+"""`compress plan`: what `compress quantize` will do, told before it begins."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import compress
+from compress.cli.commands.quantize import chosen_options, passes_asked, recipe_options
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.option_groups import OF_A_METHOD, added_options, ignore_option, method_options, setting_option
+from compress.cli.options import (
+    begin,
+    device_option,
+    files_overwrite_option,
+    json_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
+from compress.cli.running import parts_options, store_option
+
+
+@click.command(short_help="Show what quantize will do, in seconds: layers, bytes, kernels.")
+@click.argument("model")
+@recipe_options
+@method_options
+@setting_option
+@added_options
+@ignore_option
+@click.option("--output", metavar="OUT", help="Where the result is to be: free disk is looked up there.")
+@store_option
+@parts_options
+@trust_option
+@device_option
+@json_option
+@files_overwrite_option
+@quiet_option
+@exits_cleanly
+def plan(
+    model: str,
+    method: str,
+    effort: str | None,
+    recipe: str | None,
+    engine: str | None,
+    embeddings: str | None,
+    kv_cache: str | None,
+    settings: tuple[str, ...],
+    json_file: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Show what `compress quantize` will do with MODEL: each layer's scheme, what stays dense and why, bytes, engines
+    and kernels. No weight is read, nothing is written.
+
+    \b
+    compress plan MODEL --method gptq --scheme w4a16
+    compress plan MODEL --recipe w4a16-gptq --json plan.json
+    """
+    chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
+    passes, notes = passes_asked(method, effort, recipe, engine, chosen, embeddings, kv_cache)
+    begin()
+    found = compress.plan(model, passes, **options)
+    write_report(json_file, asdict(found))
+    if not quiet and json_file != "-":
+        from compress.cli.forecasts import show_plan
+
+        show_plan(found, notes)

@@ -1,0 +1,77 @@
+"""Words for a plan, in full and in short."""
+
+import re
+from collections.abc import Sequence
+
+import click
+
+from compress.api.forecast.forecast import Forecast, LayerForecast, counted
+from compress.evaluation.report.content import ReportTable
+from compress.evaluation.report.terminal import show
+from compress.system.terminal import visible
+
+MIB = 2**20
+NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+
+
+def show_plan(found: Forecast, notes: Sequence[str] = ()) -> None:
+    """Show a plan: layers by kind, what stays dense, and what the result takes and runs on."""
+    rows = [
+        (name, str(len(same)), f"{same[0].shape[0]} x {same[0].shape[1]}", same[0].scheme, *_size(same))
+        for name, same in _alike(found.layers).items()
+    ]
+    show(ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0))
+    for line in [*short(found)[1:], *_kernels(found), *_engines(found)]:
+        click.echo(visible(line))
+    for note in [*notes, *found.notes]:
+        click.echo(visible(f"note: {note}"))
+
+
+def short(found: Forecast) -> list[str]:
+    """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk."""
+    lines = [f"{len(found.layers)} layers are compressed"]
+    lines += [f"dense: {count} like {name}: {why}" for why, count, name in counted(found.dense)]
+    about = "" if found.exact else "about "
+    bits = "" if found.bits_per_weight is None else f", {found.bits_per_weight:.2f} bits per compressed weight"
+    before, after = found.saving.before, found.saving.after
+    lines.append(f"bytes: {before:,} before, {about}{after:,} after ({found.saving.share:.1%} saved){bits}")
+    lack = " TOO LITTLE" if found.disk.free < found.disk.needed else ""
+    lines.append(f"disk: {found.disk.needed / MIB:,.0f} MiB needed, {found.disk.free / MIB:,.0f} MiB free{lack}")
+    return lines
+
+
+def _alike(layers: Sequence[LayerForecast]) -> dict[str, list[LayerForecast]]:
+    """{name with * for numbers: layers of one shape and scheme}."""
+    groups: dict[tuple[str, tuple[int, int], str], list[LayerForecast]] = {}
+    for layer in layers:
+        groups.setdefault((NUMBER.sub("*", layer.name), layer.shape, layer.scheme), []).append(layer)
+    names = [key[0] for key in groups]
+    return {
+        name if names.count(name) == 1 else f"{name} ({i})": same
+        for i, ((name, _, _), same) in enumerate(groups.items())
+    }
+
+
+def _size(same: Sequence[LayerForecast]) -> tuple[str, str]:
+    total = sum(layer.bytes for layer in same)
+    about = "" if all(layer.exact for layer in same) else "~"
+    return f"{about}{same[0].bits_per_weight:.2f}", f"{about}{total / MIB:.2f}"
+
+
+def _kernels(found: Forecast) -> list[str]:
+    """Kernels of `compress.load`, by what they are, with the reasons against faster ones."""
+    lines: dict[tuple[str, str], int] = {}
+    for each in found.kernels:
+        names = ", ".join(f"{kernel} at {tokens}" for tokens, kernel in each.kernels.items())
+        key = names, "; ".join(each.why_not)
+        lines[key] = lines.get(key, 0) + each.layers
+    return [
+        f"kernels on {found.device} (tokens): {names}, {count} layers{f'; no faster one: {why}' if why else ''}"
+        for (names, why), count in lines.items()
+    ]
+
+
+def _engines(found: Forecast) -> list[str]:
+    runs = [name for name, why in found.engines.items() if why is None]
+    lines = [f"engines: compress.load{''.join(f', {name}' for name in runs)}"]
+    return lines + [f"not {name}: {why}" for name, why in found.engines.items() if why is not None]

@@ -1,0 +1,104 @@
+"""`compress.plan`: what it tells is what `quantize` then does."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from commands import command
+from models import GATED, build
+from torch import nn
+
+import compress
+from compress.errors import InputError
+
+RTN = compress.RTN(group_size=16)
+
+
+def mixture():
+    config = transformers.MixtralConfig(**GATED, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def tied():
+    config = transformers.Qwen2Config(**{**GATED, "head_dim": 8}, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def image_model():
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    return transformers.ResNetForImageClassification(config)
+
+
+def some_dense():
+    return [compress.only(RTN, "*.q_proj"), compress.only(compress.Magnitude(), "*.up_proj")]
+
+
+CASES = {
+    "experts of a mixture": (mixture, RTN, {}),
+    "a tied table of 4 bits": (tied, [RTN, compress.Embeddings(scheme="w4a16")], {}),
+    "a tied table of int8": (tied, [RTN, compress.Embeddings(), compress.KVCache()], {}),
+    "layers left alone": (lambda: build("llama"), RTN, {"ignore": ["*.down_proj"]}),
+    "layers of one pass alone": (lambda: build("llama"), some_dense(), {}),
+    "2:4 without zeros": (lambda: build("llama"), [compress.Magnitude(pattern="2:4"), RTN], {"store": "2:4"}),
+    "zero points": (lambda: build("opt"), compress.RTN(scheme="w3a16", grid="asymmetric", group_size=16), {}),
+    "transposed layers": (lambda: build("gpt2"), RTN, {}),
+    "two stacks": (lambda: build("t5"), RTN, {}),
+    "convolutions": (image_model, compress.RTN(), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_and_layers_are_those_that_a_run_writes(case, tmp_path):
+    make, passes, options = CASES[case]
+    torch.manual_seed(0)
+    make().bfloat16().save_pretrained(tmp_path / "model")
+    found = compress.plan(tmp_path / "model", passes, **options)
+    record = compress.quantize(tmp_path / "model", passes, output=tmp_path / "out", verify=False, **options).record
+    assert found.exact
+    assert found.saving == record.saving
+    done = {layer.name for layer in record.layers}
+    assert {layer.name for layer in found.layers} <= done
+    assert record.left_alone.items() <= found.dense.items()
+
+
+def test_a_model_in_memory_is_told_by_its_shapes_and_left_as_it_is():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = compress.plan(model, RTN)
+    assert [layer.shape for layer in found.layers] == [(32, 64), (8, 32)]
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_no_weight_is_read(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:  # numbers of a sparse file are zeros, of any size
+        length = 8 + int.from_bytes(opened.read(8), "little")
+        opened.truncate(length)
+        opened.truncate(size)
+    assert compress.plan(tmp_path, compress.GPTQ(group_size=16)).exact
+
+
+@pytest.mark.parametrize(
+    ("passes", "options", "words"),
+    [
+        (compress.Structure(channels=0.25), {}, "by what it finds in their values"),
+        (compress.RTN(group_size=24), {}, "group size 24 does not divide"),
+        (RTN, {"ignore": ["nothing"]}, "matches no layer"),
+        (RTN, {"store": "4:8"}, "store '4:8'"),
+        (RTN, {"device": "nowhere"}, "device 'nowhere' cannot be used"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(passes, options, words):
+    with pytest.raises(InputError, match=words):
+        compress.plan(build("llama"), passes, **options)
+
+
+def test_the_command_shows_what_python_tells(tmp_path):
+    shown = command("plan", "demo", "--method", "rtn", "--embeddings", "w8a16", "--json", tmp_path / "plan.json")
+    found = compress.plan("demo", [compress.RTN(), compress.Embeddings()])
+    told = json.loads((tmp_path / "plan.json").read_text())
+    assert told["saving"]["after"] == found.saving.after
+    assert f"{found.saving.after:,} after" in shown.out
