@@ -26,6 +26,7 @@ PLACEHOLDERS = {
 # What `...` leaves to the reader.
 ELIDED = {
     "quantize": "--calibration TEXT --output OUT",
+    "plan": "--method gptq",
     "prune": "--calibration TEXT --output OUT",
     "evaluate": "--reference MODEL --text TEXT",
     "sweep": "--calibration TEXT --text TEXT --output DIR",
