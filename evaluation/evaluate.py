@@ -22,7 +22,7 @@ from compress.evaluation.reference_model import Original
 from compress.evaluation.tasks.evaluate import TokenizedTasks, ask_tasks, compare_tasks, prepare_tasks, read_tasks
 from compress.model.calls import evaluating
 from compress.system.device import find_device
-from compress.system.progress import Counted, Reporter, Silent
+from compress.system.progress import Counted, Reporter, Silent, tell_tokens
 
 Given = str | Tensor
 NO_TEXT = "no text was given"
@@ -167,8 +167,11 @@ def _evaluated(
     floors = original.floors(vocabulary, step) if original is not None and noise_floor else None
     network = loaded(ours, dtype, device)
     if texts:
+        tokens = sum(span.end - span.begin for each in texts for span in each.windows.spans)
+        tell_tokens(reporter, tokens / sum(len(each.windows.spans) for each in texts))
         counted(0, "windows" if counted.done else "")
     results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    tell_tokens(reporter, 0)
     sensitive = None if original is None else original.sensitivity
     return Evaluation(
         model=named(ours, network, size),

@@ -289,6 +289,8 @@ AT_ONCE = (
     (0, "quantize --help"),
     (0, "methods"),
     (0, "methods gptq"),
+    (0, "methods gptq --json -"),
+    (0, "recipes --json -"),
     (2, "methods gtpq"),
     (2, "quantize demo"),
     (2, "quantize demo --output out --method gtpq"),

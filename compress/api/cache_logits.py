@@ -18,7 +18,7 @@ from compress.errors import InputError
 from compress.model.calls import evaluating
 from compress.system.comm import Comm
 from compress.system.device import find_device
-from compress.system.progress import Reporter, Silent
+from compress.system.progress import Reporter, Silent, tell_tokens
 from compress.train.inputs.batch import inputs_of
 from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows, micro_batches
@@ -98,6 +98,8 @@ def _said(
     batches = list(micro_batches(range(len(rows)), batch_size, comm))
     vocabulary = 0
     with evaluating(teacher):
+        ids = rows.tensors.get("input_ids")
+        tell_tokens(reporter, 0 if ids is None else ids.numel() / len(batches))
         for done, (part, counting) in enumerate(batches):
             reporter.step(done, len(batches), f"batch {done}" if done else "")
             batch = rows.take(part)
@@ -110,6 +112,7 @@ def _said(
             parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], temperature))
             places += own
         reporter.step(len(batches), len(batches), "the last batch")
+        tell_tokens(reporter, 0)
     lengths = comm.gather_objects(places)
     order = torch.tensor([place for each in lengths for place in each]).argsort()
 

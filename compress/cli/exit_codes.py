@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from compress.cli.starting import announcing
 from compress.errors import CompressError, InputError, Terminated, first_line
 from compress.system.terminal import visible
 
@@ -30,7 +31,8 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with announcing():
+                command(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError:
             unread()

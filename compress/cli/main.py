@@ -22,6 +22,7 @@ from compress.cli.commands.quantize import quantize
 from compress.cli.commands.report import report
 from compress.cli.commands.sweep import sweep
 from compress.cli.commands.train import distill, qat
+from compress.cli.completion import complete_values
 from compress.cli.exit_codes import terminating
 from compress.cli.former import reworded
 from compress.system.terminal import spell_what_streams_lack, visible
@@ -100,6 +101,7 @@ for command in (
     bench,
     demo,
 ):
+    complete_values(command)
     cli.add_command(command)
 
 

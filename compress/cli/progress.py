@@ -14,6 +14,8 @@ from compress.system.terminal import console, visible
 
 MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most
+BAR = 16  # columns
+SLOW = 10  # tokens per second, below which a decimal is shown
 
 
 class Pace:
@@ -23,6 +25,8 @@ class Pace:
     def __init__(self) -> None:
         self.begun: tuple[int, float] | None = None
         self.done = 0
+        self.tokens = 0.0  # of a step; 0: nobody knows
+        self.per_second: float | None = None  # tokens, where steps have been timed
 
     def left(self, done: int, total: int, what: str) -> float | None:
         """Seconds left after a step that `Reporter.step` hears of; None where no step has been timed."""
@@ -31,7 +35,14 @@ class Pace:
             self.begun = done, now
         self.done = done
         first, since = self.begun
+        timed = self.tokens > 0 and done > first and now > since
+        self.per_second = self.tokens * (done - first) / (now - since) if timed else None
         return (now - since) / (done - first) * (total - done) if done > first else None
+
+    @property
+    def speed(self) -> str:
+        """The tokens of a second, in words; empty where nobody knows them."""
+        return "" if self.per_second is None else f"{self.per_second:,.{0 if self.per_second >= SLOW else 1}f} tokens/s"
 
 
 class Lines:
@@ -45,11 +56,15 @@ class Lines:
     def step(self, done: int, total: int, what: str) -> None:
         left = self.pace.left(done, total, what)
         remaining = f", {left:.0f} s left" if left is not None and done < total else ""
+        speed = f", {self.pace.speed}" if self.pace.speed else ""
         if self._due(done, total) if what else not self.said:
-            line = f"{self.title}: {done}/{total} {visible(what)}{remaining}"
+            line = f"{self.title}: {done}/{total} {visible(what)}{speed}{remaining}"
             print(line.rstrip(), file=sys.stderr, flush=True)
             self.last = (done, time.monotonic())
         self.said = True
+
+    def tokens(self, each: float) -> None:
+        self.pace.tokens = each
 
     def _due(self, done: int, total: int) -> bool:
         """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds."""
@@ -72,6 +87,13 @@ class TimeLeft(ProgressColumn):
         return Text(str(timedelta(seconds=max(0, round(end - time.monotonic())))))
 
 
+class Speed(ProgressColumn):
+    """A task's `speed` in words."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("speed") or "")
+
+
 class ProgressBar:
     """A rich progress bar on standard error."""
 
@@ -83,12 +105,15 @@ class ProgressBar:
     def step(self, done: int, total: int, what: str) -> None:
         left = self.pace.left(done, total, what)
         end = None if left is None else time.monotonic() + left
-        self.progress.update(self.task, completed=done, total=total, end=end)
+        self.progress.update(self.task, completed=done, total=total, end=end, speed=self.pace.speed)
         if what:
             self.progress.update(self.task, description=f"{self.title} {visible(what)}")
         elif done < self.at[0] or total != self.at[1]:  # other work begins
             self.progress.update(self.task, description=self.title)
         self.at = done, total
+
+    def tokens(self, each: float) -> None:
+        self.pace.tokens = each
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False)
@@ -111,9 +136,10 @@ class ProgressBar:
 
 
 def columns() -> list[ProgressColumn]:
-    """Columns of a progress bar: the work and its step, the part done, the time taken, the time left."""
+    """Columns of a progress bar: the work and its step, the part done, the time taken, the time left, the speed. The
+    row of a block takes no more than the usual 80 columns."""
     step = TextColumn("{task.description}", markup=False)
-    return [step, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeft()]
+    return [step, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeft(), Speed()]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from compress.errors import CompressError
 from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack
 from compress.run.learn.training import Collected, decided, trained
-from compress.run.plan.batches import ChainBrokenError
+from compress.run.plan.batches import ChainBrokenError, tokens_of
 from compress.run.plan.zeros import told
 from compress.run.residency import Residency
 from compress.run.walk.block import run_block
@@ -26,6 +26,7 @@ from compress.run.walk.remarks import few_tokens, held_back, permuted
 from compress.run.walk.state import Run, Streams
 from compress.run.walk.survey import surveyed
 from compress.run.walk.token_tables import round_tables
+from compress.system.progress import tell_tokens
 
 T = TypeVar("T")
 
@@ -96,11 +97,13 @@ def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
     calls: list[list[Call]] = [[] for _ in stack.blocks]
     if run.plan.calibrated:
         calls = captured(run, stack)
+    tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
     streams = Streams(calls[0], (original or calls[0]) if run.compares else [])
     for name, block in stack.blocks:
         streams = streams.called_as(calls.pop(0))  # the calls of blocks that are done take no memory
         streams = run_block(run, name, block, streams)
+    tell_tokens(run.reporter, 0)
 
 
 def captured(run: Run, stack: Stack) -> list[list[Call]]:

@@ -19,6 +19,21 @@ class Reporter(Protocol):
         ...
 
 
+class Paced(Protocol):
+    """A reporter that also shows a speed."""
+
+    def tokens(self, each: float) -> None:
+        """From now on every step takes `each` tokens through the model, or a part of it; 0: nobody knows how many."""
+        ...
+
+
+def tell_tokens(reporter: Reporter, each: float) -> None:
+    """Tell a reporter how many tokens a step takes through the model, where it shows a speed (`Paced`)."""
+    tell = getattr(reporter, "tokens", None)
+    if tell is not None:
+        tell(each)
+
+
 class Silent:
     """A reporter that shows nothing."""
 

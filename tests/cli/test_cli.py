@@ -31,7 +31,7 @@ import compress
 from compress.api import verify as verification
 from compress.checkpoint.read import source
 from compress.checkpoint.write.directory import Directory
-from compress.cli import progress
+from compress.cli import progress, starting
 from compress.data import text as data
 from compress.evaluation.cost import size as sizes
 from compress.evaluation.stored_evaluation import read_evaluation
@@ -616,8 +616,9 @@ def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
     outcome = desk.gptq(desk.tokens, *FAST)
     lines = outcome.err.splitlines()
     assert lines[0] == "quantize: 0/2"
-    assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, \d+ s left", lines[1])
-    assert lines[2:] == ["quantize: 2/2 model.layers.1", "note: verifying the output in a fresh process"]
+    assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, [\d,.]+ tokens/s, \d+ s left", lines[1])
+    assert re.fullmatch(r"quantize: 2/2 model\.layers\.1, [\d,.]+ tokens/s", lines[2])
+    assert lines[3:] == ["note: verifying the output in a fresh process"]
     assert "\x1b" not in outcome.err + outcome.out
     assert "quantize: " not in outcome.out
 
@@ -800,7 +801,9 @@ def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: D
     written = (desk.output / "compress.json").read_text()
     assert json.loads(written)["verification"] == record["verification"]
     assert str(desk.here) not in written
-    assert all(line.startswith(("quantize: ", "note: verifying")) for line in outcome.err.splitlines()), outcome.err
+    first, *lines = outcome.err.splitlines()
+    assert first == starting.LINE
+    assert all(line.startswith(("quantize: ", "note: verifying")) for line in lines), outcome.err
 
 
 def test_several_processes_without_fsdp_are_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,48 @@ def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after(
     assert (shown.tasks[0].total, shown.tasks[0].description) == (None, "work finishing")
 
 
+def test_a_row_of_a_bar_with_its_speed_fits_80_columns(clock: Clock) -> None:
+    out = io.StringIO()
+    shown = Progress(*columns(), get_time=clock.monotonic, auto_refresh=False, console=Console(file=io.StringIO()))
+    bar = ProgressBar("quantize", shown)
+    bar.tokens(65536)
+    for done in range(13):
+        bar.step(done, 30, f"model.layers.{done - 1}" if done else "")
+        clock.now += 4
+    Console(file=out, width=80).print(shown)
+    row, *others = out.getvalue().splitlines()
+    assert not others
+    assert re.sub("━+", "━", row).split() == [
+        *("quantize", "model.layers.11", "━", "12/30", "0:00:52", "0:01:08", "16,384", "tokens/s"),
+    ]
+
+
+def test_the_speed_is_that_of_the_work_at_hand(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens of blocks, then an export, of which nobody knows tokens."""
+    lines = Lines("work")
+    lines.tokens(20)
+    for clock.now, done in ((0, 0), (2, 1), (8, 2)):
+        lines.step(done, 2, "a" if done else "")
+    lines.tokens(0)
+    for clock.now, done in ((9, 0), (10, 1)):
+        lines.step(done, 2, "b" if done else "")
+    said = ["work: 0/2", "work: 1/2 a, 10 tokens/s, 2 s left", "work: 2/2 a, 5.0 tokens/s", "work: 1/2 b, 1 s left"]
+    assert capsys.readouterr().err.splitlines() == said
+
+
+def test_the_time_left_is_right_within_a_quarter_after_a_tenth_of_uneven_blocks(clock: Clock) -> None:
+    """Blocks that differ by 40 %, after a start-up that takes as long as ten of them."""
+    pace, seconds = progress.Pace(), [10 + 4 * ((7 * i) % 5) / 4 for i in range(40)]
+    pace.left(0, 40, "")
+    clock.now = 120
+    pace.left(0, 40, "")
+    for done, each in enumerate(seconds, 1):
+        clock.now += each
+        left = pace.left(done, 40, "block")
+        if 4 <= done < 40:
+            assert left == pytest.approx(sum(seconds[done:]), rel=0.25)
+
+
 def test_a_bar_forgets_the_name_of_a_step_when_other_work_begins() -> None:
     shown = Progress(console=Console(file=io.StringIO()))
     bar = ProgressBar("train", shown)
@@ -163,8 +205,8 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
         "2/6 lm_head",
         "3/6 model.layers.0",
         "4/6 model.layers.1",
-        "5/6 model.layers.2, 10 s left",
-        "6/6 model.layers.3",
+        "5/6 model.layers.2, 6.4 tokens/s, 10 s left",  # 4 samples of 16 tokens in ten seconds
+        "6/6 model.layers.3, 6.4 tokens/s",
     ]
 
 

@@ -1,13 +1,14 @@
 """`compress demo`: two methods on the built-in model, side by side."""
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 import compress
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import begin, quiet_option
+from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
 from compress.errors import InputError
 
 
@@ -15,15 +16,16 @@ from compress.errors import InputError
 @click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16: bits per weight.")
 @click.option("--group-size", type=int, default=128, show_default=True, help="Inputs that share a scale.")
 @click.option("--output", metavar="DIR", help="Keep the two checkpoints here.  [default: a temporary directory]")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoints of an earlier demo in --output.")
+@overwrite_option("Replace the checkpoints of an earlier demo in --output, and the file of --json.")
+@json_option
 @quiet_option
 @exits_cleanly
-def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quiet: bool) -> None:
+def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json_file: str | None, quiet: bool) -> None:
     """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
     from compress.cli.progress import reporting
 
-    if overwrite and output is None:
-        raise InputError("--overwrite needs --output; without it the demo keeps nothing")
+    if overwrite and output is None and json_file in (None, "-"):
+        raise InputError("--overwrite needs --output or --json FILE; without them the demo keeps nothing")
     begin()
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
@@ -44,7 +46,8 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
             with reporting(f"{made.name} evaluate", quiet) as reporter:
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
-    if not quiet:
+    write_report(json_file, {name: asdict(found) for name, found in rows})
+    if not quiet and json_file != "-":
         from compress.cli import tables as show
 
         show.evaluations(rows, "fp16 (original)")

@@ -6,7 +6,16 @@ import click
 
 import compress
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import begin, device_option, plugin_option, trust_option
+from compress.cli.options import (
+    begin,
+    device_option,
+    files_overwrite_option,
+    json_option,
+    plugin_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
 from compress.errors import InputError
 from compress.system.terminal import visible
 
@@ -33,6 +42,9 @@ from compress.system.terminal import visible
 @trust_option
 @plugin_option
 @device_option
+@json_option
+@files_overwrite_option
+@quiet_option
 @exits_cleanly
 def generate(
     model: str,
@@ -45,6 +57,8 @@ def generate(
     compiled: bool,
     trust_remote_code: bool,
     device: str | None,
+    json_file: str | None,
+    quiet: bool,
 ) -> None:
     """Continue a prompt. A compressed model runs on its stored codes."""
     begin()
@@ -67,7 +81,7 @@ def generate(
         trust_remote_code=trust_remote_code,
         notes=notes,
     )
-    for note in notes:
+    for note in notes if not quiet else ():
         click.echo(f"compress: {visible(note)}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
@@ -77,7 +91,12 @@ def generate(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
-    click.echo(tokenizer.decode(output[0], skip_special_tokens=True))
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    count = inputs["input_ids"].shape[1]
+    counts = {"prompt_tokens": count, "new_tokens": output.shape[1] - count}
+    write_report(json_file, {"model": model, "prompt": prompt, "text": text, **counts, "notes": notes})
+    if not quiet and json_file != "-":
+        click.echo(text)
 
 
 def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:

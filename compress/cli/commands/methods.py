@@ -1,15 +1,21 @@
 """`compress methods` and `recipes`: what there is to choose from."""
 
+from dataclasses import asdict
+
 import click
 
 from compress.cli.exit_codes import exits_cleanly
+from compress.cli.options import files_overwrite_option, json_option, quiet_option, write_report
 from compress.errors import one_of
 
 
 @click.command(short_help="List the methods, or show the card of one.")
 @click.argument("name", required=False)
+@json_option
+@files_overwrite_option
+@quiet_option
 @exits_cleanly
-def methods(name: str | None) -> None:
+def methods(name: str | None, json_file: str | None, quiet: bool) -> None:
     """List the methods, or show the card of one: what it does, its source, and its options, one per line.
 
     NAME is a method, or module:Class for a pass of your own, with its module on PYTHONPATH.
@@ -17,23 +23,38 @@ def methods(name: str | None) -> None:
     from compress.cli.cards import card_of, card_of_class, summary_of
     from compress.passes.protocol.recipe import PASSES, method_named, pass_class
 
+    silent = quiet or json_file == "-"
     if name is None:
-        for key in PASSES:
-            click.echo(f"{key:12} {summary_of(key)}")
+        summaries = {key: summary_of(key) for key in PASSES}
+        write_report(json_file, {"methods": summaries})
+        for key, summary in summaries.items() if not silent else ():
+            click.echo(f"{key:12} {summary}")
         return
-    click.echo(str(card_of_class(pass_class(name)) if ":" in name else card_of(method_named(name))))
+    card = card_of_class(pass_class(name)) if ":" in name else card_of(method_named(name))
+    write_report(json_file, {"method": name, **asdict(card)})
+    if not silent:
+        click.echo(str(card))
 
 
 @click.command(short_help="List the built-in recipes, or print one.")
 @click.argument("name", required=False)
+@json_option
+@files_overwrite_option
+@quiet_option
 @exits_cleanly
-def recipes(name: str | None) -> None:
+def recipes(name: str | None, json_file: str | None, quiet: bool) -> None:
     """List the built-in recipes, or print one: YAML to use by its name (--recipe NAME), or to copy and change."""
     from compress.passes.protocol.recipe import BUILT_IN, about
 
     texts = {key: path.read_text(encoding="utf-8") for key, path in BUILT_IN.items()}
+    silent = quiet or json_file == "-"
     if name is not None:
-        click.echo(texts[one_of("recipe", name, texts)], nl=False)
+        text = texts[one_of("recipe", name, texts)]
+        write_report(json_file, {"recipe": name, "about": about(text), "yaml": text})
+        if not silent:
+            click.echo(text, nl=False)
         return
-    for key, text in texts.items():
-        click.echo(f"{key:16} {about(text)}")
+    summaries = {key: about(text) for key, text in texts.items()}
+    write_report(json_file, {"recipes": summaries})
+    for key, summary in summaries.items() if not silent else ():
+        click.echo(f"{key:16} {summary}")

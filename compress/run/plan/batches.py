@@ -33,6 +33,12 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
             ) from None
 
 
+def tokens_of(batches: Sequence[Batch]) -> int:
+    """The number of tokens in these batches; 0 where they hold no token ids, as those of images."""
+    ids = (batch.get("input_ids") for batch in batches)
+    return sum(each.numel() for each in ids if isinstance(each, Tensor))
+
+
 @contextmanager
 def named_failure(batch: Batch, index: int) -> Iterator[None]:
     """Turns an error of the model's own code about a calibration batch into an InputError of one line."""
