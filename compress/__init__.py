@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from compress.api.forecast.forecast import Forecast, plan
     from compress.api.imatrix import Importance, imatrix
     from compress.api.job import Result
+    from compress.api.on_codes import on_codes
     from compress.api.own_loop import Prepared, prepare_qat
     from compress.api.quantize import quantize
     from compress.api.quantize_for import quantize_for
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from compress.evaluation.evaluate import evaluate
     from compress.evaluation.quality.classifiers import evaluate_classifier
     from compress.evaluation.quality.encoders import evaluate_encoder
+    from compress.model.apart.split import split_layers
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.model.experts_apart import split_experts
     from compress.onnx.in_memory import export_onnx
@@ -124,6 +126,7 @@ _HOMES = {
     "load_recipe": "compress.passes.protocol.recipe",
     "lora": "compress.runtime.layers.adapters",
     "measure_sensitivity": "compress.search.sensitivity",
+    "on_codes": "compress.api.on_codes",
     "only": "compress.passes.protocol.where",
     "plan": "compress.api.forecast.forecast",
     "prepare_qat": "compress.api.own_loop",
@@ -132,6 +135,7 @@ _HOMES = {
     "quantize_within": "compress.search.within",
     "register": "compress.runtime.load.loading",
     "split_experts": "compress.model.experts_apart",
+    "split_layers": "compress.model.apart.split",
     "sweep": "compress.search.sweep",
     "verify": "compress.api.verify",
 }
@@ -195,6 +199,7 @@ __all__ = [
     "load_recipe",
     "lora",
     "measure_sensitivity",
+    "on_codes",
     "only",
     "plan",
     "prepare_qat",
@@ -203,6 +208,7 @@ __all__ = [
     "quantize_within",
     "register",
     "split_experts",
+    "split_layers",
     "sweep",
     "verify",
 ]

@@ -151,7 +151,7 @@ class Job:
         compressed = [name for name in sink.dense_layers() if name not in run.record.only_trained]
         for note in notes_on_dense(compressed, run.model, run.plan):
             self.note(note)
-        for note in notes_for_readers(schemes, run.plan):
+        for note in notes_for_readers(schemes, run.plan, run.model):
             self.note(note)
         spilled = spill.current()
         if spilled is not None:
@@ -159,6 +159,8 @@ class Job:
         about_training = training_file(run.record.training)
         changed = None if self.opened.cut is None else self.opened.cut.record["config"]
         config, companions = configuration(run.model, self.opened.source, changed)
+        if config is None and schemes:  # a module of the caller, which `load(into=...)` reads
+            config = {"architectures": [type(run.model).__name__]}
         if config is not None and (schemes or self.cache is not None):
             config["quantization_config"] = quantization_config(schemes, run.model, run.plan.tables, self.cache)
         blocks = [block for stack in run.plan.stacks for block in stack.blocks]

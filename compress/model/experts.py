@@ -175,6 +175,11 @@ def _experts_in(module: nn.Module) -> int:
     return len(module) if all(any(isinstance(m, nn.Linear) for m in e.modules()) for e in module) else 0
 
 
+def is_calibrating() -> bool:
+    """True where a model is run for statistics of its layers."""
+    return _CALIBRATION.get() is not None
+
+
 def shown_now() -> Calibration | None:
     """The calibration that is going on, while an expert computes; None elsewhere."""
     calibration = _CALIBRATION.get()

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
+from compress.model.apart.split import ADVICE, is_whole
 from compress.model.convolution import Geometry, geometry_of, is_convolution
 
 # (Class with a forward of its own, whether seen on the meta device) -> whether that is a product.
@@ -288,7 +289,10 @@ def find_stacks(model: nn.Module, convolutions: bool | None = None) -> list[Stac
         convolutions = treats_convolutions(model)
     if not any(is_layer(module) if convolutions else is_linear(module) for module in model.modules()):
         what = "linear layer or convolution" if convolutions else "linear layer"
-        raise InputError(f"{type(model).__name__} has no {what} to compress")
+        whole = next(
+            (f"; {name} is an {type(m).__name__}: {ADVICE}" for name, m in model.named_modules() if is_whole(m)), ""
+        )
+        raise InputError(f"{type(model).__name__} has no {what} to compress{whole}")
     found = list(_candidates(model, "", is_linear))
     if not found and convolutions:
         found = list(_candidates(model, "", is_layer))

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from compress.model.apart.split import ADVICE, is_whole
 from compress.model.convolution import is_convolution
 from compress.model.experts import GATE, gates
 from compress.model.layers import is_fused, is_linear, output_head
@@ -41,5 +42,6 @@ def left_alone(
                     elif f"{full}.0" not in experts:
                         reasons[full] = "outside the blocks"
                 elif parameter.ndim >= 2:
-                    reasons[full] = f"{type(module).__name__}: not a linear layer"
+                    why = ADVICE if is_whole(module) else "not a linear layer"
+                    reasons[full] = f"{type(module).__name__}: {why}"
     return reasons

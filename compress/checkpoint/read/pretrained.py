@@ -45,6 +45,12 @@ def read_config(source: Source) -> PretrainedConfig:
 
 def _configuration(source: Source) -> PretrainedConfig:
     check_counts(source.config, source.headers, source.path / "config.json")
+    if source.quantization is not None and "model_type" not in source.config:
+        kind = ", ".join(source.config.get("architectures") or ["a module"])
+        raise InputError(
+            f"{source.name} holds a model that is not of transformers ({kind}); make one of the same class and sizes, "
+            "and fill it: compress.load(DIR, into=model)"
+        )
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong

@@ -1,7 +1,7 @@
 """Makes the configuration of a checkpoint, and the `quantization_config` in it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source
 from compress.errors import CompressError
+from compress.model.apart.split import is_apart
 from compress.model.experts import gates
 from compress.model.layers import Table
 from compress.weights import own_words
@@ -87,9 +88,15 @@ def quantization_config(
     # Modules that share int8 rows are targets, too: their weights are decompressed under their own names.
     shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
-    ours = any(why_not(scheme) for scheme in layers.values())
+    ours = any(why_not(scheme) for scheme in layers.values()) or bool(unknown_to_others(model, layers))
     config = own_words.groups_of(layers) if ours else _compressed_tensors(layers, model)
     return config if cache is None else {**config, "kv_cache_scheme": cache}
+
+
+def unknown_to_others(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Those of the layers that other readers do not find in their model, or do not know as codes."""
+    apart = tuple(f"{name}." for name, module in model.named_modules() if is_apart(module))
+    return [name for name in layers if name.startswith(apart)]
 
 
 def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:

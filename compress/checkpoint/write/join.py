@@ -43,6 +43,17 @@ model = transformers.AutoModelForCausalLM.from_pretrained("PATH", variant="{VARI
 checkpoint, without the saving.
 """
 
+# The same for a module of the caller, which no configuration describes.
+LOADING_INTO = """# Loading this model
+
+It is of a class that transformers does not have. Make one of the same class and sizes, and fill it:
+
+```python
+import compress
+model = compress.load("PATH", into=MyModel(...))
+```
+"""
+
 
 class Assembly:
     """Joins the tensors of all blocks to weight files; each rank writes some of the files. The journal records copied
@@ -107,7 +118,10 @@ def write_beside(
     """Write all files except the weights into `model`, and remove leftovers there. companions: the directory from which
     the tokenizer and the like are copied."""
     own = is_own((config or {}).get("quantization_config"))
-    extra_files = {**({"README.md": LOADING} if own else {}), **extra_files}
+    if config is not None and "model_type" not in config:
+        extra_files = {"README.md": LOADING_INTO, **extra_files}
+    elif own:
+        extra_files = {"README.md": LOADING, **extra_files}
     names = {*weight_map.values(), *extra_files}
     if write_index(model, weight_map, index := OWN_INDEX if own else INDEX):
         names.add(index)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.files import VARIANT
+from compress.checkpoint.write.describe import unknown_to_others
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
 from compress.model.layers import Layer
@@ -119,8 +120,14 @@ def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iter
         )
 
 
-def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
+def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Module) -> Iterator[str]:
     """Instructions to read a checkpoint of these schemes in transformers and vLLM, where it takes more than loading."""
+    if schemes and not hasattr(model, "config"):
+        yield (
+            f"{type(model).__name__} is not of transformers: read the checkpoint with compress.load(DIR, into=model), "
+            "where model is of the same class and sizes"
+        )
+        return
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
     if foreign:
         first = next(iter(foreign))
@@ -129,6 +136,12 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
             "checkpoint with compress.load, or with transformers after compress.register(), by "
             f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and "
             "read what `compress export --dense` makes of it"
+        )
+        return
+    if apart := unknown_to_others(model, schemes):
+        yield (
+            f"{len(apart)} layers, like {apart[0]}, are parts that split_layers has made: run the checkpoint with "
+            "compress.load; other readers refuse it"
         )
         return
     transposed = [layer.name for layers in plan.layers.values() for layer in layers if layer.transposed]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError
+from compress.model.apart.recurrent import is_step
 from compress.model.calls import Arrival, Arrivals, Call, arrived, paired
 from compress.model.experts import Calibration, calibrating, shown_now
 from compress.model.layers import Layer
@@ -126,7 +127,8 @@ def suspended_forward(
             yield paired(arrival) if shadows and arrival is not None else arrival
 
     def park(module: nn.Module, args: tuple[Any, ...]) -> None:
-        current[0].reach(module, args[0])
+        if not is_step():
+            current[0].reach(module, args[0])
 
     parking = [module.register_forward_pre_hook(park) for module in site_of if isinstance(module, nn.Module)]
     try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from compress.errors import CompressError
+from compress.model.apart.recurrent import is_step
 from compress.model.calls import Call, without_data
 from compress.model.experts import Calibration, calibrating
 from compress.model.layers import Layer
@@ -144,8 +145,13 @@ def same_on_all_ranks(structure: BlockSites, comm: Comm) -> BlockSites:
 def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor, int]]:
     """(layer, its input, the input's version) in call order; inputs are kept alive so that identity means something."""
     seen: list[tuple[str, Tensor, int]] = []
+
+    def note(name: str, x: Tensor) -> None:
+        if not is_step():
+            seen.append((name, x, x._version))
+
     hooks = [
-        layer.module.register_forward_pre_hook(lambda _, a, name=layer.name: seen.append((name, a[0], a[0]._version)))
+        layer.module.register_forward_pre_hook(lambda _, a, name=layer.name: note(name, a[0]))
         for layer in layers
         if layer.is_called
     ]

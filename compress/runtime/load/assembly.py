@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, first_line
+from compress.model.apart.split import split_layers
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.model.experts_apart import loading_steps, split_experts
 from compress.model.layers import Layer, is_linear
@@ -125,9 +126,10 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     """
     stored_layers, caches = stored_in(source).layers, stored_in(source).caches
     split_experts(model, source.headers)
+    split_layers(model, {name.rpartition(".")[0] for name in source.headers})
     modules = dict(model.named_modules())
-    own: Any = model
-    foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
+    config = getattr(model, "config", None)  # a caller's own module has none
+    foreign = type(model).__name__ not in (getattr(config, "architectures", None) or [type(model).__name__])
     place = places_in(model)
     placed = {place(modules, stored_name): stored for stored_name, stored in stored_layers.items()}
     sharing: dict[str, str] = {}

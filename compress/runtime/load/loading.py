@@ -31,6 +31,7 @@ from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_st
 from compress.runtime.load.assembly import finish, fuse, prepare
 from compress.runtime.load.densify import densify
 from compress.runtime.load.dequantized import load_dequantized
+from compress.runtime.load.into import load_into
 from compress.runtime.load.steps import attend_here
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
@@ -216,6 +217,7 @@ def load(
     int8_activations: bool = False,
     batch_invariant: bool = False,
     trust_remote_code: bool = False,
+    into: nn.Module | None = None,
     notes: list[str] | None = None,
 ) -> nn.Module:
     """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
@@ -226,14 +228,40 @@ def load(
     to int8, one scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: a compressed
     layer returns the same bits for a token, however many tokens are multiplied with it; slower. Norms, attention and
     dense layers are not made invariant: a note counts them. trust_remote_code: run Python code that comes with the
-    model. notes: takes remarks for the person.
+    model. into: a module of the class and sizes that were compressed, for a checkpoint of a model that is not of
+    transformers; it is filled in place, and returned. notes: takes remarks for the person.
 
     Raises CheckpointError, which names the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that do not apply to the checkpoint.
     """
     options: dict[str, Any] = {"dequantize": dequantize, "fuse": fuse, "int8_activations": int8_activations}
     options |= {"batch_invariant": batch_invariant, "notes": notes}
-    return load_source(find_source(str(model), trust_remote_code), dtype, torch.device(device), **options)
+    source = find_source(str(model), trust_remote_code)
+    if into is not None:
+        return _into(into, source, dtype, torch.device(device), options)
+    return load_source(source, dtype, torch.device(device), **options)
+
+
+def _into(
+    model: nn.Module, source: Source, dtype: torch.dtype | None, target: torch.device, options: Mapping[str, Any]
+) -> nn.Module:
+    """`load` into a module of the caller."""
+    if source.quantization is None:
+        raise InputError(f"{source.name} is not compressed; read it with load_state_dict, or leave `into` out")
+    if options["fuse"]:
+        raise InputError("fuse is for models of transformers; leave it out, or `into`")
+    if options["dequantize"] and (options["int8_activations"] or options["batch_invariant"]):
+        raise InputError("a dequantized model is dense: int8_activations and batch_invariant do not apply")
+    load_into(model, source, dtype, target)
+    if options["dequantize"]:
+        densify(model)
+    if options["int8_activations"]:
+        _round_inputs(model)
+    if options["batch_invariant"]:
+        remark = _make_batch_invariant(model)
+        if options["notes"] is not None:
+            options["notes"].append(remark)
+    return model
 
 
 def load_source(

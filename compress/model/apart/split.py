@@ -1,0 +1,84 @@
+"""`split_layers`: replaces modules that read weights without calling a layer by others made of linear layers."""
+
+from collections.abc import Collection, Iterator
+from typing import cast
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from compress.errors import InputError
+from compress.model.apart.recurrent import CELLS, LAYERS, Recurrent, RecurrentCell
+
+ADVICE = "compress.split_layers(model) makes linear layers of it"
+
+
+def is_whole(module: nn.Module) -> bool:
+    """True for a module that `split_layers` takes apart."""
+    return _is_own(module, LAYERS) or _is_own(module, CELLS)
+
+
+def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """True for a module of one of these classes, or of a subclass that computes as that does."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+def why_not_split(module: nn.Module) -> str | None:
+    """The reason why a module stays as it is; None where it can be taken apart."""
+    for name in _expected(module):
+        held = module._parameters.get(name)
+        if held is None:
+            return "computes its weights from others (weight_norm, pruning, parametrizations); make them permanent"
+        if isinstance(held, UninitializedParameter):
+            return "has a weight without a shape; run the model once"
+    return None
+
+
+def _expected(module: nn.Module) -> Iterator[str]:
+    """The names of the weights that a module of torch should hold."""
+    if isinstance(module, nn.RNNBase):
+        yield from (name for names in module._all_weights for name in names if name.startswith("weight"))
+    elif isinstance(module, nn.RNNCellBase):
+        yield from ("weight_ih", "weight_hh")
+
+
+def split_layers(model: nn.Module, stored: Collection[str] | None = None) -> list[str]:
+    """Replace every LSTM, GRU, RNN and their cells by modules of linear layers that compute the same, in place. Returns
+    their names. The layers hold the parameters of the modules that they replace.
+
+    stored: names of the layers of a checkpoint; only modules that have layers among these are replaced.
+
+    Raises InputError for a model that is such a module itself, and for one whose weights cannot be taken.
+    """
+    found = {n: m for n, m in model.named_modules() if is_whole(m) and (stored is None or _holds(stored, n, m))}
+    if "" in found:
+        raise InputError(
+            f"the model is itself an {type(model).__name__}, which cannot be replaced in place; put it into a module: "
+            "torch.nn.Sequential(model)"
+        )
+    for name, module in found.items():
+        if (problem := why_not_split(module)) is not None:
+            raise InputError(f"{name} {problem}")
+    made = {module: _apart(module) for module in found.values()}
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child in made:
+                parent._modules[key] = made[child]
+    return list(found)
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.RNNBase):
+        return Recurrent.of(module)
+    return RecurrentCell.of(cast(nn.RNNCellBase, module))
+
+
+def _holds(stored: Collection[str], name: str, module: nn.Module) -> bool:
+    """True where a checkpoint has a layer of a module that was taken apart. One of transformers may have its names
+    behind a prefix of its own."""
+    mark = f"{name}.{'ih_l0' if isinstance(module, nn.RNNBase) else 'ih'}"
+    return any(f".{layer}".endswith(f".{mark}") or f".{mark}".endswith(f".{layer}") for layer in stored)
+
+
+def is_apart(module: nn.Module) -> bool:
+    """True for a module that `split_layers` has made."""
+    return isinstance(module, Recurrent | RecurrentCell)

@@ -1,0 +1,60 @@
+"""Loads a checkpoint into a module of the caller: a model that is not of transformers, and so has no configuration."""
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import stored_in
+from compress.errors import CheckpointError
+from compress.runtime.layers.walk import lay_in_strips
+from compress.runtime.load.assembly import Unread, UnreadEmbedding, finish, prepare
+
+
+def load_into(model: nn.Module, source: Source, dtype: torch.dtype | None, target: torch.device) -> nn.Module:
+    """Fill a model of the class and sizes that were compressed, in place: compressed layers run on their codes. dtype:
+    of the arithmetic; None for that of the model's parameters. Raises CheckpointError, which names the tensor, for a
+    checkpoint that does not fit the model; its compressed layers may then be empty."""
+    stored = stored_in(source)
+    default = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    prepare(model, source, dtype or default)
+    taken = {name for layer in stored.layers.values() for name in layer.parts.values()}
+    for name, module in model.named_modules():
+        if isinstance(module, Unread | UnreadEmbedding):
+            for part, full in module.stored.parts.items():
+                module._buffers[part] = source.weights.tensor(full).to(target)
+            if isinstance(module, Unread) and module.bias is not None:
+                _fill(f"{name}.bias", module.bias, source, dtype, target)
+                taken.add(f"{name}.bias")
+    done = set(taken)
+    for name, tensor in _own_tensors(model):
+        if name not in done:
+            _fill(name, tensor, source, dtype, target)
+            done.add(name)
+    if strange := sorted(set(source.weights) - done):
+        raise CheckpointError(f"{source.path} holds {strange[0]}; {type(model).__name__} has no such tensor")
+    finish(model, target)
+    lay_in_strips(model)
+    return model.to(target)
+
+
+def _own_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors of a model that a checkpoint holds dense, by every name that they have."""
+    unread = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding))
+    buffers = [(f"{n}.{key}" if n else key, m._buffers[key]) for n, m in model.named_modules() for key in _lasting(m)]
+    held = [*model.named_parameters(), *((name, buffer) for name, buffer in buffers if buffer is not None)]
+    return [(name, tensor) for name, tensor in held if not name.startswith(unread)]
+
+
+def _lasting(module: nn.Module) -> list[str]:
+    return [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+
+
+def _fill(name: str, tensor: Tensor, source: Source, dtype: torch.dtype | None, target: torch.device) -> None:
+    """Give a tensor of a model the values of the checkpoint."""
+    if name not in source.weights:
+        raise CheckpointError(f"{name} is missing from the checkpoint")
+    read = source.weights.tensor(name)
+    if read.shape != tensor.shape:
+        raise CheckpointError(f"{name} has shape {tuple(read.shape)}; the model needs {tuple(tensor.shape)}")
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    tensor.data = read.to(target, kind).clone()
