@@ -1,10 +1,11 @@
-# What a person runs and what CI runs: `make demo`, `make test`, `make documents`, `make check`.
+# What a person runs and what CI runs: `make demo`, `make test`, `make documents`, `make check`; for a release,
+# `make release`.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types clean
+.PHONY: demo test documents check format lint types release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -28,6 +29,17 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Wheel and sdist, tried in an environment of their own; a bill of materials of it; checksums. All of it in dist/.
+release: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	rm -rf dist build/release build/lib build/bdist.*
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build && release/bin/compress demo && release/bin/compress doctor
+	$(BIN)/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-file dist/sbom.cdx.json
+	cd dist && sha256sum -- * > SHA256SUMS
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -36,4 +48,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -11,6 +11,7 @@ from compress.cli.commands.allocate import allocate
 from compress.cli.commands.bench import bench
 from compress.cli.commands.cache_logits import cache_logits
 from compress.cli.commands.demo import demo
+from compress.cli.commands.doctor import doctor
 from compress.cli.commands.evaluate import evaluate
 from compress.cli.commands.export import export
 from compress.cli.commands.generate import generate
@@ -73,6 +74,7 @@ def cli() -> None:
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
     compress bench
+    compress doctor                                            see what this machine can do, and what is slow
 
     MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl (field `text`) or .parquet
     file, a `datasets` id, a .pt or .npy file of token ids [samples, length], or `demo`. For --calibration
@@ -99,6 +101,7 @@ for command in (
     methods,
     recipes,
     bench,
+    doctor,
     demo,
 ):
     complete_values(command)

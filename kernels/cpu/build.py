@@ -81,6 +81,7 @@ LIBRARIES = {
 }
 LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
 COMPILERS = ("c++", "g++", "clang++")
+NO_COMPILER = f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found"
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
@@ -223,7 +224,7 @@ def build_and_load(
     """The library, from the directory or from the first compiler that can build it; or None and why none could."""
     commands = compilers()
     if not commands:
-        return None, (f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found",)
+        return None, (NO_COMPILER,)
     reasons = []
     for command in commands:
         try:
@@ -251,7 +252,7 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
     """The path of the library that this compiler makes, compiled unless it is there already. Raises CompileError where
     it cannot be made, now or at an earlier try."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"cpu_{name}-{_key(command, flags, name)}.so"
+    path = path_of(directory, command, flags, name)
     if compiled_libraries.is_whole(path):
         return path
     waiting = "another process compiles kernels for this CPU: waiting for it"
@@ -271,6 +272,32 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
                 compiled_libraries.keep_failure(path, str(failed))
             raise
     return path
+
+
+def path_of(directory: Path, command: list[str], flags: tuple[str, ...], name: str) -> Path:
+    """The path that a library has, built by this compiler or to be built. Raises CompileError where the compiler does
+    not even say its version."""
+    return directory / f"cpu_{name}-{_key(command, flags, name)}.so"
+
+
+def state(name: str) -> str:
+    """`there` for a library that is built, `not yet` for one that its first use would build, or the reason why it
+    cannot be built. Nothing is built."""
+    commands, reasons = compilers(), []
+    if not commands:
+        return NO_COMPILER
+    for command in commands:
+        try:
+            paths = [path_of(folder, command, flags_for(target()), name) for folder in candidates(PRIVATE_FOLDER)]
+            if any(compiled_libraries.is_whole(path) for path in paths):
+                return "there"
+            earlier = next(filter(None, map(compiled_libraries.failure, paths)), None)
+        except (CompileError, OSError) as failed:
+            earlier = f"{shlex.join(command)}: {failed}"
+        if earlier is None:
+            return "not yet"
+        reasons.append(earlier)
+    return "; ".join(reasons)
 
 
 def _key(command: list[str], flags: tuple[str, ...], name: str) -> str:

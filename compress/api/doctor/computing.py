@@ -1,0 +1,115 @@
+"""torch, the compiler, the compiled kernels and the GPU: what computes here."""
+
+import shlex
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from compress.api.doctor.findings import Observation
+from compress.errors import first_line
+
+FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
+NVIDIA = Path("/dev/nvidia0")
+LOADING = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError)  # of libraries that do not fit
+
+
+def imported(*names: str) -> list[Observation]:
+    """A finding for each library: that it can be imported, or why not."""
+    findings = []
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a library about its own code
+                version = getattr(import_module(name), "__version__", "")
+            findings.append(Observation(name, "good", f"{name} {version} can be imported".replace("  ", " ")))
+        except LOADING as error:
+            said = f"{name} cannot be imported ({first_line(error)})"
+            findings.append(Observation(name, "broken", said, f"pip install --force-reinstall {name}"))
+    return findings
+
+
+def kernels(build: bool) -> tuple[dict[str, Any], Iterator[Observation]]:
+    """(Facts, findings) about compiled kernels. build: compile those that are not there yet."""
+    from compress.kernels.cpu import build as cpu
+
+    reasons = cpu.machine_reasons()
+    states = {name: "off" if reasons else compiled(name, build) for name in cpu.LIBRARIES}
+    facts = {"compilers": [shlex.join(words) for words in cpu.compilers()], "target": cpu.target(), "libraries": states}
+    return facts, of_kernels(reasons, states)
+
+
+def compiled(name: str, build: bool) -> str:
+    """The state of a library: `there`, `not yet`, or why it cannot be built."""
+    from compress.kernels.cpu import build as cpu
+
+    if build:
+        return "; ".join(cpu.why_not(name)) or "there"
+    return cpu.state(name)
+
+
+def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Observation]:
+    """Findings about compiled kernels. reasons: against building any on this machine."""
+    from compress.kernels.cpu import build as cpu
+
+    about = "kernels"
+    if reasons:
+        yield Observation(about, "slow", f"{'; '.join(reasons)}: torch computes in their place")
+        return
+    for name, state in states.items():
+        if state not in ("there", "not yet"):
+            said = f"{cpu.LIBRARIES[name].about}: {state}; torch computes in their place"
+            yield Observation(
+                about, "slow", said, "install g++ or clang++, then COMPRESS_CPU_KERNELS=retry compress doctor"
+            )
+    waiting = [name for name, state in states.items() if state == "not yet"]
+    if waiting:
+        seconds = sum(cpu.LIBRARIES[name].seconds for name in waiting)
+        said = f"not compiled yet: {', '.join(waiting)} (about {seconds} s of CPU time, once, at first use)"
+        yield Observation(about, "slow", said, "`compress doctor --build` compiles them now")
+    elif all(state == "there" for state in states.values()):
+        yield Observation(about, "good", f"compiled for this processor: {', '.join(states)}")
+
+
+def gpu() -> tuple[dict[str, Any], Iterator[Observation]]:
+    """(Facts, findings) about GPUs. Raises nothing: a GPU that does not work is a finding."""
+    import torch
+
+    facts: dict[str, Any] = {"cuda": torch.version.cuda, "devices": []}
+    if not torch.cuda.is_available():
+        return facts, without_gpu(torch.version.cuda)
+    problems = []
+    for number in range(torch.cuda.device_count()):
+        try:
+            found = torch.cuda.get_device_properties(number)
+            torch.zeros(1, device=f"cuda:{number}").item()
+            capability = [found.major, found.minor]
+            facts["devices"].append({"name": found.name, "bytes": found.total_memory, "capability": capability})
+        except (RuntimeError, AssertionError) as error:
+            problems.append(f"cuda:{number} does not compute ({first_line(error)})")
+    return facts, with_gpu(facts["devices"], problems)
+
+
+def without_gpu(cuda: str | None) -> Iterator[Observation]:
+    """The finding where torch sees no GPU. cuda: the version that torch is built for."""
+    if NVIDIA.exists() and cuda is None:
+        said = "there is an NVIDIA GPU, and this build of torch has no CUDA"
+        yield Observation("gpu", "slow", said, "install a build of torch with CUDA (pytorch.org)")
+    elif NVIDIA.exists():
+        said = f"there is an NVIDIA GPU, and torch (CUDA {cuda}) cannot use it"
+        yield Observation("gpu", "broken", said, "compare the driver with `nvidia-smi`; or give --device cpu")
+    else:
+        said = "none: everything runs on the CPU"
+        yield Observation("gpu", "slow", said, "small models are quantized in minutes; training is slow")
+
+
+def with_gpu(devices: list[dict[str, Any]], problems: list[str]) -> Iterator[Observation]:
+    """Findings about GPUs that torch sees. devices: those that compute."""
+    for problem in problems:
+        yield Observation("gpu", "broken", problem, "give --device cpu, or free that GPU")
+    for device in devices:
+        yield Observation("gpu", "good", f"{device['name']}, {device['bytes'] / 2**30:.0f} GiB")
+        if tuple(device["capability"]) < FLOAT8:
+            said = f"{device['name']} multiplies no float8: fp8 and MXFP8 layers are unpacked for each product"
+            yield Observation("gpu", "slow", said, "w8a8 is multiplied in int8 there")
