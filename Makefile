@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types release clean
+.PHONY: demo test documents check format lint types docs release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -28,6 +28,12 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The site, in build/site: searchable, without network at run time.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python docs/stage.py build/site-source
+	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 # Wheel and sdist, tried in an environment of their own; a bill of materials of it; checksums. All of it in dist/.
 release: $(STAMP)

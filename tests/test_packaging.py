@@ -23,7 +23,7 @@ import pytest
 import compress
 from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.cli.cards import card_of, summary_of
-from compress.cli.main import quantize
+from compress.cli.main import cli, quantize
 from compress.kernels.cpu import build
 from compress.passes.protocol.recipe import BUILT_IN, PASSES, options_of, pass_class
 from compress.weights.scheme import BY_NAME
@@ -220,8 +220,8 @@ def test_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     # transformers imports compressed-tensors for what we write; `dev` is what the tests need.
-    # `release` has what `make release` runs.
-    assert set(extras) == {"hf", "eval", "gguf", "images", "onnx", "release", "dev"}
+    # `docs` and `release` have what `make docs` and `make release` run.
+    assert set(extras) == {"hf", "eval", "gguf", "images", "onnx", "docs", "release", "dev"}
     lines = [*project["dependencies"], *extras["eval"], *extras["gguf"], *extras["images"], *extras["onnx"]]
     declared = {re.split(r"[><=;\s]", line)[0].replace("-", "_") for line in lines}
     imported = {target.split(".")[0] for targets in graph().values() for target in targets}
@@ -416,7 +416,7 @@ def test_cards_and_the_command_line_name_all_schemes_and_calibrators() -> None:
 
 def guides() -> list[Path]:
     """The Markdown files of the project, but those of tests and results."""
-    folders = ("", "recipes", "evaluation", "kernels", *(f"compress/{path.name}" for path in PACKAGE.iterdir()))
+    folders = ("", "docs", "recipes", "evaluation", "kernels", *(f"compress/{path.name}" for path in PACKAGE.iterdir()))
     return [path for folder in folders for path in (PACKAGE.parent / folder).glob("*.md")]
 
 
@@ -431,6 +431,16 @@ def test_links_of_the_guides_lead_somewhere() -> None:
                 heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
                 slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
                 assert anchor in slugs, (guide, link)
+
+
+def test_the_table_of_commands_is_that_of_help() -> None:
+    """README has a row for every command, and no other."""
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = {
+        name for row in rows for name in re.findall(r"`(?:torchrun \S+ \d -m )?compress ([a-z-]+)", row.split(" | ")[0])
+    }
+    assert named == {*cli.commands} - {"demo", "cache-logits"}
+    assert "make demo" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_files_and_functions_that_the_guides_name_are_there() -> None:
