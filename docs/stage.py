@@ -1,6 +1,7 @@
 """Stages the pages of the site in a folder: Markdown files under their own paths, what they link to, and the pages that
 are made of the program itself (commands from click, cards of methods)."""
 
+import inspect
 import re
 import shutil
 import sys
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import click
 
+import compress
 from compress.cli.cards import card_of, summary_of
 from compress.cli.main import cli
 from compress.passes.protocol.recipe import PASSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/troubleshooting.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/guides.md"),
+    *("docs/formats.md", "docs/troubleshooting.md"),
     *("compress/passes/README.md", "compress/train/README.md", "compress/runtime/README.md"),
     *("evaluation/README.md", "kernels/README.md", "recipes/README.md"),
 )
@@ -48,6 +51,19 @@ def methods_page() -> str:
     return "".join(parts)
 
 
+def python_page() -> str:
+    """The public names with their signatures and docstrings."""
+    parts = ["# Python\n"]
+    for name in sorted(set(compress.__all__) - {"__version__"}):
+        value = getattr(compress, name)
+        try:
+            signature = str(inspect.signature(value))
+        except (TypeError, ValueError):  # a type that is written in C
+            signature = ""
+        parts.append(f"\n## {name}\n\n```text\n{name}{signature}\n\n{inspect.getdoc(value) or ''}\n```\n")
+    return "".join(parts)
+
+
 def linked(page: str) -> Iterator[Path]:
     """The files of the repository that a page links to."""
     for link in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
@@ -74,6 +90,7 @@ def stage(folder: Path) -> None:
     generated = folder / "docs" / "generated"
     generated.mkdir(parents=True)
     (generated / "commands.md").write_text(commands_page(), encoding="utf-8")
+    (generated / "python.md").write_text(python_page(), encoding="utf-8")
     (generated / "methods.md").write_text(methods_page(), encoding="utf-8")
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
-    *("README.md", "CONTRIBUTING.md", "docs/start.md", "compress/passes/README.md", "compress/train/README.md"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/start.md",
+        "docs/guides.md",
+        "compress/passes/README.md",
+        "compress/train/README.md",
+    ),
     *("compress/runtime/README.md", "evaluation/README.md", "kernels/README.md", "recipes/README.md"),
 )
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:compress|torchrun|make|pip) ")
