@@ -1,6 +1,7 @@
 """What the doctor says of machines that are described to it, and of this one."""
 
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from commands import command
 from packaging.requirements import Requirement
+from places import ROOT
 
 from compress.api.doctor import computing, machine, packages
 from compress.api.doctor.findings import Observation
@@ -52,8 +54,8 @@ def test_a_package_of_another_version_breaks_and_an_extra_is_only_missing(monkey
 
 
 def test_every_extra_of_users_is_told() -> None:
-    extras = {*metadata.metadata(packages.DISTRIBUTION).get_all("Provides-Extra")}
-    assert extras - {"dev", "docs"} == {*packages.EXTRAS}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {*project["optional-dependencies"]} - {"dev", "docs", "release"} == {*packages.EXTRAS}
 
 
 def test_kernels_are_there_or_not_yet_or_cannot_be_built() -> None:

@@ -13,7 +13,7 @@ from compress.errors import install
 from compress.system.version import VERSION
 
 DISTRIBUTION = "compress-models"
-# What each extra is for. `dev` and `docs` are of people who work on this package.
+# What each extra is for. `dev`, `docs` and `release` are of people who work on it.
 EXTRAS = {
     "hf": "transformers loads what we write, and `compress verify` compares with it",
     "gguf": "`compress export --to gguf`, `--for llama.cpp`, `--imatrix`",
