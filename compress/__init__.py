@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from compress.passes.taylor import Taylor
     from compress.passes.ternary import Ternary
     from compress.passes.train import Train
+    from compress.passes.trellis import Trellis
     from compress.passes.wanda import Wanda
     from compress.runtime.layers.adapters import lora
     from compress.runtime.layers.linear import QuantLinear
@@ -106,6 +107,7 @@ _HOMES = {
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Train": "compress.passes.train",
+    "Trellis": "compress.passes.trellis",
     "Wanda": "compress.passes.wanda",
     "allocate": "compress.search.budget",
     "but": "compress.passes.protocol.where",
@@ -178,6 +180,7 @@ __all__ = [
     "Taylor",
     "Ternary",
     "Train",
+    "Trellis",
     "Wanda",
     "__version__",
     "allocate",

@@ -4,6 +4,7 @@ triton       the fused kernels                          dequantize   blocks of t
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
 cpu strips   C++, of weights that are laid out in strips
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
+cpu trellis  C++, few tokens multiplied as codes are decoded
 scaled_mm    torch's product of float8 matrices
 
 Where sparse rows are added to codes: "KERNEL with entries" is one pass over both, "KERNEL + entries" are two products.

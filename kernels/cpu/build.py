@@ -1,6 +1,6 @@
 """Builds a library for the processor at hand, once, and loads it: products (`cpu_gemm.cpp` and the units that it
 chooses from), loops over columns (`cpu_columns.cpp`), or what is linked to torch: operators (`cpu_operators.cpp`), an
-allocator (`cpu_spill.cpp`).
+allocator (`cpu_spill.cpp`). `cpu_trellis.cpp` searches paths.
 
 Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
 build, or the reason why there is none, is logged once (`compress.kernels.notes`).
@@ -78,6 +78,7 @@ LIBRARIES = {
     "columns": Library("rounding column by column", {"columns": ONCE}, NUMBERS, 2),
     "operators": Library("calls of layers", {"operators": ONCE}, ("attention", "work", *NUMBERS), 4),
     "spill": Library("tensors on disk", {"spill": ONCE}, (), 2),
+    "trellis": Library("paths through a trellis", {"trellis": ONCE}, ("vectors",), 2),
 }
 LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
 COMPILERS = ("c++", "g++", "clang++")

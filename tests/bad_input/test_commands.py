@@ -398,6 +398,12 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.spqr("--group-size", 24),
         ("group size 24 does not divide the 64 inputs of model.layers.0", "sizes that work"),
     ),
+    "a trellis of one bit": (
+        lambda d: d.trellis("--bits", 1),
+        ("scheme of trellis, which leaves inputs as they are, 'w1a16'; allowed: w2a16, w3a16, w4a16",),
+    ),
+    "a trellis of odd states": (lambda d: d.trellis("--set", "state_bits=13"), ("state_bits 13", "12, 14, 16")),
+    "a trellis of short runs": (lambda d: d.trellis("--set", "run=10"), ("run 10", "64 or more")),
     "a K-quant that is none": (
         lambda d: command("quantize", d.model, "--method", "rtn", "--scheme", "q7_k", "--output", d.output),
         ("K-quant 'q7_k'", "allowed: q2_k, q3_k, q4_k, q5_k, q6_k"),

@@ -30,6 +30,7 @@ from compress.passes.protocol.where import but, only
 from compress.passes.rtn import RTN
 from compress.passes.spqr import SpQR
 from compress.passes.ternary import Ternary
+from compress.passes.trellis import Trellis
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
@@ -53,6 +54,7 @@ PASSES: list[Pass] = [
     SpQR(statistics="float64", threshold=0.2, act_order="none"),
     KQuants(statistics="float64", shrink=False),
     KQuants(scheme="q3_k", rounding="nearest"),
+    Trellis(statistics="float64", scheme="w2a16", run=64),
     Embeddings(),
     LowRank(statistics="float64"),
     LowRank(statistics="float64", rank=5, factor_bits=8, outliers=0.05, iterations=1),
@@ -89,7 +91,7 @@ every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, 
 def laid_out(one: Pass, layout: dict) -> Pass:
     """The pass with those options of a layout that it has; tiles have groups, and K-quants schemes of their own."""
     chosen = {key: value for key, value in layout.items() if key in options_of(type(one))}
-    if isinstance(one, KQuants):
+    if isinstance(one, KQuants | Trellis):
         return one
     if isinstance(one, SpQR) and chosen.get("group_size") == -1:
         chosen["group_size"] = COLUMNS

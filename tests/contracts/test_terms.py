@@ -36,6 +36,7 @@ from compress.weights.formats.sparse import sparse
 from compress.weights.formats.sparse24 import sparse24 as sparse24_of
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiled, Tiles
+from compress.weights.formats.trellis import TrellisCodes, Trellised
 from compress.weights.grid import Grid, quantize
 from compress.weights.matrix import Term, Weight
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
@@ -112,6 +113,14 @@ def super_blocks(dtype: torch.dtype) -> Term:
     return KBlocks(held, format_)
 
 
+def trellis(dtype: torch.dtype) -> Term:
+    """Runs of 10 rows, and a short one."""
+    format_, draw = TrellisCodes(bits=3, run=10), torch.Generator().manual_seed(8)
+    size = (format_.code.stored_rows(ROWS), COLUMNS)
+    states = format_.code.states(torch.randint(8, size, dtype=torch.uint8, generator=draw), ROWS)
+    return Trellised(states, torch.rand(ROWS, generator=draw).to(dtype), format_)
+
+
 def binary_columns(dtype: torch.dtype) -> Term:
     grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
     values = torch.randn(ROWS, COLUMNS // 4, generator=torch.Generator().manual_seed(5))
@@ -170,6 +179,7 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "2:4, packed, 6 bits, asymmetric": lambda dtype: two_of_four(Grid(bits=6, symmetric=False, **GROUPS), dtype),
     "tiles": tiles,
     "super-blocks": super_blocks,
+    "trellis": trellis,
     "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
 }
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {

@@ -21,6 +21,7 @@ METHODS: list[list[compress.Pass]] = [
     [compress.SmoothQuant(scheme="nvfp4")],
     [compress.SpQR(group_size=16)],
     [compress.KQuants()],
+    [compress.Trellis()],
     [compress.Ternary()],
     [compress.Binary()],
     [compress.AWQ(group_size=16)],

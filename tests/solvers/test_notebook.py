@@ -22,6 +22,7 @@ from compress.solvers.scores import magnitude, taylor, wanda
 from compress.solvers.smoothquant import smoothquant
 from compress.solvers.sparsegpt import sparsegpt
 from compress.solvers.spqr import spqr
+from compress.solvers.trellis.solve import trellis
 from compress.solvers.whitened import svd_llm
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
@@ -101,6 +102,12 @@ def tiles_of_the_paper() -> tuple[Tensor, Pass]:
     return spqr(WEIGHT, H, format_=one.tiles, scale_dtype=STORED, **paper).weight.dequantize(), one
 
 
+def paths() -> tuple[Tensor, Pass]:
+    one = compress.Trellis(scheme="w2a16", **AS_IS)
+    how = {"act_order": "static", "refit": 2, "sweeps": 1}
+    return trellis(WEIGHT, H, format_=one.format, scale_dtype=STORED, **DAMPED, **how).weight.dequantize(), one
+
+
 def beside_each_other() -> tuple[Tensor, Pass]:
     one = compress.LQS(**CODES, **AS_IS, rank=3, iterations=2, outliers=0.01)
     how = {"rank": 3, "iterations": 2, "outliers": 0.01, "refit": 2, "sweeps": 2}
@@ -136,6 +143,7 @@ def by_products() -> tuple[Tensor, Pass]:
         of_signs,
         tiles,
         tiles_of_the_paper,
+        paths,
         beside_each_other,
         low_rank,
         two_of_four,

@@ -168,10 +168,15 @@ class Desk:
         return command("quantize", model or self.model, *words, *more)
 
     def spqr(self, *more: object) -> Outcome:
-        """`compress quantize --method spqr`; later options win."""
-        return command(
-            "quantize", self.model, "--method", "spqr", "--calibration", self.tokens, "--output", self.output, *more
-        )
+        return self.by("spqr", *more)
+
+    def trellis(self, *more: object) -> Outcome:
+        return self.by("trellis", *more)
+
+    def by(self, method: str, *more: object) -> Outcome:
+        """`compress quantize --method METHOD` with tokens; later options win."""
+        words = ["--method", method, "--calibration", self.tokens, "--output", self.output]
+        return command("quantize", self.model, *words, *more)
 
     def recipe(self, text: str, *more: object) -> Outcome:
         path = self.file("recipe.yaml", textwrap.dedent(text))

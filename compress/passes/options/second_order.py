@@ -181,17 +181,20 @@ class SecondOrder(Pass):
         """`solver` over the rows of all layers, each rank its share."""
         return solve_stacked(site, rows, self.solver(site, relied), self.together)
 
+    def compared(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
+        """{figure: the weight whose loss it is} of the weights that the record compares a layer's with."""
+        return {self.nearest_loss: self.nearest(site, name, dtype)}
+
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
         """A layer's figures for the record."""
         hessian, target = relied.hessian, solved.target
         energy = quadratic(site.comm, target, hessian) or 1.0
-        loss, nearest_loss = (
-            quadratic(site.comm, target - w.dequantize(hessian.dtype), hessian) / energy
-            for w in (solved.weight, self.nearest(site, name, hessian.dtype))
-        )
+        losses = {
+            figure: quadratic(site.comm, target - weight.dequantize(hessian.dtype), hessian) / energy
+            for figure, weight in {"loss": solved.weight, **self.compared(site, name, hessian.dtype)}.items()
+        }
         return {
-            "loss": loss,
-            self.nearest_loss: nearest_loss,
+            **losses,
             "damp": relied.ordered.factor.damp,
             "dead_channels": int((hessian.diagonal() <= 0).sum()),
             "tokens": relied.statistics.tokens,

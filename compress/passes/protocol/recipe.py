@@ -32,6 +32,7 @@ PASSES = {
     "gptq": "compress.passes.gptq:GPTQ",
     "k-quants": "compress.passes.k_quants:KQuants",
     "spqr": "compress.passes.spqr:SpQR",
+    "trellis": "compress.passes.trellis:Trellis",
     "ternary": "compress.passes.ternary:Ternary",
     "binary": "compress.passes.binary:Binary",
     "awq": "compress.passes.awq:AWQ",
@@ -49,7 +50,14 @@ PASSES = {
     "kv-cache": "compress.passes.kv_cache:KVCache",
 }
 # What people call some of them elsewhere.
-OTHER_NAMES = {"nearest": "rtn", "round-to-nearest": "rtn", "svd": "low-rank", "bitnet": "ternary", "qat": "train"}
+OTHER_NAMES = {
+    "nearest": "rtn",
+    "round-to-nearest": "rtn",
+    "svd": "low-rank",
+    "bitnet": "ternary",
+    "qat": "train",
+    "qtip": "trellis",
+}
 # llama.cpp's types are a pass of their own, as none of the options of grids is theirs: {method: its `rounding`}.
 K_QUANT = re.compile(r"q\d_k(_\w)?")
 ROUNDINGS = {"gptq": "gptq", "rtn": "nearest"}

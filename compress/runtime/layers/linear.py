@@ -13,6 +13,7 @@ from compress.runtime.layers.sparse import SparseLinear
 from compress.runtime.layers.sparse24 import PackedSparse24Linear, Sparse24Linear
 from compress.runtime.layers.sums import SumLinear
 from compress.runtime.layers.tiles import TilesLinear
+from compress.runtime.layers.trellis import TrellisLinear
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
 from compress.weights.formats.levels import MXFP4, MXFP6
@@ -20,6 +21,7 @@ from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiles
+from compress.weights.formats.trellis import TrellisCodes
 
 __all__ = [
     "Fp8BlockLinear",
@@ -33,6 +35,7 @@ __all__ = [
     "SparseLinear",
     "SumLinear",
     "TilesLinear",
+    "TrellisLinear",
     "run_of",
 ]
 
@@ -51,6 +54,7 @@ RUNS |= {
     GPTQActOrder: ActOrderLinear,
     AWQWords: ForeignWordsLinear,
     Tiles: TilesLinear,
+    TrellisCodes: TrellisLinear,
     SparseRows: SparseLinear,
     Sparse24: Sparse24Linear,
     PackedSparse24: PackedSparse24Linear,

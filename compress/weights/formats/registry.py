@@ -23,6 +23,7 @@ from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.formats.tiles import Tiles
+from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.terms import Format
 
 FORMATS: dict[str, type[Format]] = {
@@ -31,7 +32,7 @@ FORMATS: dict[str, type[Format]] = {
         *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
         *(GPTQWords, GPTQActOrder, AWQWords),
         *(MXFP4, MXFP6, MXFP8, NVFP4, ModelOptNVFP4, NF4),
-        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, LowRankFactors),
+        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, TrellisCodes, LowRankFactors),
     )
 }
 OURS = frozenset(FORMATS)

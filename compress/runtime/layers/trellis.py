@@ -1,0 +1,62 @@
+"""Layers on trellis codes."""
+
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels import reference
+from compress.kernels.layouts.trellis import TrellisWords
+from compress.kernels.operators.trellis import FEW, trellis_linear, values_by_run, why_not_trellis
+from compress.kernels.routes import Route
+from compress.runtime.layers.base import QuantLinear
+from compress.weights.formats.trellis import TrellisCodes
+from compress.weights.scheme import Scheme
+
+
+class TrellisLinear(QuantLinear):
+    """Weights as they are stored: symbols in words, and a scale for each output, which stays as stored."""
+
+    stackable = False
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "scale": None}
+    KEPT = ("scale",)
+    words: Tensor
+    scale: Tensor
+
+    @property
+    def format(self) -> TrellisCodes:
+        return cast(TrellisCodes, self.scheme.terms[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.format.code
+        sizes = (code.bits, code.state_bits, code.multiplier, code.run)
+        return trellis_linear(self._own(x), self.words, self.scale, self.bias, *sizes)
+
+    def values(self) -> Tensor:
+        held = TrellisWords(self.words, self.scale, self.format.code)
+        return torch.cat([values for _, values in values_by_run(held, self.scale.dtype)])
+
+    def slack(self, x_MK: Tensor) -> Tensor | float:
+        """The kernel for few tokens does not round values to the dtype of their scale."""
+        return reference.weight_rounding(x_MK, self.values().double(), self.scale.dtype)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        assert rows == self.whole(), "trellis codes are not filled by rows"
+        if self.words is None:
+            self._dtype = parts["weight_scale"].dtype
+        self.hold({"words": parts["weight_packed"], "scale": parts["weight_scale"]}, rows)
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        assert rows == self.whole(), "trellis codes are not read by rows"
+        return {"weight_packed": self.words, "weight_scale": self.scale.to(self.stored_dtype("scale"))}
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        code = cast(TrellisCodes, scheme.terms[0]).code
+        reasons = why_not_trellis(code, dtype, device)
+        if reasons:
+            return Route("torch", tuple(reasons))
+        if M <= FEW:
+            return Route("cpu trellis", ())
+        return Route("cpu trellis, then torch", (f"more than {FEW} tokens: codes are decoded once for all of them",))

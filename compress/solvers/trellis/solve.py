@@ -1,0 +1,167 @@
+"""Trellis codes as functions of tensors: a weight and the Hessian of its input in, states of a trellis out (QTIP, arXiv
+2406.11235, around the sweep of `solvers.column_sweep`).
+
+Shapes: N outputs, K inputs. `passes.trellis` has the equations, and says where this departs from the paper.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns
+from compress.kernels.layouts.trellis import spread_of
+from compress.solvers.column_sweep import DAMP, ActOrder, Factor, Ordered, damped, ordered, sweep
+from compress.solvers.gptq import POLISH_DAMP, Solved
+from compress.solvers.polish import Polish, SettledRule
+from compress.solvers.trellis.viterbi import best_states
+from compress.weights.formats.trellis import TrellisCodes, Trellised
+from compress.weights.scales import round_scale
+
+
+def trellis(
+    weight_NK: Tensor,
+    hessian_KK: Tensor,
+    *,
+    format_: TrellisCodes,
+    damp: float = DAMP,
+    act_order: ActOrder = "none",
+    refit: int = 0,
+    sweeps: int = 0,
+    polish_damp: float = POLISH_DAMP,
+    scale_dtype: torch.dtype | None = None,
+) -> Solved:
+    """Quantize a weight to trellis codes for the least tr(E H E^T). Pure: no rank, no device, no state.
+
+    H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
+    sweeps: rounds of each once the sweep is over. polish_damp: damping of H in those; K / T more where T tokens are
+    few. scale_dtype: that of the stored scales (the weight's own, if not given). Raises CompressError where H is not
+    finite.
+    """
+    work = weight_NK.to(hessian_KK.dtype)
+    seen = ordered(hessian_KK, damp, act_order, None)
+    dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
+    solve = partial(solve_trellis, work, seen, format_=format_, scale_dtype=dtype)
+    return solve(refit=refit, sweeps=sweeps, polish_damp=polish_damp)
+
+
+def solve_trellis(
+    weight_NK: Tensor,
+    seen: Ordered,
+    *,
+    format_: TrellisCodes,
+    scale_dtype: torch.dtype,
+    refit: int = 0,
+    sweeps: int = 0,
+    polish_damp: float = POLISH_DAMP,
+) -> Solved:
+    """`trellis` of rows of a weight, [N, K] in its own column order and the Hessian's dtype. Rows of one run of outputs
+    have to come together."""
+    weight = weight_NK[:, seen.order_K]
+    rule = TrellisRule.of(weight, format_, scale_dtype)
+    values, loss = sweep(weight, seen.factor, rule)
+    if refit or sweeps:
+        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
+        loss = state.rounds(partial(refit_outputs, state), refit, sweeps)
+    states = seen.back(rule.states.t())
+    return Solved(Trellised(states, rule.scale.to(scale_dtype), format_), loss, seen.factor.damp)
+
+
+def nearest_states(weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> Trellised:
+    """The path nearest to each column of a weight [N, K], every weight counting the same."""
+    columns = weight_NK.shape[1]
+    alone = Factor(torch.eye(columns).to(weight_NK), weight_NK.new_ones(columns), 0.0)
+    rule = TrellisRule.of(weight_NK, format_, scale_dtype)
+    sweep(weight_NK, alone, rule)
+    return Trellised(rule.states.t().contiguous(), rule.scale.to(scale_dtype), format_)
+
+
+@dataclass
+class TrellisRule(SettledRule):
+    """Find the best path for each column: its sum of squared errors over all outputs is the least.
+
+    scale [N]: numbers of the stored dtype; states int16 [K, N], in sweep order.
+    """
+
+    format: TrellisCodes
+    scale_dtype: torch.dtype
+    scale: Tensor
+    states: Tensor
+    group: int = 0
+    settled: bool = False
+
+    @classmethod
+    def of(cls, weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> "TrellisRule":
+        """The rule before the first column. A code of k bits has at best (1 - 4^-k) of the energy of what it stands
+        for, and scales are smaller by its root. Those of outputs that are all 0 are 0."""
+        rows, columns = weight_NK.shape
+        rms_N = weight_NK.square().mean(1).sqrt()
+        scale_N = rms_N * (math.sqrt(1 - 4.0**-format_.bits) / spread_of(format_.code))
+        stored = torch.where(rms_N > 0, round_scale(scale_N, scale_dtype), 0.0)
+        states = torch.zeros(columns, rows, dtype=torch.int16, device=weight_NK.device)
+        return cls(format_, scale_dtype, stored, states)
+
+    def begin(self, column: int, updated_gN: Tensor) -> None:
+        raise AssertionError("scales are of outputs, not of groups")
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        self.states[column] = self.path(target_N)
+        return self.values(self.states[column])
+
+    def path(self, target_N: Tensor) -> Tensor:
+        """int16 [N], the states of the path nearest to a target."""
+        live = self.scale > 0
+        x_N = torch.where(live, target_N / torch.where(live, self.scale, 1.0), 0.0)
+        # In units of their mean: the squares of small scales are too small for float32.
+        d_N = (self.scale / self.scale.mean().clamp(min=torch.finfo(self.scale.dtype).tiny)).square()
+        return best_states(x_N, d_N, self.format.code)
+
+    def values(self, states: Tensor) -> Tensor:
+        """Values [..., N] of states, rounded as they are stored."""
+        product = self.format.code.levels(states).to(self.scale.dtype) * self.scale
+        return product.to(self.scale_dtype).to(self.scale.dtype)
+
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        return (self.states[column],)
+
+    def held(self) -> DecidedColumns | None:
+        return None
+
+    def descend(self, block: ColumnBlock) -> None:
+        """Each column of a block takes the path nearest its own optimum, one column after another. A run of outputs
+        whose new path is not nearer, once rounded as it is stored, keeps its old one."""
+        for j in range(len(block.target)):
+            column, before = block.first + j, block.value[j]
+            wanted = before + block.target[j] / block.diagonal[j]
+            states = self.path(wanted)
+            values = self.values(states)
+            nearer = self.by_run((values - wanted).square()) < self.by_run((before - wanted).square())
+            self.states[column] = torch.where(nearer, states, self.states[column])
+            block.change[j] = torch.where(nearer, values - before, 0.0)
+            block.value[j] += block.change[j]
+            block.target[j + 1 :].addr_(block.matrix[j, j + 1 :], block.change[j], alpha=-1)
+
+    def by_run(self, of_outputs_N: Tensor) -> Tensor:
+        """[N], the sums over each run of outputs, at every output of the run."""
+        count, run = len(of_outputs_N), self.format.run
+        padded = torch.nn.functional.pad(of_outputs_N, (0, -count % run)).view(-1, run)
+        return padded.sum(1).repeat_interleave(run)[:count]
+
+
+def refit_outputs(state: "Polish[TrellisRule]") -> None:
+    """For fixed paths the loss is quadratic in the scale of each output: set it to its minimum."""
+    rule = state.rule
+    level_KN = rule.format.code.levels(rule.states).to(rule.scale.dtype)
+    slope_N = (state.gradient * level_KN).sum(0)
+    curvature_N = ((state.hessian @ level_KN) * level_KN).sum(0)
+    moved_N = rule.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)
+    valid = (rule.scale > 0) & (curvature_N > 0) & torch.isfinite(moved_N) & (moved_N > 0)
+    old = rule.scale
+    rule.scale = torch.where(valid, round_scale(moved_N, rule.scale_dtype), old)
+    change = rule.values(rule.states) - state.values
+    # Rounding the scale may lose what the step gained: keep the old one there.
+    better = (change * (2 * state.gradient - state.hessian @ change)).sum(0) > 0
+    rule.scale = torch.where(better, rule.scale, old)
+    state.move(slice(None), torch.where(better, change, 0.0))

@@ -1,0 +1,48 @@
+"""The best path through a bitshift trellis (Viterbi 1967; `kernels.layouts.trellis`).
+
+    minimise over paths     sum over t of d_t (x_t - level(s_t))^2
+
+exactly, given that sequences begin anew every T numbers with a free state. L bits of a state, k of a weight.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu import trellis as compiled
+from compress.kernels.layouts.trellis import Code, level_table
+
+REST = 256  # steps after which the least cost is taken off all of them
+
+
+def best_states(x: Tensor, d: Tensor, code: Code) -> Tensor:
+    """int16 [n], the states of the best path for numbers x [n] of weights d [n], float32 or wider. Searched on the CPU
+    where the compiled search runs there, whatever device x is on; else by torch on that device."""
+    if compiled.why_not(code.state_bits, code.bits):
+        return best_states_by_torch(x, d, code)
+    table = level_table(code, torch.device("cpu"))
+    return compiled.best_paths(x.detach().cpu(), d.detach().cpu(), table, code.run, code.bits).to(x.device)
+
+
+def best_states_by_torch(x: Tensor, d: Tensor, code: Code) -> Tensor:
+    """`best_states` in torch: all runs at a time, one step after another. The reference of the compiled search."""
+    count, level = len(x), level_table(code, x.device)
+    padded = code.runs(count) * code.run - count
+    # Numbers of weight 0 behind the last run cost nothing, whatever path there is.
+    x_RT, d_RT = (torch.nn.functional.pad(t.float(), (0, padded)).view(-1, code.run) for t in (x, d))
+    windows = 2 ** (code.state_bits - code.bits)
+    came = []
+    cost = d_RT[:, :1] * (x_RT[:, :1] - level).square()
+    for t in range(1, code.run if len(x_RT) > 1 else min(count, code.run)):
+        best, which = cost.view(len(x_RT), 2**code.bits, windows).min(1)
+        if t % REST == 0:
+            best = best - best.amin(1, keepdim=True)
+        cost = best.repeat_interleave(2**code.bits, 1) + d_RT[:, t : t + 1] * (x_RT[:, t : t + 1] - level).square()
+        came.append(which.to(torch.uint8))
+    state = cost.argmin(1)
+    path = [state]
+    for which in reversed(came):
+        window = state >> code.bits
+        state = window + which.gather(1, window.unsqueeze(1)).squeeze(1).long() * windows
+        path.append(state)
+    found = torch.stack(path[::-1], 1).flatten()[:count]
+    return found.to(torch.int16)
