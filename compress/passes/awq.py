@@ -88,7 +88,7 @@ class AWQ(FoldThenRound):
         rows = comm.rows_of(len(reader.weight))
         if rows.start == rows.stop:
             return torch.zeros((), dtype=torch.float64, device=s_C.device)
-        grid = self.weight_grid().with_range("minmax")
+        grid = self.weight_grid().plain
         loss = scaled_loss(reader.weight.to(hessian_KK.dtype), s_K, hessian_KK, grid, reader.scale_dtype, rows)
         return loss.sum().double()
 
@@ -112,7 +112,7 @@ class AWQ(FoldThenRound):
                 quantized: Matrix = round_part(rest)
             else:
                 quantized = added(*solve_rows(site.comm, {"weight_NK": rest}, round_part).terms, *exact)
-            nearest = quantize(weight, grid.with_range("minmax"), scale_dtype)
+            nearest = quantize(weight, grid.plain, scale_dtype)
             energy = quadratic(site.comm, weight, hessian) or 1.0
             error, plain = (q.dequantize(hessian.dtype) - weight for q in (quantized, nearest))
             figures = {

@@ -100,7 +100,7 @@ class GPTQ(SecondOrder, QuantizeWeights):
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized | Weight:
         grid = site.reached(self.weight_grid())
         if self.nearest_by_whole_range:
-            grid = grid.with_range("minmax")
+            grid = grid.plain
         return nearest(site.weights[name].to(dtype), grid, site.scale_dtypes[name], self.outliers)
 
     def solver(self, site: Site, relied: Relied) -> Solve:

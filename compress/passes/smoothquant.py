@@ -55,7 +55,8 @@ class SmoothQuant(FoldThenRound):
             raise InputError(f"alpha {self.alpha}; allowed: 0 to 1, or -1 to search it")
         if self.input_grid() is None:
             raise InputError(
-                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8, w4a8, w4a4 or fp8, or use awq"
+                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8, w4a8, w4a4, fp8 or "
+                "one of mxfp4, nvfp4 and mxfp8, or use awq"
             )
 
     @property

@@ -29,7 +29,7 @@ def awq(
     given). `rounded(weight * s, ...)` is what is stored, and x / s what the layer is given.
     """
     work, dtype = weight_NK.to(hessian_KK.dtype), weight_NK.dtype if scale_dtype is None else scale_dtype
-    plain = grid.with_range("minmax")
+    plain = grid.plain
     tried = candidates(mean_K.double(), weight_NK.double().abs().mean(0))
     losses = [scaled_loss(work, s_K.to(work.dtype), hessian_KK, plain, dtype).sum().double() for s_K in tried.values()]
     return best(tried, torch.stack(losses))
@@ -82,8 +82,8 @@ def rounded(
 ) -> Quantized:
     """Each row to the nearest codes of its whole range or (clip) of the one that `grid` searches, whichever has the
     smaller error; all rows alike where they share a scale."""
-    whole = quantize(weight_NK, grid.with_range("minmax"), scale_dtype)
-    if not clip or len(weight_NK) == 0:
+    whole = quantize(weight_NK, grid.plain, scale_dtype)
+    if not (clip and grid.searches) or len(weight_NK) == 0:
         return Quantized(whole.codes, whole.scale, whole.zero_point, grid)
     scale, zero_point = fit_matrix(weight_NK, grid, scale_dtype, hessian_KK.diagonal())
     clipped = quantize(weight_NK, grid, scale_dtype, scale, zero_point)

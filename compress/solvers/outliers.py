@@ -52,7 +52,7 @@ def counts_of(length: int) -> list[int]:
 def costs(x: Tensor, grid: Grid, scale_dtype: torch.dtype, cost: Tensor) -> Tensor:
     """[C, ..., g] what the errors of groups x [..., g] cost where the c-th count of largest weights is outside of the
     range; infinite for those. cost: d_j, of shape that broadcasts to x."""
-    plain = grid.with_range("minmax")
+    plain = grid.plain
 
     def without(outside: Tensor) -> Tensor:
         scale, zero = (t.unsqueeze(-1) for t in fit(x.masked_fill(outside, 0.0), plain, scale_dtype))

@@ -17,6 +17,9 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     normal                     s = absmax                         codes are levels of NF4, within [-1, 1]
     powers of two as scales    s = the least above absmax / d     d = 7 (E2M1), 7.75 (E2M3), 448 (e4m3), as
                                                                   compressed-tensors computes it: up to 7 is taken for 6
+      floor                                                       d = 8, 8, 512 (OCP Microscaling formats 1.0, 6.3)
+      ceil                                                        the least from absmax / 6 (7.5, 448) up: none is cut
+    four over six              s = absmax / 6 or absmax / 4       whichever has the smaller error (arXiv 2512.02010)
     sign                       s = mean |x|                       one bit: codes -1 and 1, and no 0; the s of least
                                                                   squared error (XNOR-Net, arXiv 1603.05279), which may
                                                                   be 0 as nothing is divided by it
@@ -52,9 +55,11 @@ from compress.weights.scales import (
 )
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
-RangeChoice = Literal["minmax", "mse"]
+RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]
 NumberType = Literal["int", "float", "sign", "normal"]
 
+# {range choice: the only numbers that its scales can be}; the others are for all.
+RULES: dict[str, ScaleNumbers] = {"floor": "e8m0", "ceil": "e8m0", "4/6": "e4m3"}
 MIN_BITS, MAX_BITS = 2, 8
 # The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
@@ -69,12 +74,17 @@ SUGGESTED, LARGEST_SUGGESTED = 8, 512
 SEARCH_STEPS, SEARCH_SHRINK = 50, 0.8
 # A wider range costs a float no precision, but moves its codes against the data: factors 1 to 2, where they repeat.
 FLOAT_STEPS = 16
-# Levels that are not evenly spaced may fit a wider range, too: factors 1/2 to 2. Powers of two: all that can be best.
+# Levels that are not evenly spaced may fit a wider range, too: factors 1/2 to 2, in which no e4m3 number is left out.
+# Powers of two: a larger one has no level that the usual one lacks, and smaller ones clip absmax to an eighth.
 TABLE_FACTORS = (1.0, *(2.0 ** (step / FLOAT_STEPS) for step in range(-FLOAT_STEPS, FLOAT_STEPS + 1) if step))
-POWER_FACTORS = (1.0, 2.0, 0.5, 0.25)
+POWER_FACTORS = (1.0, 0.5, 0.25, 0.125)
 # What absmax is divided by where scales are powers of two, by the bits of a float (compressed-tensors,
 # `generate_mx_scales`: its power of two is rounded up from 1.75 or 1.9375 of the next lower one).
 POWER_DIVISORS = {4: 7.0, 6: 7.75, 8: float(FLOAT8_MAX)}
+# The same for the rule of OCP: the power of two above the largest level.
+FLOOR_DIVISORS = {4: 8.0, 6: 8.0, 8: 512.0}
+# Four over six: absmax becomes 6 or 4, the largest levels of E2M1.
+FOUR_OVER_SIX = (1.0, 6 / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,8 @@ class Grid:
     bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
     activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
     those at the edges may be smaller. range_choice: the full range (`minmax`) or the shrunken range of least error
-    (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are symmetric:
+    (`mse`; widened where codes are floats, the best of all where they are ternary); `floor` and `ceil` of scales that
+    are powers of two; `4/6`, the better of two, of e4m3 scales. type: `float` codes are symmetric:
     float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
     `normal` codes are NF4; `sign` codes are -1 or 1. scales: the numbers that they can be (`weights.scales`).
     global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
@@ -141,6 +152,8 @@ class Grid:
             self._check_levels()
         elif self.scales in OWN_DTYPE:
             raise InputError(f"scales {self.scales!r} are for float codes; integers have stored or float16")
+        if (kind := RULES.get(self.range_choice, self.scales)) != self.scales:
+            raise InputError(f"range choice {self.range_choice!r} is for {kind} scales; these are {self.scales}")
 
     def _check_levels(self) -> None:
         plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
@@ -231,6 +244,16 @@ class Grid:
 
     def with_range(self, choice: RangeChoice) -> "Grid":
         return replace(self, range_choice=choice)
+
+    @property
+    def searches(self) -> bool:
+        """True where several ranges are tried for the least error."""
+        return self.range_choice in ("mse", "4/6")
+
+    @property
+    def plain(self) -> "Grid":
+        """The grid with a range that follows from the extremes alone."""
+        return self.with_range("minmax") if self.searches else self
 
     def reaching(self, largest: float) -> "Grid":
         """The grid with a global scale for weights up to `largest`, where it needs one and has none."""
@@ -389,8 +412,9 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     span = hi if kind == "unsigned" else torch.maximum(-lo, hi)
     if kind == "signed scale":
         span = torch.where(hi > -lo, -hi, -lo)
-    scale = power_above(span / divisor) if grid.scales == "e8m0" else stored_scale(span / divisor, grid, scale_dtype)
-    return scale, torch.zeros_like(span)
+    if grid.scales == "e8m0":
+        return power_above(span / divisor, inclusive=grid.range_choice == "ceil"), torch.zeros_like(span)
+    return stored_scale(span / divisor, grid, scale_dtype), torch.zeros_like(span)
 
 
 def steps_of_range(grid: Grid) -> tuple[Range, float]:
@@ -398,8 +422,8 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
     half = 2 ** (grid.bits - 1)
     if not grid.symmetric:
         return "asymmetric", grid.qmax - grid.qmin
-    if grid.scales == "e8m0":
-        return "magnitude", POWER_DIVISORS[grid.bits]
+    if grid.scales == "e8m0" and grid.range_choice != "ceil":
+        return "magnitude", (FLOOR_DIVISORS if grid.range_choice == "floor" else POWER_DIVISORS)[grid.bits]
     if grid.levels is not None:
         return "magnitude", grid.levels.largest
     if grid.floating:
@@ -456,6 +480,8 @@ class _StraightThrough(torch.autograd.Function):
 
 def range_factors(grid: Grid) -> list[float]:
     """The factors by which the range search multiplies the full range."""
+    if grid.range_choice == "4/6":
+        return [*FOUR_OVER_SIX]
     if grid.scales == "e8m0":
         return [*POWER_FACTORS]
     if grid.levels is not None:
@@ -476,7 +502,7 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
         return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
-    if grid.range_choice == "minmax":
+    if not grid.searches:
         return scale, zero_point
     importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
     if grid.type == "int" and column_sweep.takes(x, scale_dtype):

@@ -367,6 +367,14 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--grid", "asymmetric"),
         ("mxfp4a16 has levels and scales of its own", "leave grid, scales and per_tensor out"),
     ),
+    "a rule for scales that are no powers of two": (
+        lambda d: d.rtn(d.model, "--scheme", "nvfp4a16", "--set", "scale_rule=floor"),
+        ("scale_rule 'floor' is for mxfp4a16", "nvfp4a16 has no such scales: leave it out"),
+    ),
+    "a rule of scales beside clip": (
+        lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--set", "scale_rule=ceil", "--set", "clip=true"),
+        ("scale_rule 'ceil' says how scales are chosen; leave clip out",),
+    ),
     "mxfp4 with fixed inputs": (
         lambda d: d.rtn(d.model, "--scheme", "mxfp4", "--set", "activations=static", "--calibration", "demo"),
         ("mxfp4 fits inputs to every group of a token", "leave activations out"),

@@ -83,6 +83,8 @@ def describe(value) -> str:
 
 ON_GRIDS = [one for one in PASSES if isinstance(one, WeightFormat)]
 ON_LAYOUTS = each(PASSES, LAYOUTS)
+# A number of a layer that all of its site share: a layer alone would have another.
+SHARING = {"scheme": "nvfp4a16", "group_size": 16}
 every_layout = every("layout", LAYOUTS)
 every_pass_on_a_grid = every("one", ON_GRIDS)
 every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, ids=describe)
@@ -150,7 +152,7 @@ def codes_of(decision: Decision) -> Quantized:
 
 
 def finite(decision: Decision) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in decision.parts().values() if t.is_floating_point())
+    return all(bool(torch.isfinite(t.float()).all()) for t in decision.parts().values() if t.is_floating_point())
 
 
 @every(("one", "layout"), [(one, layout) for one, layout in ON_LAYOUTS if one in ON_GRIDS])
@@ -216,9 +218,29 @@ def test_a_layer_is_decided_alone_as_with_its_neighbours(one, layout):
         assert same(one.apply(replace(site, weights={name: weight}))[name].weight, together[name].weight)
 
 
+@every("one", [one for one in ON_GRIDS if not isinstance(one, Embeddings | SpQR | KQuants | Ternary | Binary)])
+def test_layers_of_a_site_share_a_global_scale_whatever_their_rank_and_outliers(one):
+    one = laid_out(one, SHARING)
+    _, decisions = decided(one)
+    weights = make_weights()
+    reached = one.weight_grid().reaching(max(float(weight.abs().max()) for weight in weights.values()))
+    assert reached.global_scale is not None
+    assert reached.global_scale != 1
+    assert {codes_of(decision).grid for decision in decisions.values()} == {reached}
+    assert len({one.weight_grid().reaching(float(weight.abs().max())).global_scale for weight in weights.values()}) > 1
+    for name, decision in decisions.items():
+        assert finite(decision)
+        assert (decision.weight.dequantize() - weights[name]).norm() < 0.3 * weights[name].norm()
+    if not isinstance(one, LQS):  # gptq again, with a low rank beside it
+        _same_by_two_ranks(one)
+
+
 @every_pass_on_a_layout
 def test_two_ranks_decide_what_one_decides(one, layout):
-    one = laid_out(one, layout)
+    _same_by_two_ranks(laid_out(one, layout))
+
+
+def _same_by_two_ranks(one: Pass) -> None:
     site, expected = decided(one)
     desk, barrier = [None, None], Barrier(2)
     with ThreadPoolExecutor(2) as threads:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from compress.passes.options.activation_format import ActivationGrid, Activations, Outputs
 from compress.passes.options.fixed_ranges import PERCENTILE
-from compress.passes.options.weight_format import GridName
+from compress.passes.options.weight_format import GridName, ScaleRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class FewLevels:
     grid: ClassVar[GridName] = "narrow"
     per_tensor: ClassVar[bool] = False
     clip: ClassVar[bool] = True
+    scale_rule: ClassVar[ScaleRule] = "clip"
     activations: ClassVar[Activations] = "dynamic"
     activation_grid: ClassVar[ActivationGrid] = "symmetric"
     outputs: ClassVar[Outputs] = "none"

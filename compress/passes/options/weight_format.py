@@ -10,6 +10,7 @@ from compress.passes.protocol.base import Aspect, Pass
 from compress.weights.grid import (
     DEFAULT_GROUP,
     KERNEL_GROUPS,
+    RULES,
     Granularity,
     Grid,
     NumberType,
@@ -33,6 +34,7 @@ from compress.weights.scheme import (
 )
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
+ScaleRule = Literal["clip", "floor", "ceil", "4/6"]
 FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
 
 
@@ -69,6 +71,11 @@ class WeightFormat(Pass):
     clip: bool = False
     """Shrink each range to the one of least error (fp8: widen it)."""
 
+    scale_rule: ScaleRule = "clip"
+    """Choice of the scales of small floats. clip: as the option clip says, searched over all that can be best, or else
+    as compressed-tensors chooses them; floor, ceil (mx floats): from the largest weight of a group, by the rule of OCP
+    or so that none is clipped; 4/6 (nvfp4): the better of two, so that this weight becomes level 6 or 4."""
+
     scales: StoredNumbers = "stored"
     """Numbers that scales can be. stored: all that the model's dtype has; float16: those that float16 has, too, as GGUF
     and GPTQ's layout store them."""
@@ -78,6 +85,7 @@ class WeightFormat(Pass):
         check_scheme(self.scheme, SCHEMES)
         one_of("grid", self.grid, get_args(GridName))
         one_of("scales", self.scales, get_args(StoredNumbers))
+        self._check_rule()
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:
@@ -114,6 +122,20 @@ class WeightFormat(Pass):
         object.__setattr__(self, "group_size", LEVELS[self.scheme].group_size)
         object.__setattr__(self, "grid", "symmetric")
 
+    def _check_rule(self) -> None:
+        one_of("scale_rule", self.scale_rule, get_args(ScaleRule))
+        if self.scale_rule == "clip":
+            return
+        kind = RULES[self.scale_rule]
+        fitting = [name for name, grid in LEVELS.items() if grid.scales == kind]
+        if self.scheme not in fitting:
+            raise InputError(
+                f"scale_rule {self.scale_rule!r} is for {', '.join(fitting)}; {self.scheme} has no such scales: leave "
+                "it out"
+            )
+        if self.clip != type(self).clip:
+            raise InputError(f"scale_rule {self.scale_rule!r} says how scales are chosen; leave clip out")
+
     def _check_usual(self) -> None:
         if self.group_up_to not in KERNEL_GROUPS:
             allowed = ", ".join(map(str, KERNEL_GROUPS))
@@ -147,6 +169,8 @@ class WeightFormat(Pass):
         if self.scheme == BLOCKWISE:
             granularity = "block"
         chosen: RangeChoice = "mse" if self.clip else "minmax"
+        if self.scale_rule != "clip":
+            chosen = self.scale_rule
         if self.scheme in LEVELS:
             return LEVELS[self.scheme].with_range(chosen)
         return Grid(

@@ -8,6 +8,8 @@
     rtn, clip      the range of least squared error
     gptq           the default: ranges of least error weighted by diag(H), drift correction, refit, descent
     gptq, NAME     without one of these: no clip, no drift, no polish (refit and descent), plain (none of the three)
+    ..., RULE      scales by a rule (`scale_rule`): floor, ceil, 4/6
+    smoothquant    smoothquant, rounded to nearest; smoothquant, gptq: its folds alone, then gptq
 
 w4a16:64 are integers of 4 bits in groups of 64. Embedding and head stay as they are. All models are evaluated as dense
 weights in float32.
@@ -38,17 +40,25 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "gptq, no polish": {"refit": 0, "sweeps": 0},
     "gptq, plain": {"clip": False, "drift": 0.0, "refit": 0, "sweeps": 0},
 }
+RULES = ("floor", "ceil", "4/6")
+ROUNDED = {"rtn": {}, "rtn, clip": {"clip": True}, **{f"rtn, {rule}": {"scale_rule": rule} for rule in RULES}}
+SOLVED = WITHOUT | {f"gptq, {rule}": {"scale_rule": rule} for rule in RULES}
+FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
 FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
 
-def made(scheme: str, way: str) -> Pass:
+def made(scheme: str, way: str) -> list[Pass]:
     name, _, size = scheme.partition(":")
     options: dict[str, Any] = {"scheme": name, **({"group_size": int(size)} if size else {})}
-    if way in WITHOUT:
-        return compress.GPTQ(**options, **WITHOUT[way])
-    return compress.RTN(**options, clip=way == "rtn, clip")
+    if way == "smoothquant":
+        return [compress.SmoothQuant(**options)]
+    if way in FOLDED:
+        return [compress.SmoothQuant(**options, rounding="none"), compress.GPTQ(**options)]
+    if way in SOLVED:
+        return [compress.GPTQ(**options, **SOLVED[way])]
+    return [compress.RTN(**options, **ROUNDED[way])]
 
 
 def bits_of(scheme: str) -> float:
@@ -67,7 +77,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
     parser.add_argument("--text", required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*WAYS[:2], *WITHOUT])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*ROUNDED, *SOLVED, *FOLDED])
     parser.add_argument("--samples", type=int, help="of the calibration")
     parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
     parser.add_argument("--windows", type=int, help="of the text")
