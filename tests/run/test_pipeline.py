@@ -13,6 +13,7 @@ from torch import nn
 import compress
 from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CompressError, InputError
+from compress.model.apart.split import ADVICE
 from compress.model.layers import find_stacks, layers_of
 from compress.model.left_alone import UNASKED_EXPERTS
 from compress.run.walk.block import ELSEWHERE
@@ -232,8 +233,8 @@ def test_reasons_name_what_torchs_own_modules_are():
             return self.linear(self.attention(x, x, x)[0])
 
     reasons = {
-        "attention.in_proj_weight": "MultiheadAttention: not a linear layer",
-        "attention.out_proj": "its MultiheadAttention reads the weight and never calls the layer",
+        "attention.in_proj_weight": f"MultiheadAttention: {ADVICE}",
+        "attention.out_proj": f"its MultiheadAttention never calls the layer: {ADVICE}",
         "up.weight": "ConvTranspose1d: not a linear layer",
         "both.weight": "Bilinear: not a linear layer",
         "experts.gate": UNASKED_EXPERTS,

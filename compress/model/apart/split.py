@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from compress.errors import InputError
+from compress.model.apart.multihead import PROJECTIONS, SplitAttention
 from compress.model.apart.recurrent import CELLS, LAYERS, Recurrent, RecurrentCell
 
 ADVICE = "compress.split_layers(model) makes linear layers of it"
@@ -14,7 +15,7 @@ ADVICE = "compress.split_layers(model) makes linear layers of it"
 
 def is_whole(module: nn.Module) -> bool:
     """True for a module that `split_layers` takes apart."""
-    return _is_own(module, LAYERS) or _is_own(module, CELLS)
+    return any(_is_own(module, kinds) for kinds in (LAYERS, CELLS, (nn.MultiheadAttention,)))
 
 
 def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -39,11 +40,26 @@ def _expected(module: nn.Module) -> Iterator[str]:
         yield from (name for names in module._all_weights for name in names if name.startswith("weight"))
     elif isinstance(module, nn.RNNCellBase):
         yield from ("weight_ih", "weight_hh")
+    elif isinstance(module, nn.MultiheadAttention):
+        yield from ("in_proj_weight",) if module._qkv_same_embed_dim else (f"{name}_weight" for name in PROJECTIONS)
+
+
+def _also_read(model: nn.Module, module: nn.Module) -> str | None:
+    """The name of another module that has the joint weight of an attention, of which views would be made; None where
+    there is none."""
+    joint = module._parameters.get("in_proj_weight")
+    if joint is None:
+        return None
+    return next(
+        (n for n, m in model.named_modules() if m is not module and any(p is joint for p in m._parameters.values())),
+        None,
+    )
 
 
 def split_layers(model: nn.Module, stored: Collection[str] | None = None) -> list[str]:
-    """Replace every LSTM, GRU, RNN and their cells by modules of linear layers that compute the same, in place. Returns
-    their names. The layers hold the parameters of the modules that they replace.
+    """Replace every LSTM, GRU, RNN, their cells and MultiheadAttention by modules of linear layers that compute the
+    same, in place. Returns their names. The layers hold the parameters of the modules that they replace, or views of
+    them.
 
     stored: names of the layers of a checkpoint; only modules that have layers among these are replaced.
 
@@ -56,8 +72,10 @@ def split_layers(model: nn.Module, stored: Collection[str] | None = None) -> lis
             "torch.nn.Sequential(model)"
         )
     for name, module in found.items():
-        if (problem := why_not_split(module)) is not None:
+        if stored is None and (problem := why_not_split(module)) is not None:
             raise InputError(f"{name} {problem}")
+        if (other := _also_read(model, module)) is not None:
+            raise InputError(f"{name} shares its in_proj_weight with {other}; give each a weight of its own")
     made = {module: _apart(module) for module in found.values()}
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
@@ -69,16 +87,19 @@ def split_layers(model: nn.Module, stored: Collection[str] | None = None) -> lis
 def _apart(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.RNNBase):
         return Recurrent.of(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return SplitAttention.of(module)
     return RecurrentCell.of(cast(nn.RNNCellBase, module))
 
 
 def _holds(stored: Collection[str], name: str, module: nn.Module) -> bool:
     """True where a checkpoint has a layer of a module that was taken apart. One of transformers may have its names
     behind a prefix of its own."""
-    mark = f"{name}.{'ih_l0' if isinstance(module, nn.RNNBase) else 'ih'}"
+    first = "ih_l0" if isinstance(module, nn.RNNBase) else "ih"
+    mark = f"{name}.{PROJECTIONS[0] if isinstance(module, nn.MultiheadAttention) else first}"
     return any(f".{layer}".endswith(f".{mark}") or f".{mark}".endswith(f".{layer}") for layer in stored)
 
 
 def is_apart(module: nn.Module) -> bool:
     """True for a module that `split_layers` has made."""
-    return isinstance(module, Recurrent | RecurrentCell)
+    return isinstance(module, Recurrent | RecurrentCell | SplitAttention)

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from compress.errors import InputError
+from compress.model.apart.split import ADVICE
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
 from compress.run.installed import RoundInput, RoundOutput
@@ -83,7 +84,7 @@ class Matching:
 
     def _may_be_treated(self, layer: Layer) -> bool:
         if is_read_uncalled(layer.module) and self.observed(layer.name):
-            self.ignored.reasons[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
+            self.ignored.reasons[layer.name] = f"its MultiheadAttention never calls the layer: {ADVICE}"
             return False
         if not self.asked(layer.name):
             self.ignored.reasons[layer.name] = "no pass asks for it"
