@@ -162,7 +162,9 @@ class Job:
         if config is None and schemes:  # a module of the caller, which `load(into=...)` reads
             config = {"architectures": [type(run.model).__name__]}
         if config is not None and (schemes or self.cache is not None):
-            config["quantization_config"] = quantization_config(schemes, run.model, run.plan.tables, self.cache)
+            config["quantization_config"] = quantization_config(
+                schemes, run.model, run.plan.tables, self.cache, sink.names
+            )
         blocks = [block for stack in run.plan.stacks for block in stack.blocks]
         blocks += [(table.name, table.module) for table in run.plan.tables]
         about = manifest(

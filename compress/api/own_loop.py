@@ -140,7 +140,7 @@ class Prepared:
         """The job that is left once the model has been trained."""
         before, residency = self.job.run, self._residency()
         identity = {**self.job.identity, "training": OWN_LOOP}
-        sink, cache = sink_of(request, place, comm, self.model, before.plan, identity)
+        sink, cache = sink_of(request, place, comm, replace(self.job.opened, model=self.model), before.plan, identity)
         reshard(self.model)
         left = left_of(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)

@@ -15,6 +15,8 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.writer import Discard, Writer
 from compress.data.teacher_file import checksum_of
 from compress.model.buffers import stored_buffers
+from compress.model.disk_names import DiskNames, disk_names
+from compress.model.experts import Experts
 from compress.model.layers import find_stacks
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Decide, Gradients, Learn
@@ -59,7 +61,7 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
     if shown.rows is not None:
         check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, opened, shown, plan_)
-    sink, cache = sink_of(request, place, comm, model, plan_, identity)
+    sink, cache = sink_of(request, place, comm, opened, plan_, identity)
     return Planned(plan_, identity, sink, cache, remarks(request, model, plan_, shown, sink))
 
 
@@ -92,7 +94,7 @@ def sink_of(
     request: Request,
     place: Directory | None,
     comm: Comm,
-    model: nn.Module,
+    opened: OpenedModel,
     plan_: Plan,
     identity: Mapping[str, Any],
 ) -> tuple[Writer | Discard, dict[str, Any] | None]:
@@ -100,13 +102,22 @@ def sink_of(
     if place is None:
         return Discard(request.delivery.keep_codes), None
     check_storable(plan_)
-    cache = cache_entry_of(plan_, model)
+    cache = cache_entry_of(plan_, model := opened.model)
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
     check_halved(plan_, halved)
     how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
     buffers = [name for name, _ in stored_buffers(model)]
-    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers), cache
+    names = names_of(opened)
+    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers, names=names), cache
+
+
+def names_of(opened: OpenedModel) -> DiskNames:
+    """The names of a mixture's tensors in files; engines look experts up by those of the hub. Other models are written
+    under their own names."""
+    if not any(isinstance(module, Experts) for module in opened.model.modules()):
+        return DiskNames()
+    return disk_names(opened.model, None if opened.source is None else opened.source.headers)
 
 
 def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink: Writer | Discard) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from compress.checkpoint.export.reading import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checked import check_tensors
+from compress.checkpoint.read.names import mixed_experts, stored_name
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
@@ -64,7 +65,7 @@ def check_record(source: Source) -> int:
     # Before tensors had checksums of their own, only the values of compressed layers did.
     check_tensors(source, record.get("tensors"))
     for layer in record["layers"]:
-        if layer["figures"].get("sha256") not in map(checksum, _values(source, layer["name"])):
+        if layer["figures"].get("sha256") not in map(checksum, _values(source, stored_name(source, layer["name"]))):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
     return len({layer["name"] for layer in record["layers"]})
 
@@ -262,6 +263,8 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
 
 
 def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
+    if mixed := mixed_experts({name: layer.scheme for name, layer in stored_in(source).layers.items()}):
+        raise NotComparedError(f"it reads all experts of a block by one scheme, and those of {mixed[0]} have several")
     try:
         return load_with_transformers(source, dtype)
     except CheckpointError as error:

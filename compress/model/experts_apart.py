@@ -23,8 +23,11 @@ from compress.model.experts import Expert, Experts, SortedExperts
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
 LEAVES = ("gate_proj", "up_proj", "down_proj")
 JOINED = ("gate_up_proj", "up_proj", "down_proj")
+# The same three where a block calls its experts so, in every family that does: Mixtral's names, which vLLM also expects
+# of Granite, whose files hold them joined.
+SPARSE, SPARSE_LEAVES = "block_sparse_moe", ("w1", "w3", "w2")
 # A tensor of one expert: `model.layers.0.mlp.experts.3.down_proj.weight`.
-NUMBERED = re.compile(r"(.+)\.\d+\.\w+\.\w+$")
+NUMBERED = re.compile(r"(.+)\.\d+\.(\w+)\.\w+$")
 
 
 def is_joined(module: nn.Module) -> bool:
@@ -50,16 +53,27 @@ def split_experts(model: nn.Module, stored: Collection[str] | None = None) -> li
     otherwise.
     """
     found = [name for name, module in model.named_modules() if is_joined(module)]
-    if stored is not None:
-        apart = {held[1] for name in stored if (held := NUMBERED.match(name)) is not None}
+    numbered = None if stored is None else [match for each in stored if (match := NUMBERED.match(each)) is not None]
+    if numbered is not None:
+        apart = {match[1] for match in numbered}
         # Families that transformers renames have other names in front of the last.
         last = {name.rpartition(".")[2] for name in apart}
         same = [name for name in found if name in apart]
         found = same or [name for name in found if name.rpartition(".")[2] in last]
-    leaves = leaves_of(model)
+    held = None if numbered is None else {match[2] for match in numbered}
+    usual = leaves_of(model)
     for name in found:
-        model.set_submodule(name, _split(model.get_submodule(name), leaves))
+        model.set_submodule(name, _split(model.get_submodule(name), _leaves(name, usual, held)))
     return found
+
+
+def _leaves(name: str, usual: tuple[str, ...], held: set[str] | None) -> tuple[str, ...]:
+    """The names of the layers of a module's experts: those that a checkpoint holds, otherwise the usual ones of its
+    block."""
+    wanted = [usual, LEAVES, SPARSE_LEAVES]
+    if SPARSE in name.split("."):
+        wanted = [SPARSE_LEAVES, usual, LEAVES]
+    return next((leaves for leaves in wanted if held is None or held.issuperset(leaves[1:])), wanted[0])
 
 
 def join_experts(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

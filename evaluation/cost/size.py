@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import StoredCaches, stored_in
 from compress.checkpoint.saving import tensor_bytes
@@ -90,7 +91,8 @@ def inspect_checkpoint(model: str) -> tuple[list[SizeRow], Size]:
     record = read_record(source.path) if recorded else {"layers": [], "left_alone": {}}
     made: dict[str, list[Mapping[str, Any]]] = {}  # each layer's records, in the order of the passes
     for layer in record["layers"]:
-        made.setdefault(layer["name"], []).append(layer)
+        made.setdefault(stored_name(source, layer["name"]), []).append(layer)
+    alone = {stored_name(source, name): why for name, why in record["left_alone"].items()}
     parts: dict[str, list[TensorSize]] = {}
     for tensor in tensor_sizes(source):
         parts.setdefault(holders.get(tensor.name, tensor.name), []).append(tensor)
@@ -105,7 +107,7 @@ def inspect_checkpoint(model: str) -> tuple[list[SizeRow], Size]:
             continue
         if stored is None:
             shape, holder = tensors[0].shape, name.removesuffix(".weight")
-            remark = record["left_alone"].get(holder) or record["left_alone"].get(name, "")
+            remark = alone.get(holder) or alone.get(name, "")
             if holder in made:
                 remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in made[holder])
                 remark = f"{remark}{_pruned(made[holder])}, stored dense{_losses(made[holder][-1], ': ')}"

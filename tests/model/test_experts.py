@@ -1,11 +1,13 @@
 """Mixtures of experts of transformers: taken apart, compressed from the tokens that are routed to them, loaded."""
 
 import json
+import re
+from collections.abc import Collection
 
 import pytest
 import torch
-import transformers
 from commands import DRIFT_GPTQ, command
+from mixtures import FAMILIES, made, tokens
 from safetensors.torch import load_file
 
 import compress
@@ -13,72 +15,20 @@ from compress.model.experts import Calibration, Experts, calibrating
 from compress.model.experts_apart import split_experts
 from compress.model.layers import is_linear
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-# Family -> (class of the model, settings beside SIZES, the name of an expert's last layer, layers of a run). In turn:
-# names of the hub, names of its own, a shared expert with a gate, one from the second block on, stored joined,
-# transposed and interleaved with biases, rows sorted by expert, without a gate.
-FAMILIES = {
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16}, "down_proj", 32),
-    "mixtral": ("Mixtral", {"num_local_experts": 4}, "w2", 32),
-    "qwen2-moe": (
-        "Qwen2Moe",
-        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        "down_proj",
-        38,
-    ),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            **LATENT,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 16,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-        "down_proj",
-        28,
-    ),
-    "olmoe": ("Olmoe", {"num_experts": 4}, "down_proj", 32),
-    "granite": ("GraniteMoe", {"num_local_experts": 4}, "down_proj", 32),
-    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "down_proj", 32),
-    "llama4": (
-        "Llama4",
-        {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "head_dim": 16},
-        "down_proj",
-        38,
-    ),
-}
+CODED = re.compile(r"\.(weight_packed|weight_scale|weight_shape)$")
+# One parameter of all experts, as it is called on the hub.
+JOINED = re.compile(r"(\.input_linear\.weight|\.output_linear\.weight|\.experts\.\w+)$")
+ONE = re.compile(r"\.experts\.\d+\.\w+\.(weight|bias)$")
 
 
-def made(family: str) -> torch.nn.Module:
-    """A random model of a family, float32, computing experts one after the other."""
-    kind, settings, _, _ = FAMILIES[family]
-    torch.manual_seed(0)
-    name = "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config"
-    config = getattr(transformers, name)(**{**SIZES, **settings}, experts_implementation="eager")
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for name, p in model.named_parameters():
-        if "experts" in name or "bias" in name:
-            torch.nn.init.normal_(p, 0, 0.2)
-    return model
-
-
-def tokens(rows: int = 6, length: int = 16, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
+def check_names(stored: Collection[str], given: Collection[str]) -> None:
+    """Compare the names of tensors of a compressed model with those that it came with. Where all experts lay in one
+    parameter, they are numbered."""
+    names = {CODED.sub(".weight", name) for name in stored}
+    joined = {name for name in given if JOINED.search(name)}
+    numbered = {name for name in names if ONE.search(name)}
+    assert names - numbered == {name for name in given if not ONE.search(name)} - joined
+    assert numbered if joined else numbered == {name for name in given if ONE.search(name)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,8 +51,13 @@ def test_experts_of_a_family_are_decided_stored_and_loaded(family, tmp_path):
     made_of = compress.quantize(tmp_path / "model", gptq, calibration=tokens(), output=out, batch_size=2, verify=False)
     assert len(made_of.record.layers) == layers
     assert not [name for name, why in made_of.record.left_alone.items() if "expert" in name and "gate" not in why]
-    stored = load_file(out / "model.safetensors")
-    assert f"{apart[-1]}.3.{last}.weight_packed" in stored
+    stored, given = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "model"))
+    check_names(stored, given)
+    assert any(name.endswith(f"{apart[-1].rpartition('.')[2]}.3.{last}.weight_packed") for name in stored)
+    # Plain values have the names and the layout that the model came with.
+    assert command("export", out, "--to", "dense", "--output", tmp_path / "dense").code == 0
+    plain = load_file(tmp_path / "dense" / "model.safetensors")
+    assert {name: value.shape for name, value in plain.items()} == {name: value.shape for name, value in given.items()}
     with torch.no_grad():
         packed, dense = (compress.load(out, dequantize=dequantize)(x).logits for dequantize in (False, True))
     assert torch.allclose(packed, dense, atol=1e-4)

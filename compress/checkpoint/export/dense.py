@@ -12,9 +12,11 @@ from torch import Tensor
 
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.names import names_in
+from compress.checkpoint.read.pretrained import empty_model, meta_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import Stored, stored_in, weight_of
+from compress.model.disk_names import disk_names
 from compress.model.experts_apart import join_experts, joined_lists
 from compress.model.layers import as_stored, transposed_weights
 
@@ -79,15 +81,16 @@ def dense_names(source: Source) -> Iterator[tuple[str, str | None]]:
 def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     """(Name, tensor) of the dense checkpoint, made one after the other; experts that transformers reads joined, a list
     after the other."""
-    empty = empty_model(source)
+    empty, own = empty_model(source), names_in(source).in_model
     transposed, lists = transposed_weights(empty), joined_lists(empty)
-    holder = {name: next((of for of in lists if name.startswith(f"{of}.")), None) for name, _ in dense_names(source)}
+    joined = disk_names(meta_model(source)).on_disk if lists else str
+    holder = {n: next((of for of in lists if own(n).startswith(f"{of}.")), None) for n, _ in dense_names(source)}
     wanted, held = Counter(holder.values()), dict[str, dict[str, Tensor]]()
     for name, layer in dense_names(source):
         tensor = source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()
         if (of := holder[name]) is None:
             yield name, as_stored(tensor, layer is not None and name in transposed)
             continue
-        held.setdefault(of, {})[name] = tensor
+        held.setdefault(of, {})[own(name)] = tensor
         if len(held[of]) == wanted[of]:
-            yield from join_experts(empty, held.pop(of)).items()
+            yield from ((joined(n), whole) for n, whole in join_experts(empty, held.pop(of)).items())

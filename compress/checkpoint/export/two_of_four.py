@@ -15,6 +15,7 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.files import RECORD, checksum
 from compress.checkpoint.portable_names import command
+from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.write.join import LOADING
@@ -82,7 +83,7 @@ def _found24(source: Source) -> Layers24:
     layers: dict[str, Layer24] = {}
     refused: dict[str, str] = {}
     parts = 0
-    for name in dict.fromkeys(layer["name"] for layer in read_record(source.path)["layers"]):
+    for name in dict.fromkeys(stored_name(source, layer["name"]) for layer in read_record(source.path)["layers"]):
         try:
             made = layer24(source, name)
             layers[name] = made._replace(parts={})
@@ -147,8 +148,8 @@ def record_of(source: Source, found: Mapping[str, Layer24], lost: Sequence[str])
     """The record of the run that pruned, with new checksums for the converted layers, and the notes of the export."""
     before = read_record(source.path)
     layers = [
-        {**layer, "figures": {**layer["figures"], "sha256": found[layer["name"]].checksum}}
-        if layer["name"] in found
+        {**layer, "figures": {**layer["figures"], "sha256": found[name].checksum}}
+        if (name := stored_name(source, layer["name"])) in found
         else layer
         for layer in before["layers"]
     ]

@@ -30,6 +30,7 @@ from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, n
 from compress.checkpoint.read.stored import idle_biases
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.model.disk_names import disk_names
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
 
@@ -107,7 +108,9 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
     config, wanted = read_config(source), "auto" if dtype is None else dtype
     with suppress(CheckpointError):  # said below
         if any(isinstance(module, Experts) for module in empty_model(source).modules()):
-            tensors = join_experts(empty_model(source), source.weights.tensors(source.weights))
+            names = disk_names(empty_model(source), source.headers)
+            own = {names.in_model(name): value for name, value in source.weights.tensors(source.weights).items()}
+            tensors = join_experts(empty_model(source), own)
             return from_pretrained(source, None, notes, config=config, state_dict=tensors, dtype=dtype or config.dtype)
     return from_pretrained(source, str(source.path), notes, dtype=wanted)
 

@@ -1,7 +1,7 @@
 """Makes the configuration of a checkpoint, and the `quantization_config` in it."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,9 @@ from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source
 from compress.errors import CompressError
 from compress.model.apart.split import is_apart
-from compress.model.experts import gates
+from compress.model.disk_names import DiskNames
+from compress.model.experts import Experts, gates
+from compress.model.experts_apart import LEAVES
 from compress.model.layers import Table
 from compress.weights import own_words
 from compress.weights.compressed_tensors import group_entry, layout_of, why_not
@@ -82,14 +84,18 @@ def quantization_config(
     model: nn.Module,
     tables: Sequence[Table] = (),
     cache: Mapping[str, Any] | None = None,
+    names: DiskNames | None = None,
 ) -> dict[str, Any]:
     """The `quantization_config` of layers with these schemes: in the words of compressed-tensors, or in our own where
-    it cannot express a scheme. tables: those of the layers that are token tables; cache: the entry of the caches."""
+    it cannot express a scheme. tables: those of the layers that are token tables; cache: the entry of the caches;
+    names: in the files."""
+    on_disk = (names or DiskNames()).on_disk
     # Modules that share int8 rows are targets, too: their weights are decompressed under their own names.
     shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
+    stored = {on_disk(name): scheme for name, scheme in layers.items()}
     ours = any(why_not(scheme) for scheme in layers.values()) or bool(unknown_to_others(model, layers))
-    config = own_words.groups_of(layers) if ours else _compressed_tensors(layers, model)
+    config = own_words.groups_of(stored) if ours else _compressed_tensors(stored, model, on_disk)
     return config if cache is None else {**config, "kv_cache_scheme": cache}
 
 
@@ -99,16 +105,20 @@ def unknown_to_others(model: nn.Module, layers: Iterable[str]) -> list[str]:
     return [name for name in layers if name.startswith(apart)]
 
 
-def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
+def _compressed_tensors(
+    layers: Mapping[str, Scheme], model: nn.Module, on_disk: Callable[[str], str]
+) -> dict[str, Any]:
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
         by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [on_disk(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    asked = _asked_by_vllm(model, on_disk)
     groups = {}
     for i, (entry, names) in enumerate(sorted(by_entry.items())):
-        targets = sorted(names)
         if len(by_entry) == 1 and set(names) & set(linears):
             targets = ["Linear", *sorted(set(names) - set(linears))]
+        else:
+            targets = sorted({*names, *(alias for name in names for alias in asked.get(name, ()))})
         groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
     layouts = {layout_of(scheme) for scheme in layers.values()}
     return {
@@ -116,6 +126,18 @@ def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[
         "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
         "quantization_status": "compressed",
         # Routers are linear layers in engines, whatever they are here.
-        "ignore": sorted({*linears, *gates(model)} - set(layers)),
+        "ignore": sorted({*linears, *map(on_disk, gates(model))} - set(layers)),
         "config_groups": groups,
     }
+
+
+def _asked_by_vllm(model: nn.Module, on_disk: Callable[[str], str]) -> dict[str, list[str]]:
+    """{name in the files of a layer of the first expert of a list: its names for vLLM}, where these differ: vLLM asks
+    for the scheme of a list by the names gate_proj, up_proj and down_proj, whatever the files call these layers."""
+    found: dict[str, list[str]] = {}
+    for name, experts in model.named_modules():
+        if isinstance(experts, Experts) and experts.has_gate and experts.leaves != LEAVES:
+            for leaf, asked in zip(experts.leaves, LEAVES, strict=True):
+                first = on_disk(f"{name}.{experts.numbers[0]}")
+                found[f"{first}.{leaf}"] = [f"{first}.{asked}"]
+    return found

@@ -25,6 +25,7 @@ from compress.checkpoint.write.join import Assembly, write_beside
 from compress.checkpoint.write.journal import PROGRESS, Files, Journal
 from compress.checkpoint.write.record import Finished
 from compress.errors import CheckpointError, CompressError, InputError
+from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
 from compress.model.opened import Opened
 from compress.system.comm import Comm
@@ -52,11 +53,13 @@ class Writer:
         overwrite: bool,
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
+        names: DiskNames | None = None,
     ) -> None:
-        """halved: names of 2:4 layers to write without their zeros. buffers: names of tensors that may hold infinities,
-        like masks. Raises InputError where the directory holds an unfinished run of another identity."""
+        """halved: names of 2:4 layers to write without their zeros. buffers: names of tensors that may hold infinities.
+        names: of tensors in files and in the journal. Raises InputError for an unfinished run of another identity."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
-        self.buffers = frozenset(buffers)
+        self.names = names or DiskNames()
+        self.buffers = frozenset(map(self.names.on_disk, buffers))
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
         before = Journal.read(place.progress) if resume and place.progress.exists() else None
@@ -190,7 +193,7 @@ class Writer:
         """{full name: tensor} of a block, without weights that terms replace and modules with their own entry."""
         prefix = f"{block}." if block else ""
         inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
-        without = {key for entry in inside for sums in entry["files"].values() for key in sums}
+        without = {self.names.in_model(key) for entry in inside for sums in entry["files"].values() for key in sums}
         without |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
         without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
         inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
@@ -210,11 +213,11 @@ class Writer:
         return files
 
     def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
-        """Save this rank's tensors. Returns {file: {tensor: SHA-256}} of all ranks; a rank without tensors has no
-        file."""
+        """Save this rank's tensors. Returns {file: {tensor: SHA-256}} of all ranks; none without tensors."""
         rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
         path = self.place.blocks / f"{stem}{rank}.safetensors"
-        parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, tensors)))
+        written = {self.names.on_disk(name): tensor for name, tensor in tensors.items()}
+        parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, written)))
         return {file: sums for part in parts for file, sums in part.items()}
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
@@ -223,7 +226,7 @@ class Writer:
         return {path.name: write_tensors(path, tensors, self.buffers)}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
-        """Tensors written as `files`, from their present places. Raises CheckpointError for a changed one."""
+        """{name in the model: tensor} written as `files`, from present places. CheckpointError for a changed one."""
         where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
         expected = {name: digest for sums in files.values() for name, digest in sums.items()}
         tensors: dict[str, Tensor] = {}
@@ -236,7 +239,7 @@ class Writer:
                     f"{where[name]} of the unfinished run: {name} has changed since it was written; drop that run with "
                     "--overwrite"
                 )
-        return tensors
+        return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
 
 
 def in_parts(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

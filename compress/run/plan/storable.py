@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.files import VARIANT
+from compress.checkpoint.read.names import mixed_experts
 from compress.checkpoint.write.describe import unknown_to_others
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
@@ -144,6 +145,11 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
             "compress.load; other readers refuse it"
         )
         return
+    if mixed := mixed_experts(schemes):
+        yield (
+            f"the experts of {len(mixed)} blocks have several schemes, like those of {mixed[0]}: transformers and "
+            "vLLM take one for all experts of a block; run the checkpoint with compress.load"
+        )
     transposed = [layer.name for layers in plan.layers.values() for layer in layers if layer.transposed]
     if coded := [name for name in transposed if name in schemes]:
         yield (
@@ -174,6 +180,10 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
             "compressed-tensors decompresses these floats to bfloat16, whatever the model has: load in transformers "
             "with dtype='bfloat16'; compress.load takes any"
         )
+    yield from _notes_on_caches(plan)
+
+
+def _notes_on_caches(plan: Plan) -> Iterator[str]:
     cache = plan.cache_scheme
     if cache is not None and (cache.type == "int" or cache.granularity == "token"):
         yield (

@@ -6,11 +6,10 @@ copy of a compressed weight: memory holds at most the checkpoint, and one layer 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,8 @@ from compress.checkpoint.read.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, first_line
 from compress.model.apart.split import split_layers
 from compress.model.attention import attentions, cache_argument, hold_scales
-from compress.model.experts_apart import loading_steps, split_experts
+from compress.model.disk_names import places_in
+from compress.model.experts_apart import split_experts
 from compress.model.layers import Layer, is_linear
 from compress.runtime.layers.embedding import TiedLinear, take_over
 from compress.runtime.layers.fused import FusedLinear, why_not_fuse
@@ -28,9 +28,6 @@ from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_strips
 from compress.runtime.load.caches import round_cache
 from compress.weights.caches import SCALES, CacheScheme
-
-if TYPE_CHECKING:
-    from transformers.core_model_loading import WeightRenaming
 
 # The attribute that keeps the tied keys that transformers would use without codes.
 TIED = "_tied_without_codes"
@@ -177,29 +174,6 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
 def _check_shape(model: nn.Module, name: str, stored: StoredLayer, expected: tuple[int, int]) -> None:
     if stored.shape != expected:
         raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
-
-
-def _renamings(model: nn.Module) -> "list[WeightRenaming]":
-    """The steps by which transformers renames a checkpoint's tensors for a model: multimodal models are stored under
-    older names."""
-    from transformers.core_model_loading import WeightRenaming
-
-    return [step for step in loading_steps(model) if isinstance(step, WeightRenaming)]
-
-
-def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:
-    """A function (names in the model, name in the checkpoint) -> name in the model (`_place`)."""
-    return partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
-
-
-def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
-    """The name in a model of the checkpoint's `name`: transformers renames some, and lets a base model and one with a
-    head read each other's checkpoints. `name` itself where the model knows no variant of it."""
-    renamed = name
-    for step in renamings:
-        renamed = step.rename_source_key(renamed)[0]
-    candidates = (f for n in (name, renamed) for f in (n, n.removeprefix(f"{base}."), f"{base}.{n}"))
-    return next((found for found in candidates if found in known), name)
 
 
 def finish(

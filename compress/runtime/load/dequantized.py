@@ -7,15 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.read.names import names_in
 from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import read_tensors, stored_in, weight_of
 from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
+from compress.model.disk_names import places_in
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts
 from compress.model.layers import as_stored, transposed_weights
-from compress.runtime.load.assembly import places_in
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.caches import round_cache
 from compress.weights.matrix import Weight
@@ -94,9 +95,9 @@ def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]
         )
     config = read_config(source)
     wanted = dtype or config.dtype
-    transposed = transposed_weights(empty_model(source))
+    transposed, in_model = transposed_weights(empty_model(source)), names_in(source).in_model
     tensors = {
-        name: as_stored(value.dequantize(), name in transposed) if isinstance(value, Weight) else value
+        in_model(name): as_stored(value.dequantize(), name in transposed) if isinstance(value, Weight) else value
         for name, value in read_tensors(source, without=given, dtype=wanted).items()
     }
     tensors |= {f"{layer}.weight": value for layer, value in given.items()}
