@@ -94,7 +94,7 @@ class SplitAttention(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _mask(self, padding_BS: Tensor | None, mask: Tensor | None, q_BHTD: Tensor, keys: int) -> Tensor | None:
-        """What is added to the scores, [B or 1, H or 1, T or 1, S]. The masks may not reach the keys that the module
+        """A sum of masks for the scores, [B or 1, H or 1, T or 1, S]. The masks may not reach the keys that the module
         itself has added, which are never hidden."""
         found: Tensor | None = None
         heads = (

@@ -41,7 +41,11 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "gptq, plain": {"clip": False, "drift": 0.0, "refit": 0, "sweeps": 0},
 }
 RULES = ("floor", "ceil", "4/6")
-ROUNDED = {"rtn": {}, "rtn, clip": {"clip": True}, **{f"rtn, {rule}": {"scale_rule": rule} for rule in RULES}}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "rtn": {},
+    "rtn, clip": {"clip": True},
+    **{f"rtn, {rule}": {"scale_rule": rule} for rule in RULES},
+}
 SOLVED = WITHOUT | {f"gptq, {rule}": {"scale_rule": rule} for rule in RULES}
 FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
