@@ -696,7 +696,7 @@ def test_inspect_says_which_kernel_each_layer_gets(
     for layer in found["layers"]:
         assert set(layer["kernels"]) == {"1", "16", "512"}
         assert all(kernel.startswith(("cpu", "torch")) for kernel in layer["kernels"].values())
-    assert len(found["libraries"]) == 4
+    assert len(found["libraries"]) == 5
     for library in found["libraries"]:
         assert (library["instructions"] is None) is bool(library["why_not"])
     monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda name="gemm": ("no C++ compiler",))
