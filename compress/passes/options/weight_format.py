@@ -85,7 +85,7 @@ class WeightFormat(Pass):
         check_scheme(self.scheme, SCHEMES)
         one_of("grid", self.grid, get_args(GridName))
         one_of("scales", self.scales, get_args(StoredNumbers))
-        self._check_rule()
+        _check_rule(self)
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:
@@ -96,7 +96,7 @@ class WeightFormat(Pass):
             self._settle_levels()
         if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
             object.__setattr__(self, "group_size", -1)
-        self._check_usual()
+        _check_usual(self)
         if is_float(self.scheme) and self.grid == "signed-scale":
             # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
             object.__setattr__(self, "grid", "symmetric")
@@ -121,30 +121,6 @@ class WeightFormat(Pass):
             )
         object.__setattr__(self, "group_size", LEVELS[self.scheme].group_size)
         object.__setattr__(self, "grid", "symmetric")
-
-    def _check_rule(self) -> None:
-        one_of("scale_rule", self.scale_rule, get_args(ScaleRule))
-        if self.scale_rule == "clip":
-            return
-        kind = RULES[self.scale_rule]
-        fitting = [name for name, grid in LEVELS.items() if grid.scales == kind]
-        if self.scheme not in fitting:
-            raise InputError(
-                f"scale_rule {self.scale_rule!r} is for {', '.join(fitting)}; {self.scheme} has no such scales: leave "
-                "it out"
-            )
-        if self.clip != type(self).clip:
-            raise InputError(f"scale_rule {self.scale_rule!r} says how scales are chosen; leave clip out")
-
-    def _check_usual(self) -> None:
-        if self.group_up_to not in KERNEL_GROUPS:
-            allowed = ", ".join(map(str, KERNEL_GROUPS))
-            raise InputError(f"group_up_to {self.group_up_to}; allowed: {allowed}; other sizes are had by group_size")
-        if self.group_size and self.group_up_to != DEFAULT_GROUP:
-            raise InputError(
-                f"group_up_to {self.group_up_to} is for a size that is left open, and here it is {self.group_size}; "
-                "leave one of them out"
-            )
 
     def _check_blocks(self) -> None:
         if not self.in_blocks:
@@ -259,3 +235,28 @@ class WeightFormat(Pass):
 
     def _of_groups(self, size: int) -> Pass:
         return replace(self, group_size=size, group_up_to=DEFAULT_GROUP)
+
+
+def _check_rule(of: WeightFormat) -> None:
+    one_of("scale_rule", of.scale_rule, get_args(ScaleRule))
+    if of.scale_rule == "clip":
+        return
+    kind = RULES[of.scale_rule]
+    fitting = [name for name, grid in LEVELS.items() if grid.scales == kind]
+    if of.scheme not in fitting:
+        raise InputError(
+            f"scale_rule {of.scale_rule!r} is for {', '.join(fitting)}; {of.scheme} has no such scales: leave it out"
+        )
+    if of.clip != type(of).clip:
+        raise InputError(f"scale_rule {of.scale_rule!r} says how scales are chosen; leave clip out")
+
+
+def _check_usual(of: WeightFormat) -> None:
+    if of.group_up_to not in KERNEL_GROUPS:
+        allowed = ", ".join(map(str, KERNEL_GROUPS))
+        raise InputError(f"group_up_to {of.group_up_to}; allowed: {allowed}; other sizes are had by group_size")
+    if of.group_size and of.group_up_to != DEFAULT_GROUP:
+        raise InputError(
+            f"group_up_to {of.group_up_to} is for a size that is left open, and here it is {of.group_size}; "
+            "leave one of them out"
+        )

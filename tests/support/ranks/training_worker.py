@@ -81,26 +81,32 @@ def own_loop(model_at: Path, output: Path, sharded: str = "never") -> None:
     prepared.convert(output, verify=False)
 
 
+def keep_history(folder: Path, name: str, result: compress.Result) -> None:
+    """Write the history that the first rank has seen. Ranks that write one file write into each other's text."""
+    if Comm().rank == 0:
+        (folder / f"losses-{name}.json").write_text(json.dumps(result.record.training))
+
+
 def run(rank: int, world: int, folder: Path) -> None:
     join(rank, world, folder)
     common = {**DATA, "fsdp": True}
     model = folder / "model"
     if world == 2:
         result = compress.quantize(model, PASSES, output=folder / "out-2", **common)
-        (folder / "losses-2.json").write_text(json.dumps(result.record.training))
+        keep_history(folder, "2", result)
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
         compress.quantize(model, FIRST, output=folder / "first-2", **common)
         result = compress.quantize(model, CHOSEN, output=folder / "chosen-2", **common)
-        (folder / "losses-chosen.json").write_text(json.dumps(result.record.training))
+        keep_history(folder, "chosen", result)
         result = compress.quantize(folder / "tied", TABLES, output=folder / "tables-2", **common)
-        (folder / "losses-tables.json").write_text(json.dumps(result.record.training))
+        keep_history(folder, "tables", result)
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
         for when in ("before", "after"):
             own_loop(folder / "model", folder / f"own-{when}", when)
     else:
         result = compress.quantize(model, PASSES, output=folder / "resumed", resume=True, **common)
-        (folder / "losses-3.json").write_text(json.dumps(result.record.training))
+        keep_history(folder, "3", result)
     part()
 
 
