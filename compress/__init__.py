@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from compress.passes.protocol.recipe import load_recipe
     from compress.passes.protocol.where import but, only
     from compress.passes.reconstruct import Reconstruct
+    from compress.passes.rotate import Rotation
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.sparsegpt import SparseGPT
@@ -99,6 +100,7 @@ _HOMES = {
     "Quantized": "compress.weights.grid",
     "Reconstruct": "compress.passes.reconstruct",
     "Result": "compress.api.job",
+    "Rotation": "compress.passes.rotate",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
@@ -172,6 +174,7 @@ __all__ = [
     "Quantized",
     "Reconstruct",
     "Result",
+    "Rotation",
     "SmoothQuant",
     "SpQR",
     "SparseGPT",

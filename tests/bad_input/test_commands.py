@@ -51,6 +51,11 @@ def prune(desk: Desk, method: str, *more: object) -> Outcome:
     return command(*words, *([] if method == "magnitude" else ["--calibration", desk.tokens]), *more)
 
 
+def rotation(desk: Desk, setting: str, *more: object) -> Outcome:
+    words = ["quantize", desk.model, "--method", "rotate", "--output", desk.output]
+    return command(*words, "--set", setting, *more)
+
+
 def low_rank(desk: Desk, setting: str, *more: object) -> Outcome:
     words = ["quantize", desk.model, "--method", "low-rank", "--calibration", desk.tokens, "--output", desk.output]
     return command(*words, "--set", setting, *more)
@@ -353,6 +358,28 @@ OPTIONS: dict[str, Case] = {
         ("--bits is short for --scheme w3a16", "drop it, or --scheme w4a16"),
     ),
     "effort of no kind": (lambda d: d.gptq(d.tokens, "--effort", "most"), ("effort 'most'", "fast, default, best")),
+    "rotation of a recipe": (
+        lambda d: d.recipe("passes: [rtn: {scheme: w8a16}]", "--rotate"),
+        ("--recipe sets all options", "drop rotate"),
+    ),
+    "rotation twice": (
+        lambda d: command("quantize", d.model, "--method", "rotate", "--rotate", "--output", d.output),
+        ("--method rotate rotates already; drop --rotate",),
+    ),
+    "rotation of nothing": (
+        lambda d: rotation(d, "hidden=false", "--set", "heads=false"),
+        ("rotate with nothing to rotate; give hidden or heads",),
+    ),
+    "rotation in blocks of one": (lambda d: rotation(d, "block=1"), ("block 1", "allowed: 2 or more")),
+    "rotation in blocks that do not fit": (
+        lambda d: rotation(d, "block=48"),
+        ("blocks of 48 for 64 channels", "blocks that fit: 2, 4, 8, 16, 32, 64"),
+    ),
+    "rotation with a negative seed": (lambda d: rotation(d, "seed=-1"), ("seed -1", "allowed: 0 to")),
+    "rotation behind another pass": (
+        lambda d: d.recipe("passes: [rtn: {scheme: w8a16}, rotate: {}]"),
+        ("rotate changes the weights that other passes decide about; put it first",),
+    ),
     "effort of another method": (lambda d: d.rtn(d.model, "--effort", "best"), ("--effort is of gptq; rtn",)),
     "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16")),
     "spqr with rounded inputs": (

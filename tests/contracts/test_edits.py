@@ -27,7 +27,8 @@ from compress.model.layers import find_stacks
 from compress.model.structure.couplings import find_couplings
 from compress.model.structure.discovery import discover
 from compress.model.structure.orders import find_orders
-from compress.model.structure.rotate import Rotate, random_hadamard, random_orthogonal
+from compress.model.structure.rotate import Rotate
+from compress.weights.rotations.orthogonal import hadamard_rotation, random_orthogonal
 
 STEPS = 64  # of the dtype's precision, of the largest output: a few roundings a layer, two layers deep
 
@@ -63,7 +64,7 @@ def scale(kind, producer, dtype):
 
 def rotate(kind, producer, dtype, blocks=1):
     model, name, fold, ask = fold_of(kind, producer, dtype)
-    one = random_hadamard(8, generator()) if blocks == 1 else None
+    one = hadamard_rotation(8, generator()).matrix() if blocks == 1 else None
     many = torch.stack([random_orthogonal(8, generator()) for _ in range(blocks)])
     return Case(model, name, Rotate(fold, many if one is None else one), ask)
 

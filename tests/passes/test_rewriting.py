@@ -15,7 +15,8 @@ from compress.calibration.stats import ChannelNorm
 from compress.errors import CompressError
 from compress.model.edits.keep import Coupling, Keep, Member
 from compress.model.known_edits import Edit
-from compress.model.structure.rotate import Rotate, random_orthogonal, unfit
+from compress.model.structure.rotate import Rotate, unfit
+from compress.weights.rotations.orthogonal import random_orthogonal
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Between, Rewritten
 from compress.passes.protocol.stages import Rewrite, Stage

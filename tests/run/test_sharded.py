@@ -115,6 +115,13 @@ def test_two_ranks_remove_what_one_process_removes(folder, two):
             assert one["structure"]["hidden"]["removed"] == other["structure"]["hidden"]["removed"]
 
 
+def test_two_ranks_rotate_as_one_process(folder, two):
+    same(folder / "rotate-1", folder / "rotate-2")
+    one, other = (json.loads((folder / f"rotate-{n}" / "compress.json").read_text())["structure"] for n in (1, 2))
+    assert one["edits"] == other["edits"]
+    assert [each["edit"] for each in one["edits"]] == ["rotate-stream", "rotate", "rotate"]
+
+
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_masks_are_those_of_one_process_on_two_and_on_three_ranks(folder, two, name):
     alone, *others = (read_tensors(find_source(str(folder / f"{name}-{ranks}"))) for ranks in (1, 2, 3))

@@ -3,7 +3,7 @@
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,11 @@ from compress.checkpoint.saving import Saving, bytes_before
 from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.errors import InputError
 from compress.model.experts_apart import split_experts
+from compress.model.layers import output_head
 from compress.model.valueless import without_values
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Restructure
+from compress.run.plan.matching import shared_weights
 from compress.run.plan.plan import Plan
 from compress.run.plan.plan import plan as matched
 from compress.run.plan.storable import cache_entry_of, check_storable
@@ -105,7 +108,19 @@ def plan(
     found = found_model(model, device, trust_remote_code)
     empty, notes = shapes_of(found)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
-    return forecast(found, empty, planned, delivery, notes)
+    told = forecast(found, empty, planned, delivery, notes)
+    stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
+    head = output_head(empty)
+    weight = None if head is None else head._parameters.get("weight")
+    if weight is None or id(weight) not in shared_weights(empty):
+        return told
+    remarks = [
+        f"{name} gives the output head, tied to the embedding, a weight of its own unless the gains of its norm are "
+        f"alike, which only their values show: up to {weight.numel() * weight.element_size()} bytes more than told"
+        for name, stage in stages
+        if stage.unties
+    ]
+    return replace(told, exact=told.exact and not remarks, notes=[*told.notes, *remarks])
 
 
 def shapes_of(found: FoundModel) -> tuple[nn.Module, list[str]]:

@@ -42,6 +42,7 @@ def plan(
     method: str,
     effort: str | None,
     recipe: str | None,
+    rotate: bool,
     engine: str | None,
     embeddings: str | None,
     kv_cache: str | None,
@@ -58,7 +59,7 @@ def plan(
     compress plan MODEL --recipe w4a16-gptq --json plan.json
     """
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
-    passes, notes = passes_asked(method, effort, recipe, engine, chosen, embeddings, kv_cache)
+    passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     begin()
     found = compress.plan(model, passes, **options)
     write_report(json_file, asdict(found))

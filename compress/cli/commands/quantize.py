@@ -33,6 +33,12 @@ recipe_options = group(
         "--group-size may be combined with it.",
     ),
     click.option(
+        "--rotate",
+        is_flag=True,
+        help="Rotate the hidden state and the values of heads first, which spreads outliers: the pass `rotate`, with "
+        "its defaults.",
+    ),
+    click.option(
         "--for",
         "engine",
         metavar="ENGINE",
@@ -61,6 +67,7 @@ def quantize(
     method: str,
     effort: str | None,
     recipe: str | None,
+    rotate: bool,
     engine: str | None,
     imatrix: str | None,
     embeddings: str | None,
@@ -80,7 +87,7 @@ def quantize(
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
-    passes, notes = passes_asked(method, effort, recipe, engine, chosen, embeddings, kv_cache)
+    passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
     run("quantize", model, passes, who, notes, engine, imatrix, fsdp=fsdp, **options)
 
@@ -89,6 +96,7 @@ def passes_asked(
     method: str,
     effort: str | None,
     recipe: str | None,
+    rotate: bool,
     engine: str | None,
     chosen: dict[str, Any],
     embeddings: str | None,
@@ -97,7 +105,7 @@ def passes_asked(
     """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
     chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
-    passes += added_passes(embeddings, kv_cache, engine)
+    passes = (*rotation_asked(rotate, method), *passes, *added_passes(embeddings, kv_cache, engine))
     if engine is not None:
         from compress.api.engines import check_engine
 
@@ -162,7 +170,7 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     from compress.passes.protocol.recipe import load_recipe, regrouped
 
     size = chosen.pop("group_size") if given("group_size") else None
-    dropped = [name for name in ("method", "effort", "embeddings", "kv_cache") if given(name)] + [*chosen]
+    dropped = [name for name in ("method", "effort", "rotate", "embeddings", "kv_cache") if given(name)] + [*chosen]
     if dropped:
         named = ", ".join(dropped)
         raise InputError(
@@ -175,6 +183,17 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     if not changed:
         raise InputError(f"no pass of the recipe has groups, so group size {size} has no say; leave it out")
     return passes, [f"--group-size {size} instead of what recipe {recipe!r} gives {', '.join(changed)}"]
+
+
+def rotation_asked(rotate: bool, method: str) -> tuple["Pass", ...]:
+    """The pass that --rotate asks for. Raises InputError beside a method that is the same."""
+    if not rotate:
+        return ()
+    from compress.passes.protocol.recipe import make_pass
+
+    if method == "rotate":
+        raise InputError("--method rotate rotates already; drop --rotate")
+    return (make_pass("rotate", {}),)
 
 
 def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | None = None) -> tuple["Pass", ...]:

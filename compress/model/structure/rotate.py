@@ -27,6 +27,7 @@ from compress.model.layers import is_linear
 from compress.model.structure.excerpt import in_float32, short_call
 from compress.model.structure.hollow import hollow_forward
 from compress.model.structure.producers import ROUNDING, Producer, distance
+from compress.weights.rotations.orthogonal import random_orthogonal
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,24 +179,6 @@ def widest(block: nn.Module, call: Call, fold: Fold) -> int | None:
     """The largest size D of matrices that pass, at least 2; None where none pass."""
     used = int(fold.used().sum())
     sizes = [size for size in range(used, 1, -1) if used % size == 0]
+    if not sizes or why_not(block, call, fold, sizes[-1]):  # blocks of larger matrices are matrices, too
+        return None
     return next((size for size in sizes if not why_not(block, call, fold, size)), None)
-
-
-def random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
-    """[D, D] float32, uniformly distributed: the Q of a QR decomposition with the signs of R's diagonal."""
-    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).float().contiguous()
-
-
-def random_hadamard(size: int, generator: torch.Generator) -> Tensor:
-    """[D, D] float32: Sylvester's Hadamard matrix with random signs on its rows, scaled to be orthogonal. For a size
-    that is m times a power of two, with m odd, its Kronecker product with a random orthogonal [m, m]."""
-    odd = size
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while odd % 2 == 0:
-        odd //= 2
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * 0.5**0.5
-    if odd > 1:
-        matrix = torch.kron(random_orthogonal(odd, generator).double().contiguous(), matrix)
-    signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
-    return (matrix * signs).float()

@@ -39,6 +39,7 @@ PASSES = {
     "low-rank": "compress.passes.low_rank:LowRank",
     "lqs": "compress.passes.lqs:LQS",
     "structure": "compress.passes.structure:Structure",
+    "rotate": "compress.passes.rotate:Rotation",
     "magnitude": "compress.passes.magnitude:Magnitude",
     "wanda": "compress.passes.wanda:Wanda",
     "sparsegpt": "compress.passes.sparsegpt:SparseGPT",

@@ -39,7 +39,8 @@ class Restructure:
     edits: (name of a module, "" for the model; an edit of it), in order, the same on every rank. They are first applied
     to a copy without values (on the meta device), for which the rest of the run is planned, then to the model.
     removal: shares that go of every block (`run.shrink.restructure`). calibrated: whether calibration data is needed.
-    removes: whether the model gets smaller; otherwise all shapes stay. keeps_zeros: whether weights that an earlier
+    removes: whether the model gets smaller; otherwise all shapes stay. unties: whether it may get larger by an output
+    head that is tied no more. keeps_zeros: whether weights that an earlier
     command has pruned stay zero. otherwise: what to do about it where they do not.
     """
 
@@ -47,6 +48,7 @@ class Restructure:
     removal: RemovalOptions | None = None
     calibrated: bool = False
     removes: bool = True
+    unties: bool = False
     keeps_zeros: bool = False
     otherwise: str = "leave that pass out"
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.model.calls import Batch
+from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling
+from compress.model.structure.streams import Streams
 from compress.system.comm import Comm
 
 
@@ -16,10 +18,15 @@ class Whole:
 
     model: in evaluation mode, on the device on which it was read; not to be changed. batches: this rank's micro-batches
     of calibration data, none where nobody gave any. couplings: {block: the groups of channels and heads that can go of
-    it}, found by trial when it is called; those that no pattern of `ignore` speaks against.
+    it}, found by trial when it is called; those that no pattern of `ignore` speaks against. streams: its hidden states
+    that take a rotation. matrix_folds: {block: its folds along which a matrix passes, with the largest size of one}.
+    note: tells the person something, which also goes into the record.
     """
 
     model: nn.Module
     batches: Sequence[Batch]
     comm: Comm
     couplings: Callable[[], Mapping[str, Sequence[Coupling]]]
+    streams: Callable[[], Streams]
+    matrix_folds: Callable[[], Mapping[str, Sequence[tuple[Fold, int]]]]
+    note: Callable[[str], None]

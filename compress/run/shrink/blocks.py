@@ -7,10 +7,13 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.calls import Batch, Call, evaluating
+from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling
 from compress.model.layers import Stack, find_stacks, layers_of, output_head, whole_model
 from compress.model.structure.couplings import find_couplings, why_not
-from compress.model.structure.discovery import signature_of
+from compress.model.structure.discovery import Finder, signature_of
+from compress.model.structure.rotate import why_not as unpassable
+from compress.model.structure.rotate import widest
 from compress.run.plan.batches import ChainBrokenError
 from compress.run.plan.matching import Ignored, shared_weights
 from compress.run.residency import Local, Residency
@@ -48,6 +51,38 @@ def calls_of(model: nn.Module, stack: Stack, batches: Sequence[Batch], residency
             return output_shape(opened.block, args, kwargs)
 
     return capture(model, stack, batches, residency, first_output)
+
+
+class MatrixFinder:
+    """Finds the folds of blocks along which a matrix passes; of a block like one that was looked at, it confirms
+    them."""
+
+    def __init__(self, model: nn.Module, residency: Residency) -> None:
+        self.residency, self.shared = residency, shared_weights(model)
+        self.finder = Finder()
+        self.known: dict[tuple[object, ...], dict[str, int]] = {}
+
+    def of_all(
+        self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]
+    ) -> Iterator[tuple[str, tuple[tuple[Fold, int], ...]]]:
+        """(A block's name, its folds with the largest size of a matrix) of all blocks."""
+        for stack in stacks:
+            for name, block in stack.blocks:
+                with self.residency.open(block, keep=False) as opened, evaluating(block):
+                    folds = self.finder.find(opened.block, calls[block], self.shared).folds
+                    sizes = [(fold, self.size_of(opened.block, calls[block], fold)) for fold in folds]
+                yield name, tuple((fold, size) for fold, size in sizes if size is not None)
+
+    def size_of(self, block: nn.Module, call: Call, fold: Fold) -> int | None:
+        """The largest size of a matrix for a fold of a block."""
+        known = self.known.setdefault(signature_of(block), {})
+        likely = known.get(fold.producer)
+        if likely is not None and not unpassable(block, call, fold, likely):
+            return likely
+        found = widest(block, call, fold)
+        if found is not None:
+            known[fold.producer] = found
+        return found
 
 
 class CouplingFinder:

@@ -16,15 +16,17 @@ from compress.model.calls import Batch, evaluating, without_cache
 from compress.model.edits.changes import Applied
 from compress.model.edits.configured import configure, unread_of
 from compress.model.edits.drop import Drop
+from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling, Keep
 from compress.model.known_edits import Edit
+from compress.model.structure.streams import Streams, find_streams
 from compress.model.valueless import size_of, without_values
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
 from compress.passes.protocol.whole import Whole
 from compress.run.plan.matching import Ignored
 from compress.run.residency import Local
-from compress.run.shrink.blocks import CouplingFinder, check_ignored, stacks_called
+from compress.run.shrink.blocks import CouplingFinder, MatrixFinder, check_ignored, stacks_called
 from compress.run.shrink.restructured import ModelSize, Restructured, config_of
 from compress.system.comm import Comm
 from compress.system.progress import Reporter
@@ -69,12 +71,16 @@ class Editing:
         entries = self.entries(edits)
         twin = self.tried(edits)
         before, after = ModelSize(*size_of(self.model)), ModelSize(*size_of(twin))
-        if not stage.removes and before != after:
+        grown = stage.unties and after.parameters > before.parameters
+        if not stage.removes and before != after and not grown:
             raise InputError(f"{self.p.name} says that all shapes stay, and leaves {after.said(before)}")
         self.check(twin)
-        note = f"{after.said(before)} will stay" if before != after else f"{len(edits)} edits, which remove nothing"
-        self.done.notes.append(f"{self.p.name}: {note}")
-        self.reporter.note(self.done.notes[-1])
+        if grown:
+            self.note(f"{self.p.name}: {len(edits)} edits; {after.said(before)} then")
+        elif before != after:
+            self.note(f"{self.p.name}: {after.said(before)} will stay")
+        else:
+            self.note(f"{self.p.name}: {len(edits)} edits, which remove nothing")
         config = config_of(self.model)
         self.done.begin(before, after)
         self.done.record["edits"] = [*self.done.record.get("edits", []), *entries]
@@ -90,7 +96,20 @@ class Editing:
             stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
             return dict(CouplingFinder(self.model, self.residency, self.ignored).of_all(stacks, calls))
 
-        return Whole(self.model, self.batches, self.comm, couplings)
+        def streams() -> Streams:
+            return find_streams(self.model, self.probe())
+
+        @torch.enable_grad()
+        def matrix_folds() -> Mapping[str, Sequence[tuple[Fold, int]]]:
+            stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
+            return dict(MatrixFinder(self.model, self.residency).of_all(stacks, calls))
+
+        return Whole(self.model, self.batches, self.comm, couplings, streams, matrix_folds, self.note)
+
+    def note(self, said: str) -> None:
+        """Tell the person something, and enter it into the record."""
+        self.done.notes.append(said)
+        self.reporter.note(said)
 
     def entries(self, edits: Edits) -> list[dict[str, Any]]:
         """The entries of compress.json about the edits. Raises InputError where there are none, and CompressError where

@@ -1,0 +1,129 @@
+"""Rotation of hidden state and heads: outliers are spread over channels before anything is rounded; no product is new.
+
+    R1   x' = x Q            embeddings, what adds to the hidden state, and what reads it; gains of norms go into the
+                             layers behind them, as a norm without gain commutes with Q
+    R2   v' = R^T v          the rows of v, and the columns of what reads the values of a head: o (W R)(R^T v) = W v
+
+Q, R: a Hadamard matrix with random signs, [C, C] or blocks [B, B] of it. The function of the model stays what it was,
+and so do its shapes: every engine runs the result as it runs the original. Weights with outliers come to look like
+normal numbers, which grids of few levels fit better; so do inputs, for schemes that round them.
+
+Sources: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456): random Hadamard rotations, fused where they can be. SpinQuant
+(Liu et al. 2024, arXiv 2405.16406): the names R1 and R2. SliceGPT (Ashkboos et al. 2024, arXiv 2401.15024): a hidden
+state may be rotated, with the gains of its norms in the layers behind them.
+
+Paper -> code: R1 -> `model.edits.stream.RotateStream`; R2 -> `model.structure.rotate.Rotate`; Hadamard matrices ->
+`weights.rotations.orthogonal.hadamard_rotation`. What a rotation fits is found on the model by trial:
+`model.structure.streams.find_streams`, `model.structure.rotate.widest`.
+
+Departs from the papers:
+- norms that subtract the mean stay as they are: Q leaves the vector of ones where it is, by a reflection. SliceGPT
+  centers the writers and changes the norm, which no reader of such models expects.
+- the bias of a norm goes into the biases behind it.
+- widths that are no power of two: Paley's matrices, of any order that a prime power gives; QuaRot has tables of some.
+- R2 is found as a linear path from one layer to others, of whatever size it takes; heads are one case.
+- an output head that is tied to the embedding gets a weight of its own, as the last norm's gain goes into it. The model
+  is larger by that, and the run says by how much.
+- R3 and R4, which engines would have to compute, are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from compress.errors import InputError
+from compress.model.edits.stream import RotateStream, rotated_stream
+from compress.model.known_edits import Edit
+from compress.model.structure.rotate import Rotate
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Restructure, Stage
+from compress.passes.protocol.whole import Whole
+from compress.weights.rotations.orthogonal import hadamard_rotation
+
+SMALLEST_BLOCK = 2
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation(Pass):
+    """The hidden state and the values of heads are rotated; the function stays."""
+
+    name: ClassVar[str] = "rotate"
+
+    hidden: bool = True
+    """Rotate the hidden state (R1). A tied output head then gets a weight of its own."""
+
+    heads: bool = True
+    """Rotate the values of attention heads (R2)."""
+
+    block: int | None = None
+    """2 or more: rotate so many channels at a time, as small as groups of a scheme: 16 to 128.  [default: all together]"""
+
+    seed: int = 0
+    """0 or more: of the random signs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.hidden or self.heads):
+            raise InputError("rotate with nothing to rotate; give hidden or heads")
+        if self.block is not None and self.block < SMALLEST_BLOCK:
+            raise InputError(f"rotate: block {self.block}; allowed: {SMALLEST_BLOCK} or more, or none")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise InputError(f"rotate: seed {self.seed}; allowed: 0 to {LARGEST_SEED}")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Restructure(self.edits, removes=False, unties=self.hidden),)
+
+    def edits(self, whole: Whole) -> Iterator[tuple[str, Edit]]:
+        """The rotations of a model, with notes about what takes none."""
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.hidden:
+            yield from (("", edit) for edit in self._of_hidden(whole, generator))
+        if self.heads:
+            yield from self._of_heads(whole, generator)
+
+    def _of_hidden(self, whole: Whole, generator: torch.Generator) -> Iterator[RotateStream]:
+        streams = whole.streams()
+        for reason in streams.rejected:
+            whole.note(f"rotate: the hidden state stays as it is: {reason}")
+        for stream in streams.found:
+            width = stream.width
+            if self.block is not None and width % self.block:
+                fits = ", ".join(str(size) for size in range(SMALLEST_BLOCK, width + 1) if width % size == 0)
+                raise InputError(f"rotate: blocks of {self.block} for {width} channels; blocks that fit: {fits}")
+            try:
+                edit = rotated_stream(
+                    whole.model, stream, hadamard_rotation(width, generator, self.block, stream.keeps_ones)
+                )
+            except InputError as error:
+                whole.note(f"rotate: the hidden state stays as it is: {error}")
+                continue
+            whole.note(
+                f"rotate: the hidden state of {width} channels, with {len(stream.norms)} norms and {len(edit.turns)} "
+                f"weights{'' if self.block is None else f', in blocks of {self.block}'}"
+            )
+            for head in edit.untied:
+                weight = whole.model.get_submodule(head).get_parameter("weight")
+                whole.note(
+                    f"rotate: {head} was tied to the embedding and gets a weight of its own, as the gain of its norm "
+                    f"goes into it: {weight.numel()} parameters more (hidden=false does without)"
+                )
+            yield edit
+
+    def _of_heads(self, whole: Whole, generator: torch.Generator) -> Iterator[tuple[str, Rotate]]:
+        without: list[str] = []
+        sizes: list[int] = []
+        for block, found in whole.matrix_folds().items():
+            for fold, size in found:
+                within = self.block if self.block is not None and size % self.block == 0 else None
+                yield block, Rotate(fold, hadamard_rotation(size, generator, within).matrix())
+                sizes.append(size)
+            without += [] if found else [block or "the model"]
+        if sizes:
+            said = " and ".join(str(size) for size in sorted(set(sizes)))
+            whole.note(f"rotate: values of {len(sizes)} layers, {said} channels at a time")
+        if without:
+            whole.note(f"rotate: no layer's values take a rotation in {', '.join(without)}")
