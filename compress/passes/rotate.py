@@ -59,7 +59,7 @@ class Rotation(Pass):
     """Rotate the values of attention heads (R2)."""
 
     block: int | None = None
-    """2 or more: rotate so many channels at a time, as small as groups of a scheme: 16 to 128.  [default: all together]"""
+    """2 or more: channels that are rotated together, like the groups of a scheme: 16 to 128.  [default: all of them]"""
 
     seed: int = 0
     """0 or more: of the random signs."""

@@ -16,10 +16,10 @@ from compress.errors import CompressError
 from compress.model.edits.keep import Coupling, Keep, Member
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate, unfit
-from compress.weights.rotations.orthogonal import random_orthogonal
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Between, Rewritten
 from compress.passes.protocol.stages import Rewrite, Stage
+from compress.weights.rotations.orthogonal import random_orthogonal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Rotations of channels by a fast product: random signs, then a Hadamard matrix, block by block.
 
-    Q = diag(s) (A x F x ... x F)         one block; A a Hadamard matrix of Paley's, F Sylvester's, x Kronecker's product
-    Q' = Q (I - 2 v v^T / v^T v)          v = Q^T 1 - 1: the reflection after which the vector of ones stays itself
+    Q = diag(s) (A x F x ... x F)       one block; A a Hadamard matrix of Paley's, F Sylvester's, x Kronecker's product
+    Q' = Q (I - 2 v v^T / v^T v)        v = Q^T 1 - 1: the reflection after which the vector of ones stays itself
 
 A block of D = m 2^k channels takes the smallest Paley matrix A whose order is D's odd part times a power of two; the
 rest is Sylvester's. Where there is none, A is a random orthogonal matrix of the odd part. Every entry of a Hadamard
