@@ -98,11 +98,9 @@ def hadamard_factors(size: int, generator: torch.Generator) -> tuple[Tensor, ...
     """Orthogonal factors of a Hadamard matrix of this order. Where no construction here has it, the factor of the odd
     part is a random orthogonal matrix."""
     base = base_order(size)
-    if base is not None:
-        first = base_matrix(base)
-    else:
-        base = size & -size
-        base = size // base
+    first = None if base is None else base_matrix(base)
+    if base is None or first is None:
+        base = size // (size & -size)
         first = random_orthogonal(base, generator)
     return (first, *sylvester_factors(size // base)) if base > 1 or size == 1 else sylvester_factors(size)
 
