@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from compress.passes.protocol.recipe import load_recipe
     from compress.passes.protocol.where import but, only
     from compress.passes.reconstruct import Reconstruct
-    from compress.passes.rotate import Rotation
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.sparsegpt import SparseGPT
     from compress.passes.spqr import SpQR
-    from compress.passes.structure import Structure
     from compress.passes.taylor import Taylor
     from compress.passes.ternary import Ternary
     from compress.passes.train import Train
     from compress.passes.trellis import Trellis
     from compress.passes.wanda import Wanda
+    from compress.passes.whole_model.rotate import Rotation
+    from compress.passes.whole_model.structure import Structure
     from compress.runtime.layers.adapters import lora
     from compress.runtime.layers.linear import QuantLinear
     from compress.runtime.load.loading import load, register
@@ -100,11 +100,11 @@ _HOMES = {
     "Quantized": "compress.weights.grid",
     "Reconstruct": "compress.passes.reconstruct",
     "Result": "compress.api.job",
-    "Rotation": "compress.passes.rotate",
+    "Rotation": "compress.passes.whole_model.rotate",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
-    "Structure": "compress.passes.structure",
+    "Structure": "compress.passes.whole_model.structure",
     "Sweep": "compress.search.sweep_rows",
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",

@@ -1,7 +1,7 @@
 """Removal of groups of inputs that a layer can do without, and its compensation: least squares on second moments.
 
 Shapes: N outputs, K inputs, G groups of s inputs each (columns_Gs), R the inputs that go, S those that stay. Inputs in
-no group always stay. `passes.structure` has the equations.
+no group always stay. `passes.whole_model.structure` has the equations.
 """
 
 from collections.abc import Sequence

@@ -1163,7 +1163,7 @@ def test_a_model_that_is_quantized_already_is_refused(desk: Desk, llama_w4: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["quantize", "demo", "--ouptut", "x"], "Did you mean '--output'?"),
+        (["quantize", "demo", "--ouptut", "x"], "Did you mean one of: '--output'"),
         (["quantize", "demo"], "Missing option '--output'"),
         (["quantize"], "Missing argument 'MODEL'"),
         (["quantize", "demo", "--output", "x", "--batch-size", "many"], "'many' is not a valid integer"),

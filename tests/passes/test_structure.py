@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.calibration.hessian import AffineHessian, Hessian
-from compress.passes.structure import Structure
+from compress.passes.whole_model.structure import Structure
 from compress.run.shrink.groups import Reading, choose
 from compress.solvers.removal import CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
 from compress.system.comm import Comm

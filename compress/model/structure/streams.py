@@ -60,7 +60,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Streams:
+class FoundStreams:
     """The hidden states that take a rotation, and the reasons why others take none."""
 
     found: tuple[Stream, ...] = ()
@@ -68,7 +68,7 @@ class Streams:
 
 
 @dataclass
-class Part:
+class StreamPart:
     """Outputs and inputs of modules that belong together. returned: whether the model returns them."""
 
     writers: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Part:
     returned: bool = False
 
 
-def find_streams(model: nn.Module, batch: Batch) -> Streams:
+def find_streams(model: nn.Module, batch: Batch) -> FoundStreams:
     """The hidden states of a model, which is left as it is."""
     try:
         with torch.no_grad():
@@ -84,13 +84,15 @@ def find_streams(model: nn.Module, batch: Batch) -> Streams:
             parts = parts_of(hollow)
             found = [_stream(hollow, part, parts) for part in parts if len(_norms(hollow, part)) >= FEWEST_NORMS]
     except Exception as error:  # noqa: BLE001 - a rotation is an offer: a model that cannot be tried goes without
-        return Streams(rejected=(f"it does not run without its weights: {type(error).__name__}: {first_line(error)}",))
+        return FoundStreams(
+            rejected=(f"it does not run without its weights: {type(error).__name__}: {first_line(error)}",)
+        )
     streams = tuple(each for each in found if isinstance(each, Stream))
     reasons = tuple(dict.fromkeys(each for each in found if isinstance(each, str)))
-    return Streams(streams, reasons if found else (NO_STREAM,))
+    return FoundStreams(streams, reasons if found else (NO_STREAM,))
 
 
-def parts_of(hollow: HollowModel) -> list[Part]:
+def parts_of(hollow: HollowModel) -> list[StreamPart]:
     """The parts of a model, by the graph of one hollow forward."""
     made: dict[Any, Node] = {}
     above: dict[Node, Node] = {}
@@ -122,9 +124,9 @@ def parts_of(hollow: HollowModel) -> list[Part]:
                 above[top(made[step])] = top(end)
             else:
                 todo += [each for each, _ in step.next_functions]
-    parts: dict[Node, Part] = {}
+    parts: dict[Node, StreamPart] = {}
     for node in list(above):
-        part = parts.setdefault(top(node), Part())
+        part = parts.setdefault(top(node), StreamPart())
         if node == RETURNED:
             part.returned = True
         else:
@@ -136,14 +138,14 @@ def parts_of(hollow: HollowModel) -> list[Part]:
     return list(parts.values())
 
 
-def _norms(hollow: HollowModel, part: Part) -> list[str]:
+def _norms(hollow: HollowModel, part: StreamPart) -> list[str]:
     return [name for name in part.readers if not hollow.producers[name].is_linear]
 
 
-def _stream(hollow: HollowModel, part: Part, parts: Sequence[Part]) -> Stream | str:
+def _stream(hollow: HollowModel, part: StreamPart, parts: Sequence[StreamPart]) -> Stream | str:
     """The hidden state that a part is, or the reason why it takes no rotation."""
     norms = _norms(hollow, part)
-    behind = {name: next((p for p in parts if name in p.writers), Part()) for name in norms}
+    behind = {name: next((p for p in parts if name in p.writers), StreamPart()) for name in norms}
     for reason in _refusals(hollow, part, behind):
         return reason
     width, problems = hollow.width(part.writers[0]), []
@@ -156,7 +158,7 @@ def _stream(hollow: HollowModel, part: Part, parts: Sequence[Part]) -> Stream | 
     return problems[0]
 
 
-def _refusals(hollow: HollowModel, part: Part, behind: Mapping[str, Part]) -> Iterator[str]:
+def _refusals(hollow: HollowModel, part: StreamPart, behind: Mapping[str, StreamPart]) -> Iterator[str]:
     """The reasons why a part is no hidden state that could be rotated, by its connections alone."""
     if not part.writers:
         yield f"what {part.readers[0]} reads is no layer's or embedding's"
@@ -186,7 +188,9 @@ def _refusals(hollow: HollowModel, part: Part, behind: Mapping[str, Part]) -> It
             yield f"{name} was not called in the trial, and may read it or add to it"
 
 
-def _failures(hollow: HollowModel, part: Part, behind: Mapping[str, Part], keeps_ones: bool) -> Iterator[str]:
+def _failures(
+    hollow: HollowModel, part: StreamPart, behind: Mapping[str, StreamPart], keeps_ones: bool
+) -> Iterator[str]:
     """The trials that fail, in words."""
     width = hollow.width(part.writers[0])
     rotation = hadamard_rotation(width, torch.Generator().manual_seed(0), ones=keeps_ones)
@@ -240,7 +244,7 @@ def _commutes(hollow: HollowModel, name: str, rotate: Callable[[Tensor], Tensor]
             bias.data = before[1]
 
 
-def _stream_norms(hollow: HollowModel, behind: Mapping[str, Part]) -> tuple[StreamNorm, ...]:
+def _stream_norms(hollow: HollowModel, behind: Mapping[str, StreamPart]) -> tuple[StreamNorm, ...]:
     """The norms of a hidden state, with what is known of those that read them."""
     outputs: dict[str, list[Tensor]] = {name: [] for name in behind}
 

@@ -8,7 +8,7 @@ from torch import nn
 from compress.model.calls import Batch
 from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling
-from compress.model.structure.streams import Streams
+from compress.model.structure.streams import FoundStreams
 from compress.system.comm import Comm
 
 
@@ -27,6 +27,6 @@ class Whole:
     batches: Sequence[Batch]
     comm: Comm
     couplings: Callable[[], Mapping[str, Sequence[Coupling]]]
-    streams: Callable[[], Streams]
+    streams: Callable[[], FoundStreams]
     matrix_folds: Callable[[], Mapping[str, Sequence[tuple[Fold, int]]]]
     note: Callable[[str], None]

@@ -19,7 +19,7 @@ from compress.model.edits.drop import Drop
 from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling, Keep
 from compress.model.known_edits import Edit
-from compress.model.structure.streams import Streams, find_streams
+from compress.model.structure.streams import FoundStreams, find_streams
 from compress.model.valueless import size_of, without_values
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
@@ -96,7 +96,7 @@ class Editing:
             stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
             return dict(CouplingFinder(self.model, self.residency, self.ignored).of_all(stacks, calls))
 
-        def streams() -> Streams:
+        def streams() -> FoundStreams:
             return find_streams(self.model, self.probe())
 
         @torch.enable_grad()

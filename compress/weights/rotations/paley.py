@@ -75,7 +75,7 @@ def _times(a: Polynomial, b: Polynomial, prime: int) -> Polynomial:
 
 
 def _remainder(a: Polynomial, monic: Polynomial, prime: int) -> Polynomial:
-    """What is left of `a`, with as many coefficients as the divisor's degree."""
+    """The rest of dividing `a` by a monic polynomial, with as many coefficients as that one's degree."""
     rest, degree = list(a), len(monic) - 1
     for place in range(len(rest) - 1, degree - 1, -1):
         factor = rest[place]

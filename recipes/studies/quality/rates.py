@@ -24,8 +24,8 @@ from compress.cli.running import split_settings
 from compress.model.layers import find_stacks
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import make_pass
-from compress.passes.structure import Structure
 from compress.passes.train import Train
+from compress.passes.whole_model.structure import Structure
 from compress.recipes.studies.figures import asked, made_by, stored
 from compress.run.walk.held_out import divergence_between
 

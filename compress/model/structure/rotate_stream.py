@@ -85,7 +85,7 @@ class RotateStream:
         return value.reshape(weight.shape).contiguous().to(weight.dtype)
 
     def _gain(self, model: nn.Module, name: str) -> Tensor:
-        """What a norm multiplies by, as far as layers behind it take that over."""
+        """The gain of a norm, as far as layers behind it take that over."""
         norm = next((norm for norm in self.stream.norms if norm.name == name), None)
         return torch.ones(()) if norm is None or name in self.uniform else gain_of(model, norm)
 

@@ -12,8 +12,8 @@ Sources: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456): random Hadamard rotati
 (Liu et al. 2024, arXiv 2405.16406): the names R1 and R2. SliceGPT (Ashkboos et al. 2024, arXiv 2401.15024): a hidden
 state may be rotated, with the gains of its norms in the layers behind them.
 
-Paper -> code: R1 -> `model.edits.stream.RotateStream`; R2 -> `model.structure.rotate.Rotate`; Hadamard matrices ->
-`weights.rotations.orthogonal.hadamard_rotation`. What a rotation fits is found on the model by trial:
+Paper -> code: R1 -> `model.structure.rotate_stream.RotateStream`; R2 -> `model.structure.rotate.Rotate`; Hadamard
+matrices -> `weights.rotations.orthogonal.hadamard_rotation`. What a rotation fits is found on the model by trial:
 `model.structure.streams.find_streams`, `model.structure.rotate.widest`.
 
 Departs from the papers:
@@ -34,9 +34,9 @@ from typing import ClassVar
 import torch
 
 from compress.errors import InputError
-from compress.model.edits.stream import RotateStream, rotated_stream
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate
+from compress.model.structure.rotate_stream import RotateStream, rotated_stream
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure, Stage
 from compress.passes.protocol.whole import Whole
