@@ -10,6 +10,8 @@
     gptq, NAME     without one of these: no clip, no drift, no polish (refit and descent), plain (none of the three)
     ..., RULE      scales by a rule (`scale_rule`): floor, ceil, 4/6
     smoothquant    smoothquant, rounded to nearest; smoothquant, gptq: its folds alone, then gptq
+    trellis        trellis codes of as many bits as the scheme has
+    rotate, ...    behind a rotation of hidden state and heads; rotate 32, ...: of 32 channels at a time
 
 w4a16:64 are integers of 4 bits in groups of 64. Embedding and head stay as they are. All models are evaluated as dense
 weights in float32.
@@ -49,12 +51,20 @@ ROUNDED: dict[str, dict[str, Any]] = {
 SOLVED = WITHOUT | {f"gptq, {rule}": {"scale_rule": rule} for rule in RULES}
 FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
+TRELLIS = "trellis"
+TURNED: dict[str, dict[str, Any]] = {"rotate, ": {}, "rotate 32, ": {"block": 32}}
+BEHIND = [start + way for start in TURNED for way in ("gptq", TRELLIS)]
 FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
 
 def made(scheme: str, way: str) -> list[Pass]:
+    for start, how in TURNED.items():
+        if way.startswith(start):
+            return [compress.Rotation(**how), *made(scheme, way.removeprefix(start))]
     name, _, size = scheme.partition(":")
+    if way == TRELLIS:
+        return [compress.Trellis(scheme=name)]
     options: dict[str, Any] = {"scheme": name, **({"group_size": int(size)} if size else {})}
     if way == "smoothquant":
         return [compress.SmoothQuant(**options)]
@@ -81,7 +91,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
     parser.add_argument("--text", required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*ROUNDED, *SOLVED, *FOLDED])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*ROUNDED, *SOLVED, *FOLDED, TRELLIS, *BEHIND])
     parser.add_argument("--samples", type=int, help="of the calibration")
     parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
     parser.add_argument("--windows", type=int, help="of the text")
@@ -101,7 +111,9 @@ def main() -> None:
             took = perf_counter() - begun
             limits = {"samples": arguments.windows, "length": arguments.length}
             found = flat(compress.evaluate(ours, reference=arguments.model, text=arguments.text, **limits))
-            row = {"scheme": scheme, "way": way, "bits_per_weight": bits_of(scheme), "seconds": round(took, 1)}
+            planned = compress.plan(model, made(scheme, way)[-1]).bits_per_weight if TRELLIS in way else None
+            bits = bits_of(scheme) if planned is None else planned
+            row = {"scheme": scheme, "way": way, "bits_per_weight": bits, "seconds": round(took, 1)}
             rows.append({**row, **{key: found[key] for key in FIGURES}})
             print(
                 f"| {scheme} | {way} | {row['bits_per_weight']:.2f} | {found['perplexity']:.3f} | "
