@@ -29,26 +29,42 @@ class HessianResult:
     """Second moments, as means over tokens, of the layer's input X [tokens, K] and its input in the uncompressed model,
     X_ref.
 
-    hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K]; contrast [K, K]: expects the same noise as drift, and zero
-    (None where a half has no token). Both are None without a reference. shrinkage: 0 to 1, how much of the elements
-    off the diagonal of the Hessian is noise of having seen so few tokens. few: True where there are fewer than FEW
-    tokens for each input. halves: then, the results of two disjoint halves of the tokens (empty where a half has no
-    token).
+    hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K], None without a reference. shrinkage: 0 to 1, how much of the
+    elements off the diagonal of the Hessian is noise of having seen so few tokens. few: True where there are fewer than
+    FEW tokens for each input. halves: then, the results of two disjoint halves of the tokens (empty where a half has no
+    token). contrast_of_all [K, K]: the contrast, but for a factor.
     """
 
     hessian: Tensor
     tokens: int
     drift: Tensor | None = None
-    contrast: Tensor | None = None
+    contrast_of_all: Tensor | None = None
     shrinkage: float = 0.0
     few: bool = False
     halves: tuple["HessianResult", ...] = ()
+    contrast_factor: float = 1.0
+
+    @property
+    def contrast(self) -> Tensor | None:
+        """[K, K] what has the noise of the drift, and expects zero; None without a reference, or where a half has no
+        token. The noise of a mean grows as its tokens get fewer: that of a half is a multiple of that of all."""
+        if self.contrast_of_all is None or self.contrast_factor == 1.0:
+            return self.contrast_of_all
+        return self.contrast_of_all * self.contrast_factor
 
     @property
     def noise(self) -> float:
         """The share of noise in the off-diagonal elements of the Hessian, as ridge regression counts it: inputs per
         token."""
         return len(self.hessian) / max(self.tokens, 1)
+
+    def double(self) -> "HessianResult":
+        """This result in float64, without halves."""
+        hessian, drift, contrast = (
+            None if t is None else t.double() for t in (self.hessian, self.drift, self.contrast)
+        )
+        assert hessian is not None
+        return HessianResult(hessian, self.tokens, drift, contrast, self.shrinkage, self.few)
 
     def shrunk(self) -> "HessianResult":
         """This result without the expected noise of the Hessian: off-diagonal elements are reduced by the share
@@ -85,9 +101,10 @@ class Hessian:
     ) -> None:
         self.total = torch.zeros(channels, channels, dtype=dtype, device=device)
         self.early: Tensor | None = torch.zeros_like(self.total)
-        self.drift = torch.zeros(2, channels, channels, dtype=dtype, device=device) if reference else None
+        self.drift = [torch.zeros_like(self.total) for _ in range(2)] if reference else None
         self.counts = [0, 0]
         self.products = torch.zeros(2, dtype=torch.float64, device=device)
+        self.found: HessianResult | None = None
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
         x, half = x_MK.to(self.total.dtype), len(x_MK) // 2
@@ -116,30 +133,44 @@ class Hessian:
         self.counts = comm.all_reduce(torch.tensor(self.counts, device=self.total.device)).tolist()
         # A rank that has seen many tokens has no early sums any more; then there are many in all.
         self._forget_early()
-        for tensor in (self.total, self.products, self.early, self.drift):
+        for tensor in (self.total, self.products, self.early, *(self.drift or ())):
             if tensor is not None:
                 comm.all_reduce(tensor)
 
     def result(self) -> HessianResult:
+        """The moments. Sums become means where they are: a matrix may take a gigabyte."""
+        if self.found is None:
+            self.found = self._result()
+        return self.found
+
+    def _result(self) -> HessianResult:
         first, second = self.counts
+        tokens = first + second
         for sum_KK in (self.total, self.early):
             if sum_KK is not None:
                 _mirror(sum_KK)
-        tokens = first + second
-        drift = None if self.drift is None else self.drift.sum(0)
-        contrast = None
-        if self.drift is not None and first and second:
-            contrast = (self.drift[0] / first - self.drift[1] / second) * ((first * second) ** 0.5 / tokens)
-        whole = _means(tokens, self.total, self.products.sum(), drift, contrast)
-        if self.early is None or not first or not second:
-            return replace(whole, few=self.early is not None)
-        halves = []
-        sums = zip(self.counts, (self.early, self.total - self.early), self.products, strict=True)
-        for i, (count, total, products) in enumerate(sums):
-            # The noise of a mean grows as its tokens get fewer; how large it is, both halves tell.
-            noise = None if contrast is None else contrast * (tokens / count) ** 0.5
-            halves.append(_means(count, total, products, None if self.drift is None else self.drift[i], noise))
-        return replace(whole, few=True, halves=tuple(halves))
+        late = None if self.early is None or not first or not second else self.total - self.early
+        drift = contrast = None
+        if self.drift is not None:
+            drift = (self.drift[0] + self.drift[1]).div_(max(tokens, 1))
+            for sum_KK, count in zip(self.drift, self.counts, strict=True):
+                sum_KK.div_(max(count, 1))
+            if first and second:
+                contrast = self.drift[0] if late is None else self.drift[0].clone()
+                contrast.sub_(self.drift[1]).mul_((first * second) ** 0.5 / tokens)
+        whole = _result_of(self.total.div_(max(tokens, 1)), tokens, self.products.sum(), drift, contrast)
+        whole = replace(whole, few=self.early is not None)
+        if self.early is None or late is None:
+            self.early = self.drift = None
+            return whole
+        drifts = (None, None) if self.drift is None else self.drift
+        halves = (
+            _result_of(sum_KK.div_(count), count, products, of_half, contrast, (tokens / count) ** 0.5)
+            for sum_KK, count, products, of_half in zip(
+                (self.early, late), self.counts, self.products, drifts, strict=True
+            )
+        )
+        return replace(whole, halves=tuple(halves))
 
 
 def symmetric_blocks(columns: int) -> list[slice]:
@@ -176,14 +207,17 @@ def _with_one(x_MK: Tensor) -> Tensor:
     return torch.cat([x_MK, x_MK.new_ones(len(x_MK), 1)], dim=1)
 
 
-def _means(
-    tokens: int, total: Tensor, products: Tensor, drift: Tensor | None, contrast: Tensor | None
+def _result_of(
+    hessian: Tensor,
+    tokens: int,
+    products: Tensor,
+    drift: Tensor | None,
+    contrast: Tensor | None,
+    contrast_factor: float = 1.0,
 ) -> HessianResult:
-    """Turn sums over so many tokens into means; the contrast is a mean already."""
-    count = max(tokens, 1)
-    hessian = total / count
+    """The result of means over so many tokens. products: as `_shrinkage` has them."""
     shrinkage = _shrinkage(hessian, tokens, products)
-    return HessianResult(hessian, tokens, None if drift is None else drift / count, contrast, shrinkage)
+    return HessianResult(hessian, tokens, drift, contrast, shrinkage, contrast_factor=contrast_factor)
 
 
 def _shrinkage(hessian: Tensor, tokens: int, products: Tensor) -> float:

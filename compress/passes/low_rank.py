@@ -26,7 +26,7 @@ Departs from the paper:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -121,9 +121,8 @@ class LowRank(RankBudget):
         statistics: HessianResult = site.stats["hessian"]
         if self.shrink:
             statistics = statistics.shrunk()
-        hessian = statistics.hessian.double()
-        drift, contrast = (None if t is None else t.double() for t in (statistics.drift, statistics.contrast))
-        statistics = replace(statistics, hessian=hessian, drift=drift, contrast=contrast)
+        statistics = statistics.double()
+        hessian = statistics.hessian
         correction = drift_correction(statistics, DAMP + statistics.noise * self.shrink) if self.drift else None
         decisions = {}
         for name, stored in site.weights.items():

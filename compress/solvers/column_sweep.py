@@ -38,12 +38,15 @@ class Factor:
 
 def damped(hessian_KK: Tensor, damp: float) -> Tensor:
     """H with `damp` times the mean of its live diagonal added; dead columns (zero diagonal) get that mean itself."""
-    diagonal = hessian_KK.diagonal()
+    result = hessian_KK.clone()
+    result.diagonal().add_(_added(hessian_KK.diagonal(), damp))
+    return result
+
+
+def _added(diagonal: Tensor, damp: float) -> Tensor:
     live = diagonal > 0
     mean = diagonal[live].mean() if bool(live.any()) else diagonal.new_ones(())
-    result = hessian_KK.clone()
-    result.diagonal().add_(torch.where(live, damp * mean, mean * (1 + damp)))
-    return result
+    return torch.where(live, damp * mean, mean * (1 + damp))
 
 
 def factorize(hessian_KK: Tensor, damp: float) -> Factor:
@@ -53,11 +56,16 @@ def factorize(hessian_KK: Tensor, damp: float) -> Factor:
     """
     level = damp
     while level <= DAMP_LIMIT:
-        lower, failed = torch.linalg.cholesky_ex(damped(hessian_KK, level).flip(0, 1))
+        # Few matrices of [K, K] at a time: one may take a gigabyte.
+        flipped = hessian_KK.flip(0, 1)
+        flipped.diagonal().add_(_added(hessian_KK.diagonal(), level).flip(0))
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        del flipped
         if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
             upper = lower.flip(0, 1)
-            root = upper.diagonal()
-            return Factor(upper / root, root * root, level)
+            del lower
+            root = upper.diagonal().clone()
+            return Factor(upper.div_(root), root * root, level)
         level = max(level * DAMP_GROWTH, 1e-4)
     raise CompressError(
         f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
@@ -93,7 +101,7 @@ def ordered(hessian_KK: Tensor, damp: float, act_order: ActOrder, group_size: in
     scale, for act_order "group". Raises CompressError where no damping makes it positive definite."""
     diagonal_K = hessian_KK.diagonal()
     order_K = column_order(diagonal_K, act_order, group_size)
-    in_order = hessian_KK[order_K][:, order_K]
+    in_order = hessian_KK if act_order == "none" else hessian_KK[order_K][:, order_K]
     return Ordered(order_K, in_order, factorize(in_order, damp), diagonal_K, act_order == "static")
 
 

@@ -37,23 +37,27 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Correction:
-    """M [K, K] and the contrast (None: the noise is not known); stiff: H + damp, lower: its Cholesky factor, or None
-    where rounding left it none."""
+    """M [K, K] and the contrast (None: the noise is not known), and what divides them: the Cholesky factor of
+    H + damp, or, where rounding left it none, that matrix itself."""
 
     drift: Tensor
     contrast: Tensor | None
-    stiff: Tensor
-    lower: Tensor | None
+    divisor: Tensor
+    factored: bool
 
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor | None]:
-        """D and Z, each [K, K]."""
+        """D and Z, each [K, K]; `forget` gives them up."""
         return self._divided(self.drift), None if self.contrast is None else self._divided(self.contrast)
+
+    def forget(self) -> None:
+        """Give up D and Z, which are computed again where they are asked for."""
+        self.__dict__.pop("matrices", None)
 
     def of(self, weight_NK: Tensor) -> tuple[Tensor, Tensor | None]:
         """W D and W Z, each [N, K]. Few rows are cheaper divided themselves; how many are few is the layer's alone, so
         that it is corrected alike whichever layers a pass treats with it."""
-        if 2 * len(weight_NK) > len(self.stiff):
+        if 2 * len(weight_NK) > len(self.divisor):
             drift, contrast = self.matrices
             return weight_NK @ drift, None if contrast is None else weight_NK @ contrast
         step_NK = self._divided(weight_NK @ self.drift)
@@ -62,9 +66,9 @@ class Correction:
     def _divided(self, x_NK: Tensor) -> Tensor:
         """x (H + damp)^-1."""
         # The inverse is symmetric: transposed, products on the right are solutions of one system.
-        if self.lower is None:
-            return torch.linalg.solve(self.stiff, x_NK.t()).t()
-        return torch.cholesky_solve(x_NK.t(), self.lower).t()
+        if self.factored:
+            return torch.cholesky_solve(x_NK.t(), self.divisor).t()
+        return torch.linalg.solve(self.divisor, x_NK.t()).t()
 
 
 def check_drift(drift: float) -> None:
@@ -78,7 +82,7 @@ def drift_correction(statistics: HessianResult, damp: float) -> Correction | Non
     if not bool(statistics.drift.any()):
         return None
     lower, failed = torch.linalg.cholesky_ex(stiff := damped(statistics.hessian, damp))
-    return Correction(statistics.drift, statistics.contrast, stiff, None if int(failed) else lower)
+    return Correction(statistics.drift, statistics.contrast, stiff if int(failed) else lower, not int(failed))
 
 
 def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK: Tensor) -> float:

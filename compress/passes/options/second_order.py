@@ -131,12 +131,12 @@ class SecondOrder(Pass):
     def solved(self, site: Site) -> dict[str, tuple[Matrix, Figures]]:
         """{layer: (its weight, figures)}."""
         statistics: HessianResult = site.stats["hessian"]
-        relied = self.relied(statistics)
         chosen: dict[str, Solution] = dict.fromkeys(site.weights, "gptq")
         if self.shrink and statistics.few:
             chosen = dict.fromkeys(site.weights, "rounding")
             if statistics.halves:
                 chosen = borne_out(site, statistics.halves, self._by_every_solution)
+        relied = self.relied(statistics)
         found: dict[str, tuple[Matrix, Figures]] = {}
         for solution in sorted(set(chosen.values())):
             part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
@@ -173,6 +173,7 @@ class SecondOrder(Pass):
         if relied.correction is not None and solution == "gptq":
             how = (relied.correction, hessian, self.drift, self.shrink)
             aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
+            relied.correction.forget()
         rows = {n: self.rows(site, n, target, relied) for n, (target, _) in aims.items()}
         found = self.solve(site, rows, relied)
         return {n: Aimed(found[n], target, share) for n, (target, share) in aims.items()}

@@ -4,7 +4,7 @@ Shapes: N outputs, K inputs, G groups of s inputs each, S inputs that stay (`sol
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,10 +95,8 @@ def consumer_of(p: RemovalOptions, reading: Reading, comm: Comm) -> CutConsumer:
         statistics = statistics.shrunk()
     hessian, weight = statistics.hessian.double(), reading.plain
     if statistics.drift is not None and not (p.shrink and statistics.few):
-        contrast = None if statistics.contrast is None else statistics.contrast.double()
-        exact = replace(statistics, hessian=hessian, drift=statistics.drift.double(), contrast=contrast)
         noise = len(hessian) / max(statistics.tokens, 1) if p.shrink else 0.0
-        correction = drift_correction(exact, p.damp + noise)
+        correction = drift_correction(statistics.double(), p.damp + noise)
         if correction is not None:
             weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
     return CutConsumer(weight, hessian, reading.columns_Gs, p.damp)
