@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 import click
+import torch
 
 from compress.api.forecast.forecast import Forecast, LayerForecast, counted
 from compress.evaluation.report.content import ReportTable
@@ -28,7 +29,7 @@ def show_plan(found: Forecast, notes: Sequence[str] = ()) -> None:
 
 
 def short(found: Forecast) -> list[str]:
-    """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk."""
+    """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk, memory."""
     lines = [f"{len(found.layers)} layers are compressed"]
     lines += [f"dense: {count} like {name}: {why}" for why, count, name in counted(found.dense)]
     about = "" if found.exact else "about "
@@ -37,7 +38,43 @@ def short(found: Forecast) -> list[str]:
     lines.append(f"bytes: {before:,} before, {about}{after:,} after ({found.saving.share:.1%} saved){bits}")
     lack = " TOO LITTLE" if found.disk.free < found.disk.needed else ""
     lines.append(f"disk: {found.disk.needed / MIB:,.0f} MiB needed, {found.disk.free / MIB:,.0f} MiB free{lack}")
-    return lines
+    return [*lines, memory_line(found), time_line(found)]
+
+
+def time_line(found: Forecast) -> str:
+    """A line about the time."""
+    if found.device != "cpu":
+        return f"time: not known for {found.device}"
+    if found.seconds is None:
+        return "time: not told for this recipe"
+    return f"time: about {_rounded(found.seconds)} on this CPU, threads: {torch.get_num_threads()}"
+
+
+def _rounded(seconds: float) -> str:
+    """Seconds in the unit that a person would use."""
+    for size, unit in ((3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 1):.0f} seconds"
+
+
+def memory_line(found: Forecast) -> str:
+    """A line about the memory at the peak, and its parts."""
+    memory = found.memory
+    if memory is None:
+        return "memory: not told for recipes that train, or look at the whole model first"
+    parts = {
+        "weights of a block": memory.block,
+        "activations": memory.activations,
+        "statistics": memory.statistics,
+        "solving": memory.solving,
+    }
+    if found.device == "cpu":
+        parts = {"program": memory.program, "experts": memory.loaded, **parts}
+    told = ", ".join(f"{words} {size / MIB:,.0f}" for words, size in parts.items() if size)
+    whole = memory.total if found.device == "cpu" else memory.working
+    of = "" if not memory.activations else f", with {found.tokens.samples} x {found.tokens.length} calibration tokens"
+    return f"memory: about {whole / MIB:,.0f} MiB on {found.device} at {memory.site}{of} ({told})"
 
 
 def _alike(layers: Sequence[LayerForecast]) -> dict[str, list[LayerForecast]]:

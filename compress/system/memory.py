@@ -1,7 +1,8 @@
-"""Gives freed memory back to the system."""
+"""Gives freed memory back to the system, and says what a process holds."""
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 
 @cache
@@ -20,3 +21,12 @@ def give_back() -> None:
     library = _library()
     if library is not None:
         library.malloc_trim(0)
+
+
+def anonymous_bytes(process: int | None = None) -> int | None:
+    """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
+    try:
+        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)

@@ -9,12 +9,11 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from compress.system.memory import give_back
+from compress.system.memory import anonymous_bytes, give_back
 
 PAUSE_S = 0.005
 
@@ -31,15 +30,6 @@ def read_bytes(model: nn.Module) -> int:
     tables = [m.weight.untyped_storage() for m in model.modules() if isinstance(m, nn.Embedding)]
     heads = {m.weight.untyped_storage().data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
     return held_bytes(model) - sum(t.nbytes() for t in tables if t.data_ptr() not in heads)
-
-
-def anonymous_bytes(process: int | None = None) -> int | None:
-    """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
-    try:
-        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
 
 
 class Peak:

@@ -102,3 +102,47 @@ def test_the_command_shows_what_python_tells(tmp_path):
     told = json.loads((tmp_path / "plan.json").read_text())
     assert told["saving"]["after"] == found.saving.after
     assert f"{found.saving.after:,} after" in shown.out
+
+
+def test_memory_is_that_of_the_site_that_takes_most():
+    """The input of down_proj is the widest: H, drift and contrast of it, or seven matrices while tokens are few."""
+    model, gptq = build("llama"), compress.GPTQ(group_size=16)
+    widest = max(m.in_features for m in model.modules() if isinstance(m, nn.Linear))
+    many = compress.plan(model, gptq, samples=widest, length=2)
+    few = compress.plan(model, gptq, samples=widest - 1, length=2)
+    assert many.memory is not None
+    assert few.memory is not None
+    assert many.memory.site.endswith("down_proj")
+    assert (many.memory.statistics, few.memory.statistics) == (3 * 4 * widest**2, 7 * 4 * widest**2)
+    longer = compress.plan(model, gptq, samples=10 * widest, length=2).memory
+    assert longer is not None
+    assert longer.activations == 10 * many.memory.activations
+    rounded = compress.plan(model, RTN).memory
+    assert rounded is not None
+    assert rounded.activations == rounded.statistics == 0
+    assert rounded.total == rounded.program + rounded.working
+
+
+def test_time_grows_with_what_there_is_to_do():
+    model = build("llama")
+    little, much = (
+        compress.plan(model, compress.GPTQ(group_size=16), samples=n, length=64).seconds for n in (8, 80000)
+    )
+    assert little is not None
+    assert much is not None
+    assert 0 < little < much
+
+
+def test_what_trains_is_not_told():
+    found = compress.plan(build("llama"), [RTN, compress.Reconstruct()])
+    assert found.memory is None
+    assert found.seconds is None
+
+
+def test_experts_that_are_stored_one_by_one_are_loaded_as_a_whole(tmp_path):
+    model = mixture().bfloat16()
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    model.save_pretrained(tmp_path / "model")
+    found = compress.plan(tmp_path / "model", RTN).memory
+    assert found is not None
+    assert found.loaded == experts > 0

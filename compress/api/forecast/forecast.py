@@ -9,13 +9,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compress.api.forecast.duration import seconds_of
+from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of
 from compress.api.forecast.reading import Kernel, engines_for, kernels_for
 from compress.api.opened import FoundModel, found_model
 from compress.api.request import Data, Delivery, Extent, Request, Work, several
+from compress.api.shown import WINDOWS
 from compress.api.shrunk import check_structural
 from compress.checkpoint.read.pretrained import meta_model
 from compress.checkpoint.saving import Saving, bytes_before
 from compress.checkpoint.write.shards import SHARD_BYTES
+from compress.data.text import check_windows, default_length
 from compress.errors import InputError
 from compress.model.experts_apart import split_experts
 from compress.model.layers import output_head
@@ -58,8 +62,10 @@ class Forecast:
     """A run, before it begins.
 
     layers: those stored as codes. dense: {name: the reason why it stays as it is, or is stored dense}. saving: bytes of
-    all tensors before and after. exact: whether those after are known before the work. engines: {name: the reason why
-    it does not run the result, None where it does}. kernels: of `compress.load` on the device, by shape and scheme.
+    all tensors before and after. exact: whether those after are known before the work. memory: at the peak. seconds: of
+    the work on a CPU, without verification and files. Both are None where they are not known before. tokens: the
+    calibration data that they are told for. engines: {name: the reason why it does not run the result, None where it
+    does}. kernels: of `compress.load` on the device, by shape and scheme.
     """
 
     model: str
@@ -70,6 +76,9 @@ class Forecast:
     exact: bool
     bits_per_weight: float | None
     disk: Disk
+    memory: PeakMemory | None
+    seconds: float | None
+    tokens: TokenCounts
     engines: dict[str, str | None]
     kernels: list[Kernel]
     notes: list[str]
@@ -85,20 +94,24 @@ def plan(
     store: str | None = None,
     one_block: bool = False,
     convolutions: bool | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    batch_size: int = 8,
     trust_remote_code: bool = False,
 ) -> Forecast:
-    """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, kernels, engines.
+    """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, memory, kernels, engines.
 
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
-    The options mean what they mean in `quantize`. output: where the result would be, for the free disk. Raises
-    InputError for what `quantize` refuses by shapes and names.
+    The options mean what they mean in `quantize`. output: where the result would be, for the free disk. samples,
+    length, batch_size: of the calibration data, for the memory. Raises InputError for what `quantize` refuses by shapes
+    and names.
     """
     extent = Extent(ignore, one_block, convolutions)
     delivery = Delivery("" if output is None else output, store=store)
-    request = Request(
-        model, several(passes), Data(None, None, None, 8), extent, delivery, Work(device), trust_remote_code
-    )
+    data = Data(None, samples, length, batch_size)
+    request = Request(model, several(passes), data, extent, delivery, Work(device), trust_remote_code)
     request.check()
+    check_windows(length, samples)
     check_structural(request)
     if removing := next((p.name for p in request.passes if p.removes), None):
         raise InputError(
@@ -106,9 +119,9 @@ def plan(
             "before it; plan the passes behind it on its output"
         )
     found = found_model(model, device, trust_remote_code)
-    empty, notes = shapes_of(found)
+    empty, loaded = shapes_of(found)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
-    told = forecast(found, empty, planned, delivery, notes)
+    told = forecast(found, empty, planned, delivery, data, loaded)
     stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
     head = output_head(empty)
     weight = None if head is None else head._parameters.get("weight")
@@ -123,18 +136,21 @@ def plan(
     return replace(told, exact=told.exact and not remarks, notes=[*told.notes, *remarks])
 
 
-def shapes_of(found: FoundModel) -> tuple[nn.Module, list[str]]:
-    """(The model that a run would open, on the meta device; remarks on it)."""
+def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
+    """(The model that a run would open, on the meta device; bytes of it that do not stay in mapped files)."""
     if found.source is None:
         assert found.given is not None
-        return without_values(found.given), []
+        return without_values(found.given), 0
     model = meta_model(found.source)
+    loaded = loaded_bytes(found.source, model)
     split_experts(model)
-    return model, []
+    return model, loaded
 
 
-def forecast(found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery, notes: Sequence[str]) -> Forecast:
-    """The forecast of a plan. model: of any device."""
+def forecast(
+    found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery, data: Data, loaded: int = 0
+) -> Forecast:
+    """The forecast of a plan. model: of any device. loaded: bytes of it that do not stay in mapped files."""
     check_storable(plan)
     cache_entry_of(plan, model)
     halved = plan.treated if delivery.store == TWO_OF_FOUR else plan.halved
@@ -144,6 +160,9 @@ def forecast(found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     device = find_device(None if found.device is None else found.device)
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    context = default_length(getattr(model, "config", None))
+    tokens = TokenCounts(data.samples or WINDOWS, data.length or context, data.batch_size)
+    worked_in = max(stored, torch.float32, key=lambda dtype: dtype.itemsize) if device.type == "cpu" else stored
     return Forecast(
         type(model).__name__ if found.source is None else found.source.name,
         str(device),
@@ -153,9 +172,12 @@ def forecast(found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery
         all(layer.exact for layer in layers),
         8 * sum(layer.bytes for layer in coded) / weights if weights else None,
         Disk(after + min(after, SHARD_BYTES), free_at(Path(delivery.output or "."))),
+        memory_of(plan, tokens, worked_in.itemsize, loaded),
+        seconds_of(plan, tokens) if device.type == "cpu" else None,
+        tokens,
         engines_for(plan.recipe),
         kernels_for(coded, {table.name for table in plan.tables}, stored, device),
-        [*notes, *plan.notes],
+        [*plan.notes],
     )
 
 

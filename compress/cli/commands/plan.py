@@ -8,7 +8,14 @@ import click
 import compress
 from compress.cli.commands.quantize import chosen_options, passes_asked, recipe_options
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import OF_A_METHOD, added_options, ignore_option, method_options, setting_option
+from compress.cli.option_groups import (
+    OF_A_METHOD,
+    added_options,
+    extent_options,
+    ignore_option,
+    method_options,
+    setting_option,
+)
 from compress.cli.options import (
     begin,
     device_option,
@@ -21,12 +28,13 @@ from compress.cli.options import (
 from compress.cli.running import parts_options, store_option
 
 
-@click.command(short_help="Show what quantize will do, in seconds: layers, bytes, kernels.")
+@click.command(short_help="Show what quantize will do, in seconds: layers, bytes, memory, kernels.")
 @click.argument("model")
 @recipe_options
 @method_options
 @setting_option
 @added_options
+@extent_options
 @ignore_option
 @click.option("--output", metavar="OUT", help="Where the result is to be: free disk is looked up there.")
 @store_option
@@ -51,8 +59,8 @@ def plan(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Show what `compress quantize` will do with MODEL: each layer's scheme, what stays dense and why, bytes, engines
-    and kernels. No weight is read, nothing is written.
+    """Show what `compress quantize` will do with MODEL: each layer's scheme, what stays dense and why, bytes, memory,
+    engines and kernels. No weight is read, nothing is written.
 
     \b
     compress plan MODEL --method gptq --scheme w4a16

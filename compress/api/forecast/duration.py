@@ -1,0 +1,114 @@
+"""The time that a run takes here, from shapes and two rates that are measured on the spot, in half a second.
+
+    products     floating-point operations of a large matrix product, per second
+    rounding     weights that a pass rounds, and compares with the original, in a second, in a small layer of random
+                 weights; of a pass of second order, without what its products take
+
+Reading and writing files are not counted: a page may be in memory already, or come over a network.
+
+A block's forward is 2 T N K operations for every stream of T tokens. For a site of second order (N rows, K inputs):
+
+    statistics   X^T X on one side of its diagonal T K^2, drift 2 T K^2
+    factors      2 K^3 / 3 for each of the two, which run at half the rate of products
+    correction   two solutions of a system, 2 K^3 each, or of N rows where these are few, and 8 N K^2
+    sweep        N K^2; each round of refit or descent 2 N K^2, and 2 N K^2 for the gradient before the first
+    figures      4 N K^2
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from compress.api.forecast.memory import TokenCounts, looks_beyond, sites_of
+from compress.calibration.hessian import Hessian
+from compress.model.layers import Layer
+from compress.passes.options.second_order import SecondOrder
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide
+from compress.run.plan.plan import Plan
+from compress.solvers.loss import weight_error
+from compress.system.comm import Comm
+
+SIDE = 1024  # of the product that is measured
+ROWS, COLUMNS = 1024, 1024  # of the layer that is rounded
+SOLVED = 256, 512  # by second order
+FACTORS = 2  # how much slower a factorization is than a product of as many operations
+
+
+def seconds_of(plan: Plan, tokens: TokenCounts) -> float | None:
+    """Seconds on this CPU, with the threads that torch has. None where a pass is not of those that are measured."""
+    if not plan.passes or any(looks_beyond(p) or not _measured(p) for p in plan.passes):
+        return None
+    rate = product_rate()
+    weights, operations = 0.0, 0.0
+    per_weight = {p: _rounding_seconds(p, rate) for p in plan.passes}
+    for stack in plan.stacks:
+        for name, _ in stack.blocks:
+            layers = plan.layers.get(name, ())
+            if plan.calibrated:
+                compares = any((s := p.stage(Decide)) is not None and s.reference for p in plan.passes)
+                operations += 2 * (1 + compares) * tokens.count * _size(layers)
+            for p in plan.passes:
+                for site in sites_of([layer for layer in layers if p.wants(layer.name)]):
+                    weights += _size(site) * per_weight[p]
+                    if isinstance(p, SecondOrder):
+                        rows = sum(layer.shape[0] for layer in site)
+                        operations += _statistics(p, site[0].shape[1], tokens.count)
+                        operations += _solving(p, rows, site[0].shape[1])
+    return weights + operations / rate
+
+
+def product_rate() -> float:
+    """Operations per second of a product of two float32 matrices: the best of three."""
+    a, b = (torch.randn(SIDE, SIDE) for _ in range(2))
+    return 2 * SIDE**3 / min(_timed(lambda: a @ b) for _ in range(3))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _measured(p: Pass) -> bool:
+    return isinstance(p, SecondOrder) or not p.calibrated
+
+
+def _rounding_seconds(p: Pass, rate: float) -> float:
+    """Seconds for each weight, beside products, of a layer as small as fits the pass."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = SOLVED if isinstance(p, SecondOrder) else (ROWS, COLUMNS)
+    group = (None if p.code_grid is None else p.code_grid.group_size) or columns
+    columns = group * max(1, columns // group)
+    weight = torch.randn(rows, columns, generator=generator)
+    stats, alone = {}, p.fitted({columns}).without_reference()
+    if isinstance(alone, SecondOrder):
+        statistic = Hessian(columns, torch.device("cpu"))
+        statistic.update(torch.randn(4 * columns, columns, generator=generator), None)
+        stats = {"hessian": statistic.result()}
+    decides = alone.stage(Decide)
+    assert decides is not None
+    site = Site({"layer": weight}, stats, {"layer": torch.bfloat16}, Comm())
+    seconds = min(_timed(lambda: weight_error(weight, decides.apply(site)["layer"].weight)) for _ in range(2))
+    if isinstance(alone, SecondOrder):
+        seconds -= _solving(alone, rows, columns) / rate
+    return max(seconds, 0.0) / weight.numel()
+
+
+def _size(layers: Sequence[Layer]) -> int:
+    return sum(layer.shape[0] * layer.shape[1] for layer in layers)
+
+
+def _statistics(p: SecondOrder, columns: int, tokens: int) -> float:
+    return tokens * columns**2 * (3 if p.drift else 1)
+
+
+def _solving(p: SecondOrder, rows: int, columns: int) -> float:
+    factors = columns**3 * 2 / 3 * FACTORS
+    steps = getattr(p, "refit", 1) + getattr(p, "sweeps", 1)
+    found = factors + rows * columns**2 * (1 + 2 * (steps + 1 if steps else 0) + 4)
+    if p.drift:
+        found += factors + 4 * min(columns, rows) * columns**2 + 8 * rows * columns**2
+    return found

@@ -1,0 +1,178 @@
+"""The memory that a run takes at its peak, from shapes: of the process on a CPU, or of the device.
+
+While a site of a block (layers that read one input) is decided, a run holds, in floats of 4 bytes on a CPU:
+
+    program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
+    loaded       weights that are not read from their mapped files as they are: experts that are stored one by one
+    block        the weights of the block, and a second copy of those that are decided, where the original is compared
+    activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
+                 hidden states and the input of the site, or five and a half where a forward waits inside an attention
+    statistics   of the input of the site; a Hessian: H, drift and contrast, seven matrices while tokens are few
+    solving      by rounding: 3.5 copies of the site's weights; by second order: 4 matrices [K, K] and 9 copies, 6
+                 without refit and descent; before it, what a micro-batch's forward makes: 4 of its widest tensors
+
+and a tenth more of all but the first two, which freed memory leaves in pieces. The counts of copies are those of the
+code; `recipes/results/plan-memory.json` has what runs then took.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from compress.calibration.hessian import FEW
+from compress.calibration.stats import Statistic
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.write.block_file import PIECE
+from compress.model.experts_apart import is_joined
+from compress.model.layers import Layer
+from compress.passes.options.second_order import SecondOrder
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Restructure, Rewrite, Survey
+from compress.run.plan.plan import Plan
+from compress.system.memory import anonymous_bytes
+
+WITHIN_ATTENTION = 5.5  # hidden states that each token has where a forward waits before an attention's output layer
+WITHIN_BLOCK = 3  # elsewhere, beside the input of the layer that it waits for
+ROUNDING, SOLVING, SWEEPING, SQUARES = 3.5, 9, 6, 4
+WIDEST = 4  # tensors of a forward, as wide as its widest layer, beside each other
+PIECES = 1.1
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Calibration data as it passes through a model: samples of `length` tokens, `batch` of them at once."""
+
+    samples: int
+    length: int
+    batch: int = 8
+
+    @property
+    def count(self) -> int:
+        return self.samples * self.length
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes at the peak of a run, by what they are for. site: the first of the layers that are decided then. On a GPU
+    the program's bytes are the process's, and all others the device's."""
+
+    program: int
+    block: int
+    activations: int
+    statistics: int
+    solving: int
+    site: str
+    loaded: int = 0
+
+    @property
+    def working(self) -> int:
+        """All but the program's and what is loaded."""
+        return int(PIECES * (self.block + self.activations + self.statistics + self.solving))
+
+    @property
+    def total(self) -> int:
+        return self.program + self.loaded + self.working
+
+
+def memory_of(plan: Plan, tokens: TokenCounts, width: int, loaded: int = 0) -> PeakMemory | None:
+    """The memory at the peak of a plan's run. width: bytes of a number in a block that is worked on. loaded: as in
+    `PeakMemory`. None where a pass trains, or looks at gradients or at the whole model first: its options decide."""
+    if not plan.passes or any(looks_beyond(p) for p in plan.recipe):
+        return None
+    program = (anonymous_bytes() or 0) + 2 * 4 * PIECE
+    found = [
+        each
+        for stack in plan.stacks
+        for name, block in stack.blocks
+        for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program)
+    ]
+    peak = max(found, key=lambda each: each.total, default=None)
+    return None if peak is None else replace(peak, loaded=loaded)
+
+
+def loaded_bytes(source: Source, model: nn.Module) -> int:
+    """Bytes of the weights of experts that files hold one by one, and transformers as one tensor: they are joined in
+    memory, all of the model's. model: with these tensors."""
+    if not any(ONE_EXPERT.search(name) for name in source.headers):
+        return 0
+    joined = [module for module in model.modules() if is_joined(module)]
+    return sum(p.numel() * p.element_size() for module in joined for p in module.parameters(recurse=False))
+
+
+def looks_beyond(p: Pass) -> bool:
+    """True for a pass whose work is more than one block at a time: that trains, takes gradients or edits the model."""
+    stages = (p.stage(Learn), p.stage(Reconstruction), p.stage(Gradients), p.stage(Restructure))
+    return any(stage is not None for stage in stages)
+
+
+def sites_of(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Layers that seem to read one input, and so are decided together where they are calibrated: neighbours of one
+    module with as many inputs. (A run finds out by a forward.)"""
+    site: list[Layer] = []
+    for layer in layers:
+        if site and (_place(layer), layer.shape[1]) != (_place(site[0]), site[0].shape[1]):
+            yield site
+            site = []
+        site.append(layer)
+    if site:
+        yield site
+
+
+def _place(layer: Layer) -> str:
+    return layer.name.rpartition(".")[0]
+
+
+def _of_block(
+    plan: Plan, block: nn.Module, layers: Sequence[Layer], tokens: TokenCounts, width: int, program: int
+) -> Iterator[PeakMemory]:
+    """The memory while each site of a block is decided by each pass."""
+    own = sum(p.numel() for p in block.parameters()) * width
+    passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
+    compares = any((stage := p.stage(Decide)) is not None and stage.reference for p in passes)
+    streams = (2 if compares else 1) if plan.calibrated else 0
+    hidden = layers[0].shape[1] if layers else 0
+    rows = max((layer.shape[0] for layer in layers), default=0)
+    at_once = min(tokens.batch, tokens.samples) * tokens.length
+    forward = WIDEST * at_once * rows * width if plan.calibrated else 0
+    decided = 0
+    for site in sites_of(layers) if plan.calibrated else ([layer] for layer in layers):
+        copies = sum(layer.shape[0] * layer.shape[1] for layer in site) * 4
+        columns = site[0].shape[1]
+        per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
+        activations = int(streams * tokens.count * per_token * 4)
+        for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
+            statistics = _statistics(p, columns, tokens) if plan.calibrated else 0
+            solving = max(_solving(p, columns, copies), forward)
+            yield PeakMemory(program, own + decided, activations, statistics, solving, site[0].name)
+        decided += copies if compares else 0
+
+
+def _statistics(p: Pass, columns: int, tokens: TokenCounts) -> int:
+    """Bytes of what a pass collects about an input of so many columns."""
+    if isinstance(p, SecondOrder):
+        size = 8 if p.statistics == "float64" else 4
+        matrices = 3 if tokens.count >= FEW * columns else 7
+        return columns**2 * size * (matrices if p.drift else 1)
+    kinds = (p.stage(Decide), p.stage(Rewrite), p.stage(Survey), p.stage(Fix))
+    meta = torch.device("meta")
+    made = [make(columns, meta) for stage in kinds if stage is not None for make in stage.needs.values()]
+    return sum(_held(statistic, columns, tokens) for statistic in made)
+
+
+def _held(statistic: Statistic, columns: int, tokens: TokenCounts) -> int:
+    tensors = [value for value in vars(statistic).values() if isinstance(value, torch.Tensor)]
+    per_batch = getattr(statistic, "per_batch", 0)
+    batches = -(-tokens.samples // tokens.batch)
+    return sum(t.nbytes for t in tensors) + min(per_batch * batches, tokens.count) * columns * 4
+
+
+def _solving(p: Pass, columns: int, copies: int) -> int:
+    """Bytes of the work on a site. copies: bytes of its weights."""
+    if not isinstance(p, SecondOrder):
+        return int(ROUNDING * copies)
+    polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
+    return SQUARES * columns**2 * 4 + (SOLVING if polished else SWEEPING) * copies
