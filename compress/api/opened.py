@@ -97,7 +97,7 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
     check_finite(model, comm)
     before = bytes_before(found.source, model)
     device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    return OpenedModel(found.source, model, device, _compute_dtype(model, device, dtype), before, notes)
+    return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes)
 
 
 def residency_of(
@@ -137,7 +137,7 @@ def _check_no_codes(model: nn.Module) -> None:
         raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
 
 
-def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
+def compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which blocks are worked on; None for the dtype of each parameter."""
     if wanted is not None or device.type != "cpu":
         return wanted

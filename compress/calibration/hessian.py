@@ -60,11 +60,8 @@ class HessianResult:
 
     def double(self) -> "HessianResult":
         """This result in float64, without halves."""
-        hessian, drift, contrast = (
-            None if t is None else t.double() for t in (self.hessian, self.drift, self.contrast)
-        )
-        assert hessian is not None
-        return HessianResult(hessian, self.tokens, drift, contrast, self.shrinkage, self.few)
+        drift, contrast = (None if t is None else t.double() for t in (self.drift, self.contrast))
+        return HessianResult(self.hessian.double(), self.tokens, drift, contrast, self.shrinkage, self.few)
 
     def shrunk(self) -> "HessianResult":
         """This result without the expected noise of the Hessian: off-diagonal elements are reduced by the share

@@ -16,13 +16,12 @@ A block's forward is 2 T N K operations for every stream of T tokens. For a site
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from compress.api.forecast.memory import TokenCounts, looks_beyond, sites_of
+from compress.api.forecast.memory import TokenCounts, looks_beyond, sites_of, weights_in
 from compress.calibration.hessian import Hessian
-from compress.model.layers import Layer
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
@@ -42,22 +41,17 @@ def seconds_of(plan: Plan, tokens: TokenCounts) -> float | None:
     if not plan.passes or any(looks_beyond(p) or not _measured(p) for p in plan.passes):
         return None
     rate = product_rate()
-    weights, operations = 0.0, 0.0
-    per_weight = {p: _rounding_seconds(p, rate) for p in plan.passes}
-    for stack in plan.stacks:
-        for name, _ in stack.blocks:
-            layers = plan.layers.get(name, ())
-            if plan.calibrated:
-                compares = any((s := p.stage(Decide)) is not None and s.reference for p in plan.passes)
-                operations += 2 * (1 + compares) * tokens.count * _size(layers)
-            for p in plan.passes:
-                for site in sites_of([layer for layer in layers if p.wants(layer.name)]):
-                    weights += _size(site) * per_weight[p]
-                    if isinstance(p, SecondOrder):
-                        rows = sum(layer.shape[0] for layer in site)
-                        operations += _statistics(p, site[0].shape[1], tokens.count)
-                        operations += _solving(p, rows, site[0].shape[1])
-    return weights + operations / rate
+    streams = 1 + plan.compares if plan.calibrated else 0
+    operations: float = 2 * streams * tokens.count * sum(map(weights_in, plan.layers.values()))
+    seconds = 0.0
+    for p in plan.passes:
+        treated = [[layer for layer in layers if p.wants(layer.name)] for layers in plan.layers.values()]
+        seconds += sum(map(weights_in, treated)) * _rounding_seconds(p, rate)
+        if isinstance(p, SecondOrder):
+            for site in (site for layers in treated for site in sites_of(layers)):
+                rows, columns = sum(layer.shape[0] for layer in site), site[0].shape[1]
+                operations += _statistics(p, columns, tokens.count) + _solving(p, rows, columns)
+    return seconds + operations / rate
 
 
 def product_rate() -> float:
@@ -97,11 +91,7 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     return max(seconds, 0.0) / weight.numel()
 
 
-def _size(layers: Sequence[Layer]) -> int:
-    return sum(layer.shape[0] * layer.shape[1] for layer in layers)
-
-
-def _statistics(p: SecondOrder, columns: int, tokens: int) -> float:
+def _statistics(p: SecondOrder, columns: int, tokens: int) -> int:
     return tokens * columns**2 * (3 if p.drift else 1)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from compress.api.forecast.duration import seconds_of
 from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of
 from compress.api.forecast.reading import Kernel, engines_for, kernels_for
-from compress.api.opened import FoundModel, found_model
+from compress.api.opened import FoundModel, compute_dtype, found_model
 from compress.api.request import Data, Delivery, Extent, Request, Work, several
 from compress.api.shown import WINDOWS
 from compress.api.shrunk import check_structural
@@ -103,8 +103,8 @@ def plan(
 
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
     The options mean what they mean in `quantize`. output: where the result would be, for the free disk. samples,
-    length, batch_size: of the calibration data, for the memory. Raises InputError for what `quantize` refuses by shapes
-    and names.
+    length, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses by
+    shapes and names.
     """
     extent = Extent(ignore, one_block, convolutions)
     delivery = Delivery("" if output is None else output, store=store)
@@ -162,7 +162,7 @@ def forecast(
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     context = default_length(getattr(model, "config", None))
     tokens = TokenCounts(data.samples or WINDOWS, data.length or context, data.batch_size)
-    worked_in = max(stored, torch.float32, key=lambda dtype: dtype.itemsize) if device.type == "cpu" else stored
+    worked_in = compute_dtype(model, device, None) or stored
     return Forecast(
         type(model).__name__ if found.source is None else found.source.name,
         str(device),
@@ -177,7 +177,7 @@ def forecast(
         tokens,
         engines_for(plan.recipe),
         kernels_for(coded, {table.name for table in plan.tables}, stored, device),
-        [*plan.notes],
+        list(plan.notes),
     )
 
 

@@ -122,6 +122,11 @@ def sites_of(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
         yield site
 
 
+def weights_in(layers: Sequence[Layer]) -> int:
+    """The number of weights of some layers."""
+    return sum(layer.shape[0] * layer.shape[1] for layer in layers)
+
+
 def _place(layer: Layer) -> str:
     return layer.name.rpartition(".")[0]
 
@@ -132,15 +137,14 @@ def _of_block(
     """The memory while each site of a block is decided by each pass."""
     own = sum(p.numel() for p in block.parameters()) * width
     passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
-    compares = any((stage := p.stage(Decide)) is not None and stage.reference for p in passes)
-    streams = (2 if compares else 1) if plan.calibrated else 0
+    streams = 1 + plan.compares if plan.calibrated else 0
     hidden = layers[0].shape[1] if layers else 0
     rows = max((layer.shape[0] for layer in layers), default=0)
     at_once = min(tokens.batch, tokens.samples) * tokens.length
     forward = WIDEST * at_once * rows * width if plan.calibrated else 0
     decided = 0
     for site in sites_of(layers) if plan.calibrated else ([layer] for layer in layers):
-        copies = sum(layer.shape[0] * layer.shape[1] for layer in site) * 4
+        copies = weights_in(site) * 4
         columns = site[0].shape[1]
         per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
         activations = int(streams * tokens.count * per_token * 4)
@@ -148,7 +152,7 @@ def _of_block(
             statistics = _statistics(p, columns, tokens) if plan.calibrated else 0
             solving = max(_solving(p, columns, copies), forward)
             yield PeakMemory(program, own + decided, activations, statistics, solving, site[0].name)
-        decided += copies if compares else 0
+        decided += copies if plan.compares else 0
 
 
 def _statistics(p: Pass, columns: int, tokens: TokenCounts) -> int:

@@ -78,6 +78,13 @@ class Plan:
         return next((p for p in everyone if p.calibrated), None)
 
     @property
+    def compares(self) -> bool:
+        """True if a pass compares with the original model."""
+        decides = (p.stage(Decide) for p in self.passes)
+        reference = any(stage.reference for stage in decides if stage is not None)
+        return reference or any(p.stage(Reconstruction) for p in self.passes)
+
+    @property
     def blocks(self) -> set[nn.Module]:
         """The blocks of all stacks; modules outside them belong to the root."""
         return {block for stack in self.stacks for _, block in stack.blocks}

@@ -93,10 +93,11 @@ def consumer_of(p: RemovalOptions, reading: Reading, comm: Comm) -> CutConsumer:
     statistics: HessianResult = reading.stats["hessian"]
     if p.shrink:
         statistics = statistics.shrunk()
-    hessian, weight = statistics.hessian.double(), reading.plain
+    statistics = statistics.double()
+    hessian, weight = statistics.hessian, reading.plain
     if statistics.drift is not None and not (p.shrink and statistics.few):
         noise = len(hessian) / max(statistics.tokens, 1) if p.shrink else 0.0
-        correction = drift_correction(statistics.double(), p.damp + noise)
+        correction = drift_correction(statistics, p.damp + noise)
         if correction is not None:
             weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
     return CutConsumer(weight, hessian, reading.columns_Gs, p.damp)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
 from compress.model.calls import Batch, Call, hidden_of
-from compress.passes.protocol.stages import Decide, Reconstruction
 from compress.run.plan.matching import shared_weights
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
@@ -98,9 +97,7 @@ class Run:
     @property
     def compares(self) -> bool:
         """True if a pass compares with the original model."""
-        decides = (p.stage(Decide) for p in self.plan.passes)
-        reference = any(stage.reference for stage in decides if stage is not None)
-        return reference or any(p.stage(Reconstruction) for p in self.plan.passes)
+        return self.plan.compares
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ import transformers
 from torch import nn
 
 from compress.api.forecast.memory import PeakMemory
+from compress.recipes.studies.cost.quantize_memory import peaks_of
 from compress.recipes.studies.figures import asked, made_by
-from compress.system.memory import anonymous_bytes
 
 SAMPLES, LENGTH = 16, 256
-INTERVAL_S = 0.01
 METHODS = {
     "rtn": ["--method", "rtn"],
     "gptq": ["--method", "gptq"],
@@ -76,17 +74,6 @@ MODELS = {
 }
 
 
-def peak_of(words: list[str]) -> int:
-    """The largest anonymous memory of a command, in bytes."""
-    process, peak = subprocess.Popen(words), 0
-    while process.poll() is None:
-        peak = max(peak, anonymous_bytes(process.pid) or 0)
-        time.sleep(INTERVAL_S)
-    if process.returncode:
-        raise SystemExit(f"the command ended with {process.returncode}")
-    return peak
-
-
 def measured(folder: Path, method: str) -> dict[str, Any]:
     """The memory that is told and that is taken, in 10^6 bytes, and the one over the other."""
     command = [sys.executable, "-m", "compress"]
@@ -99,7 +86,7 @@ def measured(folder: Path, method: str) -> dict[str, Any]:
     words += ["--no-verify", "--allow-little"]
     if method != "rtn":
         words += ["--calibration", str(folder / "tokens.pt")]
-    taken = peak_of(words)
+    taken, _ = peaks_of(words)
     return {
         "told_mb": round(memory.total / 1e6),
         "taken_mb": round(taken / 1e6),

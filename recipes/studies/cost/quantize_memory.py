@@ -62,6 +62,20 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def peaks_of(words: list[str]) -> tuple[int, int]:
+    """The largest anonymous memory of a command, and of its child processes, in bytes. Raises SystemExit where it
+    fails."""
+    process = subprocess.Popen(words)
+    own = below = 0
+    while process.poll() is None:
+        own = max(own, anonymous_bytes(process.pid) or 0)
+        below = max([below, *(anonymous_bytes(pid) or 0 for pid in children(process.pid))])
+        time.sleep(INTERVAL_S)
+    if process.returncode:
+        raise SystemExit(f"the command ended with {process.returncode}")
+    return own, below
+
+
 def measured(folder: Path, method: str, scheme: str) -> dict[str, int]:
     """Peaks of the command and of its children, which are the verification, in 10^6 bytes, and its CPU seconds."""
     words = [sys.executable, "-m", "compress", "quantize", str(folder / "in"), "--method", method, "--scheme", scheme]
@@ -70,14 +84,7 @@ def measured(folder: Path, method: str, scheme: str) -> dict[str, int]:
         torch.save(torch.randint(VOCABULARY, (SAMPLES, LENGTH)), folder / "tokens.pt")
         words += ["--calibration", str(folder / "tokens.pt")]
     before = os.times()
-    run = subprocess.Popen(words)
-    own = verifying = 0
-    while run.poll() is None:
-        own = max(own, anonymous_bytes(run.pid) or 0)
-        verifying = max([verifying, *(anonymous_bytes(pid) or 0 for pid in children(run.pid))])
-        time.sleep(INTERVAL_S)
-    if run.returncode:
-        raise SystemExit(f"the command ended with {run.returncode}")
+    own, verifying = peaks_of(words)
     cpu = os.times().children_user + os.times().children_system - before.children_user - before.children_system
     return {"run_mb": round(own / 1e6), "verification_mb": round(verifying / 1e6), "cpu_seconds": round(cpu)}
 
