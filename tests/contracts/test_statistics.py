@@ -28,7 +28,7 @@ TOKENS, CHANNELS = 203, 24
 CPU = torch.device("cpu")
 SPLITS = [[203], [1, 202], [100, 3, 100], [0, 203, 0], [7] * 29, [200, 1, 1, 1]]
 SINGLE, DOUBLE = 2**-22, 1e-12  # of sums in float64 that are rounded to float32, or not
-BATCHED = {"contrast", "halves"}  # what a Hessian says about its own micro-batches
+BATCHED = {"contrast_of_all", "halves"}  # what a Hessian says about its own micro-batches
 
 GRIDS = {
     "symmetric": Grid(bits=4, granularity="tensor"),
