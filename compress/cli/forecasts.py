@@ -68,6 +68,7 @@ def memory_line(found: Forecast) -> str:
         "activations": memory.activations,
         "statistics": memory.statistics,
         "solving": memory.solving,
+        "fragments": memory.fragments,
     }
     if found.device == "cpu":
         parts = {"program": memory.program, "experts": memory.loaded, **parts}

@@ -30,8 +30,8 @@ from compress.run.plan.plan import Plan
 from compress.solvers.loss import weight_error
 from compress.system.comm import Comm
 
-SIDE = 1024  # of the product that is measured
-ROWS, COLUMNS = 1024, 1024  # of the layer that is rounded
+SIDE = 768  # of the product that is measured; small, for a plan should take little memory itself
+ROWS, COLUMNS = 256, 1024  # of the layer that is rounded
 SOLVED = 256, 512  # by second order
 FACTORS = 2  # how much slower a factorization is than a product of as many operations
 

@@ -69,9 +69,14 @@ class PeakMemory:
     loaded: int = 0
 
     @property
+    def fragments(self) -> int:
+        """The bytes that freed memory keeps in pieces."""
+        return int((PIECES - 1) * (self.block + self.activations + self.statistics + self.solving))
+
+    @property
     def working(self) -> int:
         """All but the program's and what is loaded."""
-        return int(PIECES * (self.block + self.activations + self.statistics + self.solving))
+        return self.block + self.activations + self.statistics + self.solving + self.fragments
 
     @property
     def total(self) -> int:
