@@ -71,12 +71,16 @@ class PeakMemory:
     @property
     def fragments(self) -> int:
         """The bytes that freed memory keeps in pieces."""
-        return int((PIECES - 1) * (self.block + self.activations + self.statistics + self.solving))
+        return int((PIECES - 1) * self._in_use)
 
     @property
     def working(self) -> int:
         """All but the program's and what is loaded."""
-        return self.block + self.activations + self.statistics + self.solving + self.fragments
+        return self._in_use + self.fragments
+
+    @property
+    def _in_use(self) -> int:
+        return self.block + self.activations + self.statistics + self.solving
 
     @property
     def total(self) -> int:
