@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from compress.api.request import Request
 from compress.api.shown import Shown
 from compress.api.verify import verified
 from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.beside import matrices
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.describe import configuration, quantization_config
 from compress.checkpoint.write.manifest import manifest
@@ -24,6 +26,7 @@ from compress.errors import CompressError
 from compress.kernels import spill
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
+from compress.model.disk_names import DiskNames
 from compress.passes.protocol.recipe import describe
 from compress.run.learn.training import Collected
 from compress.run.pipeline import decide, run, walked
@@ -122,7 +125,7 @@ class Job:
         self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
         asked = self.request.passes, extent.ignore
         whole = plan(self.run.model, *asked, one_block=True, convolutions=extent.convolutions, experts=extent.experts)
-        self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier))
+        self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier, beside=self.run.plan.beside))
         self.identity["recipe"] = describe(whole.recipe)  # of more layers: a group size may be another
         for note in whole.notes:
             self.note(note)
@@ -142,7 +145,8 @@ class Job:
         dense = self.run.sink.dense_layers() if isinstance(self.run.sink, Writer) else ()
         record = self.run.record
         names = [layer.name for layer in record.layers]
-        return coverage.achieved(self.run.model, names, dense, record.left_alone, record.only_trained)
+        alone, beside = record.left_alone, self.run.plan.beside
+        return coverage.achieved(self.run.model, names, dense, alone, record.only_trained, beside)
 
     def complete(self, sink: Writer) -> None:
         """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
@@ -163,7 +167,7 @@ class Job:
             config = {"architectures": [type(run.model).__name__]}
         if config is not None and (schemes or self.cache is not None):
             config["quantization_config"] = quantization_config(
-                schemes, run.model, run.plan.tables, self.cache, sink.names
+                schemes, run.model, run.plan.tables, self.cache, sink.names, [*matrices(run.plan.beside)]
             )
         blocks = [block for stack in run.plan.stacks for block in stack.blocks]
         blocks += [(table.name, table.module) for table in run.plan.tables]
@@ -177,13 +181,19 @@ class Job:
         )
         folder = self.opened.source.path if self.opened.source is not None else None
         files = {**companions, **about_training}
-        rest = self.stored(outside(run.model, blocks))
+        rest = chain(self.stored(outside(run.model, blocks)), self.beside(sink.names))
         run.record.saving = sink.complete(rest, config, folder, files, about, self.opened.bytes)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""
         for name, tensor in tensors:
             yield name, tensor.to(self.stores.get(name, tensor.dtype))
+
+    def beside(self, names: DiskNames) -> Iterator[tuple[str, Tensor]]:
+        """(Name in the model, tensor) of what is kept with the model, as it lies in the files. names: of the output."""
+        for name in self.run.plan.beside:
+            assert self.opened.source is not None
+            yield names.in_model(name), self.opened.source.weights.tensor(name)
 
     def wants_verification(self) -> bool:
         """True if the output is to be compared: as asked, otherwise for models of at most `VERIFY_LIMIT` bytes."""

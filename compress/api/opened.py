@@ -1,7 +1,7 @@
 """The model of a run: found first, which costs nothing, and opened once all else that was asked for makes sense."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from compress.checkpoint.read.beside import KeptTensor, beside, counted, made_anew
 from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
 from compress.checkpoint.read.source import Source, check_dense, find_source
 from compress.checkpoint.saving import bytes_before
@@ -51,6 +52,7 @@ class OpenedModel:
     bytes: of its tensors as they were given.
     notes: what a person should know about how it was read.
     cut: what has been removed of it since.
+    beside: {name in the files: tensor} of its checkpoint's tensors that it has no place for.
     """
 
     source: Source | None
@@ -60,6 +62,12 @@ class OpenedModel:
     bytes: int
     notes: Sequence[str] = ()
     cut: Restructured | None = None
+    beside: Mapping[str, KeptTensor] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> Mapping[str, KeptTensor]:
+        """Those of `beside` that a run keeps: all, unless an edit has changed what they read."""
+        return self.beside if self.cut is None else {}
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they were given."""
@@ -87,9 +95,15 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
     """Read the model, where it is not in memory. dtype: to work in, None for the usual one. Raises InputError for a
     damaged model, and for one that is compressed already."""
     notes: list[str] = []
+    kept: Mapping[str, KeptTensor] = {}
     if found.source is not None:
         model = load_dense(found.source, notes=notes)
         split_experts(model)
+        kept = beside(found.source)
+        if made := made_anew(found.source):
+            notes.append(
+                f"not written: {counted(len(made))} like {made[0]}, which {type(model).__name__} computes itself"
+            )
     else:
         assert found.given is not None
         model = found.given
@@ -97,7 +111,7 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
     check_finite(model, comm)
     before = bytes_before(found.source, model)
     device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes)
+    return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes, beside=kept)
 
 
 def residency_of(

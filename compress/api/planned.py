@@ -10,6 +10,7 @@ from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.shown import Shown
 from compress.checkpoint.files import fingerprint
+from compress.checkpoint.read.beside import totals
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.writer import Discard, Writer
@@ -52,7 +53,7 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
     """Match passes with layers, and look whether all of it can work. Raises InputError where it cannot."""
     model, extent = opened.model, request.extent
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions, experts=extent.experts)
-    plan_ = replace(plan_, earlier=opened.earlier(extent.drop_zeros))
+    plan_ = replace(plan_, earlier=opened.earlier(extent.drop_zeros), beside=opened.kept)
     check_plan(plan_, plan_.earlier)
     check_batches(model, shown.batches)
     for p in plan_.passes:
@@ -62,7 +63,8 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
         check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, opened, shown, plan_)
     sink, cache = sink_of(request, place, comm, opened, plan_, identity)
-    return Planned(plan_, identity, sink, cache, remarks(request, model, plan_, shown, sink))
+    notes = [*remarks_on_beside(opened), *remarks(request, model, plan_, shown, sink)]
+    return Planned(plan_, identity, sink, cache, notes)
 
 
 def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan) -> dict[str, Any]:
@@ -146,6 +148,13 @@ def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink:
     ):
         notes.append(little)
     return notes
+
+
+def remarks_on_beside(opened: OpenedModel) -> list[str]:
+    """Remarks for the user on tensors that the model has no place for."""
+    if opened.cut is None:
+        return [f"kept dense: {words}" for words in totals(opened.beside)]
+    return [f"not written: {words}: the recipe edits the model as a whole" for words in totals(opened.beside)]
 
 
 def remarks_on_data(shown: Shown) -> list[str]:

@@ -1,6 +1,5 @@
 """The bytes of a model before a run and after it."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,8 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from compress.checkpoint.read.configuration import Header
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.weight_files import DTYPES
-from compress.errors import CheckpointError
+from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.model.buffers import stored_buffers
 
 
@@ -40,10 +38,3 @@ def bytes_before(source: Source | None, model: nn.Module | None) -> int:
 def bytes_of(headers: Iterable[tuple[str, Header]]) -> int:
     """Bytes of tensors by their headers. Raises CheckpointError for a dtype that is not known."""
     return sum(tensor_bytes(name, *header) for name, header in headers)
-
-
-def tensor_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a tensor in a file. Raises CheckpointError for a dtype that is not known."""
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
-    return math.prod(shape) * DTYPES[dtype].itemsize

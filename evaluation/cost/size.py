@@ -9,7 +9,7 @@ from compress.checkpoint.files import RECORD
 from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import StoredCaches, stored_in
-from compress.checkpoint.saving import tensor_bytes
+from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.checkpoint.write.coverage import percent
 from compress.checkpoint.write.manifest import read_record
 

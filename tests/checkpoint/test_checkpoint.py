@@ -200,7 +200,7 @@ def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch
     assert record["command"] == "compress quantize in --calibration=calibration.pt --output out"
     assert (record["model"], record["calibration"]["source"]) == ("in", "calibration.pt")
     assert record["notes"][:2] == [
-        "1 tensors of in are no part of LlamaForCausalLM and are not written, like unused",
+        "kept dense: no part of LlamaForCausalLM, 1 tensor, 0.0 MB, like unused",
         "no finished block of an earlier run for out: started from the beginning",
     ]
 

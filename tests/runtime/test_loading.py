@@ -589,7 +589,6 @@ def test_unknown_formats_are_named_before_weights_are_read(edit, message, change
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [
-        ("w4a16_asym", lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight"),
         ("w4a16_asym", lambda t: t.pop("model.norm.weight"), "lacks the tensor model.norm.weight"),
         ("w4a16_asym", lambda t: t[f"{Q}.weight_scale"].fill_(float("inf")), f"{Q}.weight_scale holds values"),
     ],

@@ -16,6 +16,7 @@ from compress.api.opened import FoundModel, compute_dtype, found_model
 from compress.api.request import Data, Delivery, Extent, Request, Work, several
 from compress.api.shown import WINDOWS
 from compress.api.shrunk import check_structural
+from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import meta_model
 from compress.checkpoint.saving import Saving, bytes_before
 from compress.checkpoint.write.shards import SHARD_BYTES
@@ -121,6 +122,9 @@ def plan(
     found = found_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(found)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
+    whole = any(p.stage(Restructure) is not None for p in request.passes)
+    if found.source is not None and not whole:
+        planned = replace(planned, beside=beside(found.source))
     told = forecast(found, empty, planned, delivery, data, loaded)
     stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
     head = output_head(empty)
@@ -155,7 +159,7 @@ def forecast(
     cache_entry_of(plan, model)
     halved = plan.treated if delivery.store == TWO_OF_FOUR else plan.halved
     layers = stored_layers(plan, halved)
-    after = bytes_of_tensors(stored_tensors(model, plan, layers))
+    after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     device = find_device(None if found.device is None else found.device)
@@ -177,7 +181,7 @@ def forecast(
         tokens,
         engines_for(plan.recipe),
         kernels_for(coded, {table.name for table in plan.tables}, stored, device),
-        list(plan.notes),
+        [*(f"kept dense: {words}" for words in totals(plan.beside)), *plan.notes],
     )
 
 

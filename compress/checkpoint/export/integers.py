@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compress.checkpoint.export.exporter import Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import summary
+from compress.checkpoint.read.beside import beside, matrices
 from compress.checkpoint.read.pretrained import embeddings_of, empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
@@ -101,9 +102,11 @@ def grid_of(layer: StoredLayer) -> Grid:
 
 
 def uncompressed(source: Source) -> list[str]:
-    """Names of the linear layers that are stored as numbers, the output head among them."""
+    """Names of the linear layers that are stored as numbers, the output head and what no model has a place for among
+    them."""
     layers = stored_in(source).layers
-    return [n for n, m in empty_model(source).named_modules() if isinstance(m, nn.Linear) and n not in layers]
+    own = [n for n, m in empty_model(source).named_modules() if isinstance(m, nn.Linear) and n not in layers]
+    return [*own, *matrices(beside(source))]
 
 
 def copied(source: Source) -> Iterator[str]:

@@ -23,14 +23,13 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.checkpoint.files import VARIANT, read_json
-from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
-from compress.checkpoint.read.stored import idle_biases
+from compress.checkpoint.read.stored import idle_biases, stored_in
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
-from compress.model.disk_names import disk_names
+from compress.model.disk_names import disk_names, places_in
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
 
@@ -120,7 +119,7 @@ def from_pretrained(
 ) -> nn.Module:
     """Load with transformers. Raises CheckpointError for missing tensors and wrong shapes.
 
-    notes: takes remarks on tensors that were left out. strict: tensors without a place in the model are an error, too.
+    notes: takes remarks on the class. strict: tensors of a compressed layer that it has no place for are an error, too.
     """
     empty = None
     with suppress(CheckpointError):  # where transformers makes no model, the call below gives the reason
@@ -157,16 +156,14 @@ def from_pretrained(
             f"{source.path}: {name} has shape {found}, its config.json asks for {expected} ({len(mismatched)} tensors "
             "differ in all)"
         )
-    unused = sorted(set(info["unexpected_keys"]) - (idle_biases(source) if info["unexpected_keys"] else set()))
-    if unused and strict:
-        raise CheckpointError(
-            f"{source.path} holds {unused[0]}, which is no part of {type(model).__name__} ({len(unused)} such tensors)"
-        )
-    if unused and notes is not None:
-        notes.append(
-            f"{len(unused)} tensors of {shown(source.name)} are no part of {type(model).__name__} and are not written, "
-            f"like {unused[0]}"
-        )
+    if strict and (unused := sorted(set(info["unexpected_keys"]) - idle_biases(source))):
+        modules, place = dict(model.named_modules()), places_in(model)
+        layers = {at for name in stored_in(source).layers for at in (name, place(modules, name))}
+        lost = [name for name in unused if name.rpartition(".")[0] in layers]
+        if lost:
+            raise CheckpointError(
+                f"{source.path} holds {lost[0]}, which is no part of {type(model).__name__} ({len(lost)} such tensors)"
+            )
     return model.eval()
 
 

@@ -1,5 +1,6 @@
 """The weight files of a directory, each opened once: names, headers and values of their tensors."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,10 @@ def weight_files(path: Path) -> WeightFiles:
     if not found:
         raise CheckpointError(f"{files[0]} holds no tensor")
     return found
+
+
+def tensor_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a tensor in a file. Raises CheckpointError for a dtype that is not known."""
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
+    return math.prod(shape) * DTYPES[dtype].itemsize

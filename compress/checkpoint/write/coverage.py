@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from compress.checkpoint.read.beside import KeptTensor
+
 SMALL = 0.5  # warn below this share
 OTHERS = "norms and biases"
 TRAINED = "trained, stored dense"
@@ -67,10 +69,12 @@ def achieved(
     dense: Collection[str],
     reasons: Mapping[str, str],
     trained: Collection[str] = (),
+    beside: Mapping[str, KeptTensor] | None = None,
 ) -> Coverage:
     """The coverage that a run has reached. model: the original, or one of the same size. compressed: layers; dense:
     those of them that are stored dense, with compressed values, for lack of a format. reasons: {layer: the reason why
-    it was left alone}. trained: dense layers that only training has changed."""
+    it was left alone}. trained: dense layers that only training has changed. beside: {name: tensor} kept with the
+    model."""
     sizes: dict[str, tuple[int, int]] = {}
     for name, p in model.named_parameters():
         experts = [f"{name}.{i}" for i in range(len(p))] if p.ndim == 3 else []
@@ -79,6 +83,9 @@ def achieved(
             sizes |= {f"{expert}.weight": (each, each * p.element_size()) for expert in experts}
         else:
             sizes[name] = p.numel(), p.numel() * p.element_size()
+    kept = beside or {}
+    sizes |= {name: (tensor.elements, tensor.bytes) for name, tensor in kept.items()}
+    reasons = {**reasons, **{name: tensor.kind for name, tensor in kept.items()}}
     kinds = {name: TRAINED if name in trained else _dense_kind(model.get_submodule(name)) for name in dense}
     return count(sizes, set(compressed) - set(dense), {**reasons, **kinds})
 

@@ -85,17 +85,18 @@ def quantization_config(
     tables: Sequence[Table] = (),
     cache: Mapping[str, Any] | None = None,
     names: DiskNames | None = None,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The `quantization_config` of layers with these schemes: in the words of compressed-tensors, or in our own where
     it cannot express a scheme. tables: those of the layers that are token tables; cache: the entry of the caches;
-    names: in the files."""
+    names: in the files; beside: in the files, of matrices that are kept with the model."""
     on_disk = (names or DiskNames()).on_disk
     # Modules that share int8 rows are targets, too: their weights are decompressed under their own names.
     shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
     stored = {on_disk(name): scheme for name, scheme in layers.items()}
     ours = any(why_not(scheme) for scheme in layers.values()) or bool(unknown_to_others(model, layers))
-    config = own_words.groups_of(stored) if ours else _compressed_tensors(stored, model, on_disk)
+    config = own_words.groups_of(stored) if ours else _compressed_tensors(stored, model, on_disk, beside)
     return config if cache is None else {**config, "kv_cache_scheme": cache}
 
 
@@ -106,7 +107,7 @@ def unknown_to_others(model: nn.Module, layers: Iterable[str]) -> list[str]:
 
 
 def _compressed_tensors(
-    layers: Mapping[str, Scheme], model: nn.Module, on_disk: Callable[[str], str]
+    layers: Mapping[str, Scheme], model: nn.Module, on_disk: Callable[[str], str], beside: Sequence[str]
 ) -> dict[str, Any]:
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
@@ -126,7 +127,7 @@ def _compressed_tensors(
         "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
         "quantization_status": "compressed",
         # Routers are linear layers in engines, whatever they are here.
-        "ignore": sorted({*linears, *map(on_disk, gates(model))} - set(layers)),
+        "ignore": sorted({*linears, *map(on_disk, gates(model)), *beside} - set(layers)),
         "config_groups": groups,
     }
 

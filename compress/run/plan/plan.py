@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from compress.checkpoint.read.beside import KeptTensor, matrices
 from compress.checkpoint.write.coverage import Coverage, achieved
 from compress.errors import InputError
 from compress.model.attention import attentions
@@ -34,9 +35,9 @@ class Plan:
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all passes as given, with options settled that they left open.
-    notes: remarks for the user about that. convolutions, experts: whether they are layers. earlier: the pruning
-    that the model comes with. A plan without anything to decide is of a recipe that edits the whole model and does no
-    more: the model is written as it is.
+    notes: remarks for the user about that. convolutions, experts: whether they are layers. earlier: the pruning that
+    the model comes with. beside: tensors of its checkpoint that it has no place for, which are kept. A plan without
+    anything to decide is of a recipe that edits the whole model and does no more: the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -51,6 +52,7 @@ class Plan:
     recipe: tuple[Pass, ...] = ()
     notes: tuple[str, ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
+    beside: Mapping[str, KeptTensor] = field(default_factory=dict)
 
     @property
     def calibrated(self) -> bool:
@@ -102,7 +104,7 @@ class Plan:
         """{name: reason} of the weights that no pass treats."""
         treated = self.treated
         experts = {*treated, *self.ignored} if self.experts else None
-        return {**left_alone(model, treated, self.convolutions, experts), **self.ignored}
+        return {**left_alone(model, treated, self.convolutions, experts), **self.ignored, **matrices(self.beside)}
 
     @property
     def halved(self) -> frozenset[str]:
@@ -366,7 +368,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str])
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
     reasons = plan.left_alone(model)
     trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
-    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained)
+    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained, plan.beside)
 
 
 def trains_dense(p: Pass) -> bool:

@@ -19,6 +19,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import from_pretrained, load_dense, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
@@ -282,11 +283,12 @@ def load_source(
         stored_in(source)
         if fuse or int8_activations or batch_invariant:
             raise InputError(f"{source.name} is not compressed: {beside}")
-        return load_dense(source, dtype, notes).to(target)
+        network = load_dense(source, dtype, notes).to(target)
+        return _noted(network, source, notes)
     if dequantize:
         if fuse or int8_activations or batch_invariant:
             raise InputError(f"a dequantized model is dense: {beside}")
-        return load_dequantized(source, dtype).to(target)
+        return _noted(load_dequantized(source, dtype).to(target), source, notes)
     _make_known()
     config = read_config(source)
     config.quantization_config = {
@@ -311,6 +313,13 @@ def load_source(
         remarks.append(_make_batch_invariant(network))
     if notes is not None:
         notes += remarks
+    return _noted(network, source, notes)
+
+
+def _noted(network: nn.Module, source: Source, notes: list[str] | None) -> nn.Module:
+    """The network. notes: takes a line for each kind of tensors that it has no place for."""
+    if notes is not None:
+        notes += [f"not loaded: {words}" for words in totals(beside(source))]
     return network
 
 

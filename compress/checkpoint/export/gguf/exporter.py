@@ -28,6 +28,7 @@ from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.export.integers import say_what_is_lost, why_not_float16
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.leftovers import LEGAL
+from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in
@@ -81,7 +82,8 @@ class GGUFLayout(Exporter):
 def _built(source: Source, place: Place) -> dict[str, dict[str, str]]:
     """Write the file of a family that is known here. Returns what `write_file` does."""
     family, config = _family(source), read_config(source)
-    for line in (*family.notes(config), *tokenizer.notes_of(source.path)):
+    lost = [f"not written: {words}" for words in totals(beside(source))]
+    for line in (*family.notes(config), *tokenizer.notes_of(source.path), *lost):
         place.note(line)
     names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
     entries = [entry_of(tensor, source) for tensor in planned(source, family, names)]

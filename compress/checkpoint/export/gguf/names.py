@@ -16,6 +16,7 @@ from compress.checkpoint.export.dense import dense_names
 from compress.checkpoint.export.gguf.architectures import Architecture, rope_factors, rotated_rows
 from compress.checkpoint.export.gguf.file import FLOATS, Entry
 from compress.checkpoint.export.gguf.holding import Blocks, blocks_of
+from compress.checkpoint.read.beside import beside
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
@@ -101,9 +102,10 @@ def factors_of(source: Source, layer: str, name: str) -> Iterator[FileTensor]:
 
 
 def _kept(source: Source) -> Iterator[tuple[str, str | None]]:
-    """(Tensor, compressed layer or None) of the plain checkpoint, without a head that is the embedding."""
-    tied = bool(read_config(source).tie_word_embeddings)
-    return ((name, layer) for name, layer in dense_names(source) if not (tied and name == HEAD))
+    """(Tensor, compressed layer or None) of the plain checkpoint, without a head that is the embedding, and without
+    what the model has no place for."""
+    without = {*beside(source), *([HEAD] if read_config(source).tie_word_embeddings else [])}
+    return ((name, layer) for name, layer in dense_names(source) if name not in without)
 
 
 def _shape(source: Source, tensor: str, layer: str | None) -> tuple[int, ...]:
