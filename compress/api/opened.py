@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from compress.checkpoint.read.beside import KeptTensor, beside, counted, made_anew
 from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
-from compress.checkpoint.read.source import Source, check_dense, find_source
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.saving import bytes_before
 from compress.errors import InputError
 from compress.model.experts_apart import split_experts
@@ -24,6 +25,7 @@ from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.run.shrink.restructured import Restructured
 from compress.runtime.layers.embedding import QuantEmbedding
 from compress.runtime.layers.linear import QuantLinear
+from compress.runtime.load.dequantized import load_as_original
 from compress.system.comm import Comm
 from compress.system.device import find_device
 from compress.weights.masks import Earlier
@@ -87,17 +89,18 @@ def found_model(model: object, device: str | torch.device | None, trust_remote_c
     if not isinstance(model, str | Path):
         raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
     source = find_source(str(model), trust_remote_code)
-    check_dense(source)
+    stored_in(source)  # refuses codes that cannot be read
     return FoundModel(None, source, read_config(source), find_device(device))
 
 
 def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
-    """Read the model, where it is not in memory. dtype: to work in, None for the usual one. Raises InputError for a
-    damaged model, and for one that is compressed already."""
+    """Read the model, where it is not in memory; a compressed one as the values of its codes. dtype: to work in, None
+    for the usual one. Raises InputError for a damaged model, and for one in memory that computes on codes."""
     notes: list[str] = []
     kept: Mapping[str, KeptTensor] = {}
     if found.source is not None:
-        model = load_dense(found.source, notes=notes)
+        quantized = found.source.quantization is not None
+        model = load_as_original(found.source, notes) if quantized else load_dense(found.source, notes=notes)
         split_experts(model)
         kept = beside(found.source)
         if made := made_anew(found.source):

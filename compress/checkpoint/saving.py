@@ -28,7 +28,7 @@ class Saving:
 def bytes_before(source: Source | None, model: nn.Module | None) -> int:
     """Bytes of the tensors that a run begins with: those of the checkpoint, or of a model in memory."""
     if source is not None:
-        return bytes_of(source.headers.items())
+        return bytes_of(source.weights.stored.items())
     assert model is not None
     buffers = {id(buffer): buffer for _, buffer in stored_buffers(model)}
     shaped = [p for p in model.parameters() if not is_lazy(p)]  # lazy ones are refused later, with the layers

@@ -4,6 +4,7 @@ Bad input ends with exit code 2 and one line on standard error that names what w
 work, and leaves nothing on disk.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -1153,10 +1154,14 @@ def test_bad_input_is_one_line_with_exit_code_2_and_leaves_nothing(desk: Desk, n
     assert not desk.output.with_name("output.partial").exists()
 
 
-def test_a_model_that_is_quantized_already_is_refused(desk: Desk, llama_w4: Path) -> None:
-    outcome = desk.rtn(llama_w4)
+def test_a_model_whose_codes_cannot_be_read_is_refused(desk: Desk, llama_w4: Path, copy_of) -> None:
+    model = copy_of(llama_w4, "coded")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "quark"
+    (model / "config.json").write_text(json.dumps(config))
+    outcome = desk.rtn(model)
     assert outcome.code == 2
-    assert "quantized already (compressed-tensors); give the original model" in last_line(outcome)
+    assert "is quantized as quark; readable: compressed-tensors, fp8, mxfp4" in last_line(outcome)
     assert not desk.output.exists()
 
 

@@ -53,9 +53,10 @@ def test_a_checkpoint_of_modelopt_is_ours_in_other_names(published):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"quant_algo": "FP8"}, "modelopt FP8 in groups of 16; readable: NVFP4 in groups of 16"),
+        ({"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ in groups of 16; readable: NVFP4, FP8, MIXED_PRECISION"),
         ({"group_size": 32}, "modelopt NVFP4 in groups of 32; readable"),
-        ({"kv_cache_quant_algo": "FP8"}, r"rounds its key-value cache \(FP8\)"),
+        ({"kv_cache_quant_algo": "NVFP4"}, r"rounds its key-value cache \(NVFP4\); readable: FP8"),
+        ({"kv_cache_quant_algo": "FP8"}, "has a key-value cache of fixed scales and holds none of them"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_a_line(change, says, published, tmp_path):

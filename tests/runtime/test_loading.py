@@ -563,7 +563,7 @@ def test_a_layer_of_another_shape_than_the_models_is_named(changed):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (setting("quantization_config", "quant_method", "bitsandbytes"), "quantized as bitsandbytes; readable: "),
+        (setting("quantization_config", "quant_method", "quark"), "quantized as quark; readable: "),
         (setting("quantization_config", "format", "marlin-24"), "compressed-tensors marlin-24; readable"),
         (setting("quantization_config", "config_groups", "group_0", "format", "nvfp4"), "stored as 'nvfp4'"),
         (setting("quantization_config", "kv_cache_scheme", {"num_bits": 8}), "key-value cache"),

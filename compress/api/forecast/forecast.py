@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compress.api.forecast.duration import seconds_of
-from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of
+from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of, unrounded_bytes
 from compress.api.forecast.reading import Kernel, engines_for, kernels_for
 from compress.api.opened import FoundModel, compute_dtype, found_model
 from compress.api.request import Data, Delivery, Extent, Request, Work, several
@@ -146,7 +146,7 @@ def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
         assert found.given is not None
         return without_values(found.given), 0
     model = meta_model(found.source)
-    loaded = loaded_bytes(found.source, model)
+    loaded = loaded_bytes(found.source, model) + unrounded_bytes(found.source, model)
     split_experts(model)
     return model, loaded
 

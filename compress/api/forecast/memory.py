@@ -3,7 +3,8 @@
 While a site of a block (layers that read one input) is decided, a run holds, in floats of 4 bytes on a CPU:
 
     program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
-    loaded       weights that are not read from their mapped files as they are: experts that are stored one by one
+    loaded       weights that are not read from their mapped files as they are: experts that are stored one by one, and
+                 layers of a checkpoint that was rounded before
     block        the weights of the block, and a second copy of those that are decided, where the original is compared
     activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
                  hidden states and the input of the site, or five and a half where a forward waits inside an attention
@@ -18,6 +19,7 @@ code; `recipes/results/plan-memory.json` has what runs then took.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from torch import nn
 from compress.calibration.hessian import FEW
 from compress.calibration.stats import Statistic
 from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.write.block_file import PIECE
 from compress.model.experts_apart import is_joined
 from compress.model.layers import Layer
@@ -110,6 +113,17 @@ def loaded_bytes(source: Source, model: nn.Module) -> int:
         return 0
     joined = [module for module in model.modules() if is_joined(module)]
     return sum(p.numel() * p.element_size() for module in joined for p in module.parameters(recurse=False))
+
+
+def unrounded_bytes(source: Source, model: nn.Module) -> int:
+    """Bytes of the weights of compressed layers of a checkpoint, in the dtype of the model; experts that are joined
+    count in `loaded_bytes`."""
+    if source.quantization is None:
+        return 0
+    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    apart = any(ONE_EXPERT.search(name) for name in source.headers)
+    layers = stored_in(source).layers.items()
+    return sum(width * prod(s.shape) for name, s in layers if not (apart and ONE_EXPERT.search(f"{name}.")))
 
 
 def looks_beyond(p: Pass) -> bool:

@@ -1,37 +1,84 @@
-"""Reads the configuration of NVFP4 checkpoints that NVIDIA's ModelOpt writes.
+"""Reads the configuration of NVFP4 and float8 checkpoints that NVIDIA's ModelOpt writes.
 
-    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, ...}
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, ...}     in config.json, or
+    {"quantization": {"quant_algo": "NVFP4", ...}}                                 in hf_quant_config.json alone
 
-Tensors are those of `weights.formats.levels.ModelOptNVFP4`. A layer counts as compressed where the checkpoint holds its
-`weight_scale`; the lists of modules are ignored.
+Algorithms are NVFP4, FP8 (one scale per tensor, for the input, too), and MIXED_PRECISION, which has layers of both.
+Tensors are those of `weights.formats.levels.ModelOptNVFP4` and of float8 rows. A layer counts as compressed where the
+checkpoint holds its `weight_scale`; the lists of modules are ignored. Scales of a float8 key-value cache, which lie in
+the layers that make keys and values, are shown where compressed-tensors has them, in the attention:
+
+    self_attn.k_proj.k_scale []    ->    self_attn.k_scale [1]
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from compress.checkpoint.files import read_json
+from compress.checkpoint.read.configuration import Header
+from compress.checkpoint.read.views import ViewedFiles, renamed
+from compress.checkpoint.read.weight_files import WeightFiles
 from compress.errors import CheckpointError
+from compress.weights.caches import SCALES, CacheScheme
+from compress.weights.compressed_tensors import cache_entry
+from compress.weights.formats.codes import Float8Rows
 from compress.weights.formats.levels import ModelOptNVFP4
+from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme
 
 METHOD = "modelopt"
-ALGORITHM, GROUP = "NVFP4", ModelOptNVFP4.on.group_size
+BESIDE = "hf_quant_config.json"
+GROUP = ModelOptNVFP4.on.group_size
+ALGORITHMS = ("NVFP4", "FP8", "MIXED_PRECISION")
+CACHES = ("FP8",)
+FLOAT8 = Grid(bits=8, type="float", granularity="tensor")
 
 
-def read_modelopt(quantization: Mapping[str, Any], where: object) -> None:
-    """Raises CheckpointError, which names `where`, for another format than NVFP4 in groups of 16, and for rounded
-    key-value caches."""
-    algorithm, size = quantization.get("quant_algo"), quantization.get("group_size", GROUP)
-    if algorithm != ALGORITHM or size != GROUP:
+def beside(folder: Path) -> dict[str, Any] | None:
+    """The quantization_config that `hf_quant_config.json` in a folder stands for; None where there is none. Raises
+    CheckpointError for a file that holds no algorithm."""
+    path = folder / BESIDE
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    told = found.get("quantization") if isinstance(found, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("quant_algo"), str | None):
+        raise CheckpointError(f"{path} has no quantization with a quant_algo")
+    return {"quant_method": METHOD, **told} if told.get("quant_algo") or told.get("kv_cache_quant_algo") else None
+
+
+def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+    """(Files with scales of key-value caches where compressed-tensors has them, the configuration that says so). Raises
+    CheckpointError, which names `where`, for another algorithm, group size or cache."""
+    told = dict(quantization)
+    algorithm, size = told.get("quant_algo"), told.get("group_size") or GROUP
+    if algorithm not in ALGORITHMS or (algorithm != "FP8" and size != GROUP):
         raise CheckpointError(
-            f"{where} is quantized as {METHOD} {algorithm} in groups of {size}; readable: {ALGORITHM} in groups of "
-            f"{GROUP}"
+            f"{where} is quantized as {METHOD} {algorithm} in groups of {size}; readable: {', '.join(ALGORITHMS)}, "
+            f"NVFP4 in groups of {GROUP}"
         )
-    cache = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    if cache:
-        raise CheckpointError(f"{where} rounds its key-value cache ({cache}), which cannot be read from {METHOD}")
+    entry, name = told.pop("kv_cache_scheme", None), told.pop("kv_cache_quant_algo", None)
+    if not entry and not name:
+        return files, told
+    fixed = {"num_bits": 8, "type": "float", "dynamic": False}
+    if (entry and any(entry.get(key, value) != value for key, value in fixed.items())) or name not in (None, *CACHES):
+        raise CheckpointError(f"{where} rounds its key-value cache ({name or entry}); readable: {', '.join(CACHES)}")
+    told["kv_cache_scheme"] = cache_entry(CacheScheme(type="float", granularity="tensor"), None)
+    found: dict[str, str] = {}
+    for each in files:
+        layer, _, part = each.rpartition(".")
+        attention, _, leaf = layer.rpartition(".")
+        if part in SCALES and leaf.endswith("_proj"):
+            found[f"{attention}.{part}"] = each
+    views = {own: renamed(files, stored, (1,)) for own, stored in found.items()}
+    return ViewedFiles(files, found.values(), views), told
 
 
-def scheme_of(layer: str, tensors: Collection[str]) -> Scheme:
+def scheme_of(layer: str, tensors: Mapping[str, Header]) -> Scheme:
     """The scheme of a layer of a checkpoint with these tensors. Inputs are rounded where it holds their scale."""
+    _, dtype = tensors.get(f"{layer}.weight", ((), ""))
+    if dtype == "F8_E4M3":
+        return Scheme(terms=(Float8Rows(grid=FLOAT8),), inputs=FLOAT8, dynamic=False)
     term = ModelOptNVFP4(grid=ModelOptNVFP4.on)
     return Scheme(terms=(term,), inputs=term.on if f"{layer}.{term.of_inputs}" in tensors else None)

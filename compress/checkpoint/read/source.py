@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from compress.checkpoint.files import read_json
 from compress.checkpoint.read.configuration import Header, check_config
+from compress.checkpoint.read.seen import in_our_words
 from compress.checkpoint.read.weight_files import WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.system.reading import special
@@ -31,7 +32,7 @@ SHOWN = 60  # characters of a name in a message
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory with a readable configuration and all of its weight files.
+    """A checkpoint directory with a readable configuration and all of its weight files, in our words (`read.seen`).
 
     trusted: Python code that comes with it may be run. Otherwise it never is, and no prompt asks for it. known: results
     of `once`, so that nothing is read twice.
@@ -111,7 +112,8 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise InputError(f"{path} holds no config.json; {_instead(path)}")
     config = read_json(path / "config.json")
     check_config(config, path / "config.json")
-    return Source(name, path, config, weight_files(path), trust_remote_code)
+    weights, config = in_our_words(weight_files(path), config, path)
+    return Source(name, path, config, weights, trust_remote_code)
 
 
 def _file_kind(path: Path) -> str:

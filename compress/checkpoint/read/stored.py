@@ -1,13 +1,15 @@
 """The compressed layers and caches of a checkpoint: found and checked from headers, read on demand."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.read import modelopt
+from compress.checkpoint.read.seen import METHODS
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
@@ -123,7 +125,6 @@ def _schemes(source: Source) -> dict[str, Scheme]:
             raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
         return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
     if method == modelopt.METHOD:
-        modelopt.read_modelopt(quantization, source.path)
         if not names:
             raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
         return {layer: modelopt.scheme_of(layer, found) for layer in sorted(names)}
@@ -132,7 +133,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
             raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
         return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
-        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, modelopt.METHOD, *gptq_awq.METHODS))
+        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, *METHODS, *gptq_awq.METHODS))
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
@@ -264,9 +265,18 @@ def read_tensors(
 ) -> dict[str, Tensor | Weight]:
     """{name: tensor} of a whole checkpoint, with compressed layers as `<layer>.weight`: Weight (`weight_of`). without:
     compressed layers to leave out."""
+    return {name: read() for name, read in reading(source, without, dtype)}
+
+
+def reading(
+    source: Source, without: Container[str] = (), dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Callable[[], Tensor | Weight]]]:
+    """(Name, what reads it) of the tensors of `read_tensors`."""
     layers = stored_in(source).layers
     compressed = {name for stored in layers.values() for name in stored.parts.values()}
-    result: dict[str, Tensor | Weight] = {}
-    result |= source.weights.tensors(name for name in source.weights if name not in compressed)
-    own = (layer for layer, stored in layers.items() if stored.shares is None and layer not in without)
-    return result | {f"{layer}.weight": weight_of(source, layer, dtype) for layer in own}
+    for name in source.weights:
+        if name not in compressed:
+            yield name, partial(source.weights.tensor, name)
+    for layer, stored in layers.items():
+        if stored.shares is None and layer not in without:
+            yield f"{layer}.weight", partial(weight_of, source, layer, dtype)

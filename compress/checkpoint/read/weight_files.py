@@ -64,6 +64,11 @@ class WeightFiles(Mapping[str, Path]):
     def __len__(self) -> int:
         return len(self._holders)
 
+    @property
+    def stored(self) -> Mapping[str, Header]:
+        """`headers` of the tensors as the files hold them."""
+        return self.headers
+
     def __deepcopy__(self, memo: Any) -> "WeightFiles":
         return self  # transformers copies configurations with everything they carry; open files cannot be copied
 

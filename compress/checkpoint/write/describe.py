@@ -32,7 +32,7 @@ def configuration(
     config: dict[str, Any] | None = None
     companions: dict[str, str] = {}
     if source is not None:
-        config = dict(source.config)
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     elif hasattr(model, "config"):
         config = json.loads(model.config.to_json_string(use_diff=True))
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]

@@ -1,5 +1,6 @@
 """Loads the model of a compressed checkpoint with dense weights."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -7,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.names import names_in
 from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import read_tensors, stored_in, weight_of
+from compress.checkpoint.read.stored import reading, stored_in, weight_of
 from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
 from compress.model.disk_names import places_in
@@ -28,6 +30,23 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
     Raises InputError where a layer also rounds its input or output, which dense weights would leave out.
     """
     return _load(source, dtype, {})
+
+
+def load_as_original(source: Source, notes: list[str]) -> nn.Module:
+    """The model of a compressed checkpoint with dense weights, the values of its codes, for a run that takes it for the
+    original: inputs, outputs and key-value caches are not rounded. notes: takes what a person should know of that."""
+    stored = stored_in(source)
+    kinds = Counter(str(layer.scheme) for layer in stored.layers.values())
+    dropped = [
+        *(["inputs"] if any(layer.scheme.inputs is not None for layer in stored.layers.values()) else []),
+        *(["key-value caches"] if stored.caches is not None else []),
+    ]
+    notes.append(
+        f"{shown(source.name)} was rounded before ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
+        "this run begins with the values of its codes, and what it tells of errors is measured against these"
+        + (f"; the rounding of {' and '.join(dropped)} is left out" if dropped else "")
+    )
+    return _load(source, None, {}, rounding=True, caches=False)
 
 
 def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
@@ -82,10 +101,16 @@ def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -
         module._parameters["weight"] = empty
 
 
-def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor], rounding: bool = False) -> nn.Module:
+def _load(
+    source: Source,
+    dtype: torch.dtype | None,
+    given: Mapping[str, Tensor],
+    rounding: bool = False,
+    caches: bool = True,
+) -> nn.Module:
     """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}. rounding: as in
-    `without_weights`."""
-    layers, caches = stored_in(source).layers, stored_in(source).caches
+    `without_weights`. caches: whether they are rounded as the checkpoint says."""
+    layers, held = stored_in(source).layers, stored_in(source).caches
     active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
     if active and not rounding:
         both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
@@ -96,21 +121,23 @@ def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]
     config = read_config(source)
     wanted = dtype or config.dtype
     transposed, in_model = transposed_weights(empty_model(source)), names_in(source).in_model
-    tensors = {
-        in_model(name): as_stored(value.dequantize(), name in transposed) if isinstance(value, Weight) else value
-        for name, value in read_tensors(source, without=given, dtype=wanted).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, read in reading(source, without=given, dtype=wanted):
+        value = read()
+        if isinstance(value, Weight):  # one layer's codes at a time
+            value = as_stored(value.dequantize().to(wanted or torch.get_default_dtype()), name in transposed)
+        tensors[in_model(name)] = value
     tensors |= {f"{layer}.weight": value for layer, value in given.items()}
     tensors = join_experts(empty_model(source), tensors)
     scales = {
-        attention: [tensors.pop(name) for name, _ in held.values()]
-        for attention, held in ({} if caches is None else caches.scales).items()
+        attention: [tensors.pop(name) for name, _ in found.values()]
+        for attention, found in ({} if held is None else held.scales).items()
     }
-    del config.quantization_config
+    config.__dict__.pop("quantization_config", None)
     model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
-    if caches is not None:
+    if held is not None and caches:
         for name, attention in attentions(model).items():
             if name in scales:
                 hold_scales(attention, scales[name], persistent=False)
-            round_cache(attention, caches.scheme)
+            round_cache(attention, held.scheme)
     return model

@@ -23,6 +23,7 @@ from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import from_pretrained, load_dense, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
+from compress.checkpoint.read.views import ViewedFiles
 from compress.checkpoint.read.weight_files import weight_files
 from compress.errors import InputError
 from compress.model.experts import Experts
@@ -86,10 +87,10 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         checkpoint_files: Sequence[str] | None = None,
         **_: Any,
     ) -> None:
-        if not checkpoint_files:
-            raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
         source, self.quantization_config.source = self.quantization_config.source, None  # so that no file stays open
         if source is None:
+            if not checkpoint_files:
+                raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
             folder = Path(checkpoint_files[0]).parent
             config = {"quantization_config": self.quantization_config.quantization}
             source = Source(str(folder), folder, config, weight_files(folder))
@@ -300,8 +301,12 @@ def load_source(
         "unready": unready,
     }
     remarks: list[str] = []
-    arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}
-    network = from_pretrained(source, str(source.path), remarks, strict=True, **arguments)
+    arguments: dict[str, Any] = {"config": config, "dtype": "auto" if dtype is None else dtype}
+    path: str | None = str(source.path)
+    if isinstance(source.weights, ViewedFiles):  # transformers finds other tensors in the files
+        path, tensors = None, source.weights.tensors(source.weights)
+        arguments |= {"state_dict": tensors, "dtype": dtype or config.dtype}
+    network = from_pretrained(source, path, remarks, strict=True, **arguments)
     quantizer: Any = network.hf_quantizer
     remarks += quantizer.notes
     if int8_activations:

@@ -7,7 +7,7 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
     MX           weight_scale          uint8 [N, G]             127 + the exponent of a power of two; 255 is NaN
     NVFP4        weight_scale          float8 e4m3 [N, G]       value = code * weight_scale / weight_global_scale
                  weight_global_scale   float32 [1]
-    NF4          weight_scale          model dtype [N, G]       the absmax of a group
+    NF4          weight_scale          model dtype [N, G]       the absmax of a group; float32 in NF4Float32
 
 Values are computed in float32, whatever dtype the model has. Layers that read one input have one global scale, because
 engines make one layer of some of them (`passes.protocol.sites.Site.reached`).
@@ -205,6 +205,21 @@ class NF4(LevelCodes):
 
     kind: ClassVar[str] = "nf4"
     on: ClassVar[Grid] = _grid(4, 64, "stored", "normal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NF4Float32(NF4):
+    """`NF4` whose scales are float32, whatever dtype the model has: those of bitsandbytes."""
+
+    kind: ClassVar[str] = "nf4-float32"
+    as_bytes: ClassVar[frozenset[str]] = frozenset({"weight_scale"})
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = super().parts(rows, columns)
+        return {**parts, "weight_scale": parts["weight_scale"]._replace(dtypes=(torch.float32,))}
+
+    def term(self, quantized: Quantized) -> Codes:
+        return super().term(replace(quantized, scale=quantized.scale.float()))
 
 
 @dataclass(frozen=True, kw_only=True)
