@@ -10,7 +10,7 @@ from compress.errors import CheckpointError, InputError
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
-from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes
+from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes
 from compress.weights.grid import Granularity, Grid, NumberType
 from compress.weights.scheme import Scheme, block_scheme
 
@@ -184,6 +184,8 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
             raise CheckpointError(f"{layer} is stored as {layout} with {weights.bits} bits; readable: pack-quantized")
         whole = LAYOUTS[layout] == "int-quantized"
         return Scheme(terms=(Int8Table(grid=weights) if whole else Packed(grid=weights),))
+    if LAYOUTS[layout] == "pack-quantized" and given.get("type") == "float":
+        return Scheme(terms=(Packed(grid=weights),), inputs=_float_input(given, layer))
     inputs, dynamic = _activation_grid(given, layer, "input")
     outputs = _activation_grid(returned, layer, "output")[0] if returned else None
     if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
@@ -195,14 +197,16 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
 
 
 def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: str) -> Scheme:
-    """The scheme of codes of levels, with an input that is not rounded or rounded alike. Raises CheckpointError."""
-    wanted = {"num_bits": kind.on.bits, **_groups_of_levels(kind.on)}
+    """The scheme of codes of levels, with an input that is not rounded, or rounded alike or to float8. Raises
+    CheckpointError."""
+    inputs = _levels_input(kind, group.get("input_activations"))
     of_inputs = "local" if kind.on.scales == "e4m3" else True
-    asked: list[tuple[str, bool | str]] = [("weights", False), ("input_activations", of_inputs)]
-    for key, dynamic in asked:
+    asked: list[tuple[str, bool | str, Grid]] = [("weights", False, kind.on)]
+    if inputs is not None and inputs.block is None:
+        asked.append(("input_activations", of_inputs, inputs))
+    for key, dynamic, grid in asked:
         entry = group.get(key) or {}
-        if not entry and dynamic:
-            continue
+        wanted = {"num_bits": grid.bits, **_groups_of_levels(grid)}
         # Older writers leave out the dtypes of scales, which follow from the format.
         found = {name: entry.get(name) for name in wanted if "dtype" not in name or entry.get(name) is not None}
         if (
@@ -217,7 +221,33 @@ def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: s
             )
     if group.get("output_activations"):
         raise CheckpointError(f"{layer} quantizes its output beside {kind.layout}, which cannot be read")
-    return Scheme(terms=(kind(grid=kind.on),), inputs=kind.on if group.get("input_activations") else None)
+    return Scheme(terms=(kind(grid=kind.on),), inputs=inputs)
+
+
+def _levels_input(kind: type[LevelCodes], entry: Mapping[str, Any] | None) -> Grid | None:
+    """The grid of an input beside codes of levels, whose entry is still to be checked: float8 in groups of 32 with
+    powers of two, or of 128 (`INPUT_BLOCK`), where 8 bits are asked for beside fewer bits of weights."""
+    if not entry:
+        return None
+    if kind.on.scales == "e4m3" or entry.get("num_bits") != MXFP8.on.bits:
+        return kind.on
+    by_blocks = {"strategy": "group", "group_size": BLOCK, "dynamic": True, "symmetric": True}
+    plain = all(entry.get(key) == value for key, value in by_blocks.items())
+    if plain and not _odd(entry, by_blocks.keys() | {"num_bits"}, "float"):
+        return block_scheme(Float8Blocks).inputs
+    return MXFP8.on
+
+
+def _float_input(entry: Mapping[str, Any], layer: str) -> Grid:
+    """The grid of a float8 input beside packed integers. Raises CheckpointError."""
+    known = ("num_bits", "symmetric", "dynamic", "strategy")
+    fits = entry.get("num_bits") == 8 and entry.get("dynamic") is True and entry.get("symmetric", True)
+    if _odd(entry, known, "float") or not fits or (entry.get("strategy") or "token") != "token":
+        raise CheckpointError(
+            f"{layer}: input {dict(entry)} cannot be read; readable beside packed weights: int8 or float8, dynamic per "
+            "token"
+        )
+    return Grid(bits=8, type="float", granularity="token")
 
 
 def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
@@ -325,14 +355,18 @@ def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input"
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
-    """The scheme that a `quantization_config` gives a linear layer, by the rule of compressed-tensors: that of the
-    group that names the layer, else of one whose pattern matches, else of one for all linears. Raises
-    CheckpointError."""
-    groups = list((quantization.get("config_groups") or {}).values())
+    """The scheme that a `quantization_config` gives a linear layer (`group_for`). Raises CheckpointError."""
+    return read_scheme(group_for(layer, quantization), quantization.get("format"), layer)
+
+
+def group_for(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config group of a linear layer, by the rule of compressed-tensors: the one that names it, else one whose
+    pattern matches, else one for all linears. Raises CheckpointError where there is none."""
+    groups: list[Mapping[str, Any]] = list((quantization.get("config_groups") or {}).values())
     for wanted in (lambda target: target == layer, lambda target: _matches(target, layer), "Linear".__eq__):
         for group in groups:
             if any(wanted(target) for target in group.get("targets") or ()):
-                return read_scheme(group, quantization.get("format"), layer)
+                return group
     raise CheckpointError(f"no config group of the quantization_config targets {layer}")
 
 

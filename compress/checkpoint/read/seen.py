@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt
+from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt, narrow_bytes
+from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.weight_files import WeightFiles
 
 Seen = Callable[[WeightFiles, Mapping[str, Any], Path], tuple[WeightFiles, dict[str, Any]]]
 METHODS: dict[Any, Seen] = {
+    COMPRESSED_TENSORS: narrow_bytes.seen,
     gpt_oss.METHOD: gpt_oss.seen,
     bitsandbytes.METHOD: bitsandbytes.seen,
     modelopt.METHOD: modelopt.seen,

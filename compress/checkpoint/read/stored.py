@@ -133,7 +133,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
             raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
         return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
-        readable = ", ".join(("compressed-tensors", fine_grained.METHOD, *METHODS, *gptq_awq.METHODS))
+        readable = ", ".join((*METHODS, fine_grained.METHOD, *gptq_awq.METHODS))
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):

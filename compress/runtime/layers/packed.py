@@ -58,7 +58,8 @@ class PackedLinear(WordLinear):
     """Weights of 2 to 8 bits in planar words (`kernels.layouts.words.Planar`), stored packed or as rows of int8; the
     input is not rounded, or rounded per token.
 
-    Inputs below 8 bits are rounded first and then multiplied as floats: no kernel multiplies such integers.
+    Inputs below 8 bits, and floats, are rounded first and then multiplied as numbers of the layer's dtype: no kernel
+    multiplies such codes.
 
     input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a positive number
     gives the inputs per scale. Faster on a CPU, at a small error (`kernels.operators.words`).
@@ -210,7 +211,7 @@ def _container(scheme: Scheme) -> int:
 
 def _integers(scheme: Scheme) -> bool:
     """True where inputs are rounded to 8 bits and multiplied as integers."""
-    return scheme.inputs is not None and scheme.inputs.bits == WIDE
+    return scheme.inputs is not None and scheme.inputs.bits == WIDE and not scheme.inputs.floating
 
 
 def _from_signed(codes: Tensor) -> Tensor:

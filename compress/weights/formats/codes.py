@@ -73,7 +73,8 @@ class CodesFormat(Format):
     def words(self, inputs: Grid | None) -> str:
         group = "channel" if self.grid.group_size is None else f"g{self.grid.group_size}"
         kind = "symmetric" if self.grid.symmetric else "asymmetric"
-        return f"w{self.grid.bits}a{16 if inputs is None else inputs.bits} {group} {kind}"
+        beside = "16" if inputs is None else f"{'fp' if inputs.floating else ''}{inputs.bits}"
+        return f"w{self.grid.bits}a{beside} {group} {kind}"
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         check_finite(parts, "weight_scale")
