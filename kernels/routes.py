@@ -91,19 +91,6 @@ def why_not_batch_invariant(
     return ops.why_not_batch_invariant(_tokens(1, K, dtype, device), Planar(nothing, nothing, None, group_size, bits))
 
 
-def experts_route(
-    P: int, E: int, N: int, K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
-) -> Route:
-    """The route of P pairs, each of a token and one of E experts with weights in planar words
-    (`grouped.grouped_weight_only`)."""
-    nothing = torch.empty(0, dtype=dtype, device="meta")
-    fused = ops.why_not_weight_only(_tokens(P, K, dtype, device), Planar(nothing, nothing, None, group_size, bits))
-    if not fused:
-        return Route("triton", ())
-    each = planar_route(max(1, -(-P // E)), N, K, bits, group_size, dtype, device)
-    return Route(f"{each.kernel} by expert", (*each.why_not, *fused))
-
-
 def strips_route(
     M: int,
     N: int,

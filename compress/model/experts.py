@@ -85,14 +85,17 @@ class Experts(nn.Module):
     def _expert(self, i: int, x: Tensor) -> Tensor:
         expert: Any = self.get_submodule(str(i))
         *first, last = (getattr(expert, leaf) for leaf in self.leaves)
-        if len(first) == 1:
-            inner = self.act_fn(first[0](x))
-        else:
-            gate, up = (layer(x) for layer in first)
-            both = torch.cat([gate, up], -1) if self.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-            inner = self._gated(both)
-        y = last(inner)
+        y = last(self._inner([layer(x) for layer in first]))
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    def _inner(self, outputs: list[Tensor]) -> Tensor:
+        """The input of the last layer, from the outputs of the first ones: of gate and up, or of both side by side."""
+        if not self.has_gate:
+            return self.act_fn(outputs[0])
+        if self.is_concatenated:
+            return self._gated(outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1))
+        gate, up = outputs[0].chunk(2, -1) if len(outputs) == 1 else outputs
+        return self._gated(torch.stack([gate, up], -1).flatten(-2))
 
     def _rows(
         self, index: Tensor, calibration: Calibration | None

@@ -4,18 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.checkpoint.read.pretrained import embeddings_of, read_config
+from compress.checkpoint.read.pretrained import embeddings_of, empty_model, read_config
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.routes import TOKENS
+from compress.model.disk_names import places_in
+from compress.runtime.layers.experts import one_by_one, route_among
 from compress.runtime.layers.linear import run_of
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A layer: shape (N, K), {tokens: kernel}, the reasons against faster kernels (empty: it has the fastest), and the
+    """A layer: shape (N, K), {tokens: kernel} (of an expert, tokens that go to it), the reasons against faster kernels (empty: it has the fastest), and the
     reasons why `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
 
     name: str
@@ -62,7 +64,11 @@ def kernel_rows(
         raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
     embeddings = embeddings_of(source)
     found = dtype or getattr(read_config(source), "dtype", None) or torch.float32
-    rows = []
+    model_of, rows = empty_model(source), []
+    modules, place = dict(model_of.named_modules()), places_in(model_of)
+    placed = {name: place(modules, name) for name in layers}
+    known = {placed[name]: (stored.scheme, stored.shape) for name, stored in layers.items()}
+    apart = one_by_one(model_of, known, found, device)
     for name, stored in layers.items():
         scheme, (N, K) = stored.scheme, stored.shape
         if name in embeddings:
@@ -70,6 +76,8 @@ def kernel_rows(
             continue
         layer = run_of(scheme)
         routes = {M: layer.route(scheme, M, stored.shape, found, device) for M in tokens}
+        if placed[name] in apart:
+            routes = {M: route_among(route, apart[placed[name]]) for M, route in routes.items()}
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
         varying = layer.why_not_batch_invariant(scheme, K, found, device)
         kernels = {M: route.kernel for M, route in routes.items()}

@@ -4,6 +4,9 @@
 //   [..., N] = x weight^T + bias, in the dtype of x; of the weight there are planar words [N, words], strips [S, L, 64] or
 //   rows of int8 [N, K].
 //
+// compress::cpu_experts and cpu_experts_w8a8 are the same of E weights, one after the other, each times the rows of x that
+// go to it: [P, N] of pairs of a row and an expert, sorted by expert.
+//
 // x is multiplied as it is (no input_group), or rounded to int8, per token (-1) or per token and so many columns. The
 // loops are of another library, which this one is given at its start (`use`), compiled for its processor.
 
@@ -12,6 +15,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 
 #include "cpu_attention.h"
@@ -76,85 +81,103 @@ Tensor product(Product loop, Arguments& a, const Tensor& x) {
   return out;
 }
 
-Tensor cpu_linear(const Tensor& given, const Tensor& given_words, const Tensor& given_scale,
-                  const std::optional<Tensor>& given_zero, const std::optional<Tensor>& given_bias, int64_t bits,
-                  int64_t group_size, std::optional<int64_t> input_group) {
-  const Tensor x = whole(given), words = whole(given_words), scale = whole(given_scale);
-  const bool strips = words.dim() == 3;
-  const int64_t dims = x.dim();
+// The parts of a weight, or of as many as there are experts (E), as the loops read them; `whole` tensors live as long.
+struct Weight {
+  Tensor words, scale;
+  std::optional<Tensor> zero, bias, row_sum;
+};
+
+// Bytes from one expert's part to that of the next.
+int64_t step(const std::optional<Tensor>& part, int64_t E) {
+  return part.has_value() ? part->numel() / E * part->element_size() : 0;
+}
+
+std::optional<Tensor> whole(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? std::optional<Tensor>(whole(*tensor)) : std::nullopt;
+}
+
+// What a product by words or strips needs beside x and its result. lead: dimensions in front of those of one weight.
+Arguments of_words(const Weight& w, int64_t lead, int64_t K, int64_t bits, int64_t group_size, Type x_type,
+                   std::optional<int64_t> input_group) {
+  const Tensor& words = w.words;
+  const bool strips = words.dim() == lead + 3;
+  const int64_t E = lead == 0 ? 1 : words.size(0);
   Arguments a = {};
-  STD_TORCH_CHECK(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "cpu_linear: x has no columns");
-  a.K = x.size(dims - 1);
-  a.M = x.numel() / a.K;
-  a.N = words.size(0) * (strips ? STRIP_ROWS : 1);
-  a.G = scale.size(strips ? 1 : 0);
-  const int64_t row_words = strips ? words.size(1) * words.size(2) / STRIP_ROWS : words.size(1);
+  STD_TORCH_CHECK(words.dim() >= lead + 2 && w.scale.dim() >= lead + 2, "the weight has too few dimensions");
+  a.K = K;
+  a.N = words.size(lead) * (strips ? STRIP_ROWS : 1);
+  a.G = w.scale.size(lead + (strips ? 1 : 0));
+  const int64_t row_words = strips ? words.size(lead + 1) * words.size(lead + 2) / STRIP_ROWS : words.size(lead + 1);
   a.row_bytes = strips ? row_words : row_words * 2;
-  STD_TORCH_CHECK(a.row_bytes * 8 >= a.K * bits && scale.numel() == a.G * a.N,
-                  "cpu_linear: the weight does not hold as many columns as x, or not a scale for every group");
+  STD_TORCH_CHECK(a.row_bytes * 8 >= a.K * bits && w.scale.numel() == E * a.G * a.N,
+                  "the weight does not hold as many columns as x, or not a scale for every group");
   a.bits = static_cast<int32_t>(bits);
   a.group = group_size;
-  a.x_type = type_of(x);
-  a.scale_type = type_of(scale);
+  a.x_type = x_type;
+  a.scale_type = type_of(w.scale);
   a.strips = strips;
   a.planar = !strips;
   a.symmetric = true;
   a.input_group = input_group.value_or(-1);
-  const bool pairs = strips && a.x_type == BF16 && !input_group.has_value();
-  a.by_rows = a.M <= (pairs ? loops.pairs_by_rows : loops.by_rows[strips][input_group.has_value()]);
   a.threads = static_cast<int32_t>(torch::stable::get_num_threads());
-  a.x = x.data_ptr();
   a.weight = words.data_ptr();
-  a.scale = scale.data_ptr();
-  std::optional<Tensor> zero, bias;
-  if (given_zero.has_value()) {
-    zero = whole(*given_zero);
-    a.zero = static_cast<const uint8_t*>(zero->data_ptr());
+  a.scale = w.scale.data_ptr();
+  if (w.zero.has_value()) a.zero = static_cast<const uint8_t*>(w.zero->data_ptr());
+  if (w.bias.has_value()) {
+    a.bias = w.bias->data_ptr();
+    a.bias_type = type_of(*w.bias);
   }
-  if (given_bias.has_value()) {
-    bias = whole(*given_bias);
-    a.bias = bias->data_ptr();
-    a.bias_type = type_of(*bias);
-  }
-  return product(input_group.has_value() ? loops.rounded : loops.exact, a, x);
+  return a;
 }
 
-// Of rows of int8 [N, K], one fp32 scale each, and x rounded to int8: per token, or by a scale [1] and a zero point [1].
-// row_sum: int32 [N], needed where tokens have zero points.
-Tensor cpu_w8a8(const Tensor& given, const Tensor& given_weight, const Tensor& given_scale,
-                const std::optional<Tensor>& given_sum, const std::optional<Tensor>& given_bias,
-                const std::optional<Tensor>& input_scale, const std::optional<Tensor>& input_zero, bool symmetric) {
-  const Tensor x = whole(given), weight = whole(given_weight), scale = whole(given_scale);
-  const auto check = [](bool holds, const char* what) { STD_TORCH_CHECK(holds, "cpu_w8a8: ", what); };
+// Tokens of a product by words or strips up to which rows are read front to back.
+int64_t rows_up_to(const Arguments& a, bool rounded) {
+  const bool pairs = a.strips && a.x_type == BF16 && !rounded;
+  return pairs ? loops.pairs_by_rows : loops.by_rows[a.strips][rounded];
+}
+
+Tensor cpu_linear(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& zero,
+                  const std::optional<Tensor>& bias, int64_t bits, int64_t group_size,
+                  std::optional<int64_t> input_group) {
+  const Tensor x = whole(given);
+  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias)};
   const int64_t dims = x.dim();
-  Arguments a = {};
-  check(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "x has no columns");
-  a.K = a.row_bytes = x.size(dims - 1);
+  STD_TORCH_CHECK(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "cpu_linear: x has no columns");
+  const bool rounded = input_group.has_value();
+  Arguments a = of_words(weight, 0, x.size(dims - 1), bits, group_size, type_of(x), input_group);
   a.M = x.numel() / a.K;
-  a.N = weight.size(0);
-  a.G = 1;
-  check(weight.scalar_type() == ScalarType::Char && weight.dim() == 2 && weight.size(1) == a.K,
+  a.by_rows = a.M <= rows_up_to(a, rounded);
+  a.x = x.data_ptr();
+  return product(rounded ? loops.rounded : loops.exact, a, x);
+}
+
+// What a product by rows of int8 needs beside x and its result, with checks; lead as in `of_words`.
+Arguments of_rows(const Weight& w, const std::optional<Tensor>& input_scale, const std::optional<Tensor>& input_zero,
+                  int64_t lead, int64_t K, Type x_type, bool symmetric) {
+  const auto check = [](bool holds, const char* what) { STD_TORCH_CHECK(holds, "cpu_w8a8: ", what); };
+  const Tensor& weight = w.words;
+  check(weight.scalar_type() == ScalarType::Char && weight.dim() == lead + 2 && weight.size(lead + 1) == K,
         "the weight is not int8, with as many columns as x");
-  check(scale.scalar_type() == ScalarType::Float && scale.numel() == a.N, "not a scale in float32 for every row");
+  const int64_t N = weight.size(lead), rows = lead == 0 ? N : weight.size(0) * N;
+  check(w.scale.scalar_type() == ScalarType::Float && w.scale.numel() == rows, "not a scale in float32 for every row");
+  Arguments a = {};
+  a.K = a.row_bytes = K;
+  a.N = N;
+  a.G = 1;
   a.bits = 8;
   a.group = a.input_group = -1;
-  a.x_type = type_of(x);
+  a.x_type = x_type;
   a.symmetric = symmetric;
-  a.by_rows = a.M <= loops.by_rows_w8a8;
   a.threads = static_cast<int32_t>(torch::stable::get_num_threads());
-  a.x = x.data_ptr();
   a.weight = weight.data_ptr();
-  a.scale = static_cast<const float*>(scale.data_ptr());
-  std::optional<Tensor> sum, bias;
-  if (given_sum.has_value()) {
-    sum = whole(*given_sum);
-    check(sum->scalar_type() == ScalarType::Int && sum->numel() == a.N, "not a sum in int32 for every row");
-    a.row_sum = static_cast<const int32_t*>(sum->data_ptr());
+  a.scale = static_cast<const float*>(w.scale.data_ptr());
+  if (w.row_sum.has_value()) {
+    check(w.row_sum->scalar_type() == ScalarType::Int && w.row_sum->numel() == rows, "not a sum in int32 for every row");
+    a.row_sum = static_cast<const int32_t*>(w.row_sum->data_ptr());
   }
-  if (given_bias.has_value()) {
-    bias = whole(*given_bias);
-    a.bias = bias->data_ptr();
-    a.bias_type = type_of(*bias);
+  if (w.bias.has_value()) {
+    a.bias = w.bias->data_ptr();
+    a.bias_type = type_of(*w.bias);
   }
   if (input_scale.has_value()) {
     check(input_scale->scalar_type() == ScalarType::Float && input_scale->numel() == 1, "not one float32 input scale");
@@ -166,7 +189,95 @@ Tensor cpu_w8a8(const Tensor& given, const Tensor& given_weight, const Tensor& g
   }
   check(a.row_sum != nullptr || (a.input_zero == nullptr && (a.input_scale != nullptr || symmetric)),
         "tokens with zero points need the sums of rows");
+  return a;
+}
+
+// Of rows of int8 [N, K], one fp32 scale each, and x rounded to int8: per token, or by a scale [1] and a zero point [1].
+// row_sum: int32 [N], needed where tokens have zero points.
+Tensor cpu_w8a8(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& sum,
+                const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale,
+                const std::optional<Tensor>& input_zero, bool symmetric) {
+  const Tensor x = whole(given);
+  const Weight weight = {whole(words), whole(scale), std::nullopt, whole(bias), whole(sum)};
+  const int64_t dims = x.dim();
+  STD_TORCH_CHECK(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "cpu_w8a8: x has no columns");
+  Arguments a = of_rows(weight, input_scale, input_zero, 0, x.size(dims - 1), type_of(x), symmetric);
+  a.M = x.numel() / a.K;
+  a.by_rows = a.M <= loops.by_rows_w8a8;
+  a.x = x.data_ptr();
   return product(loops.rounded, a, x);
+}
+
+template <class T>
+void advance(const T*& pointer, int64_t bytes) {
+  pointer = reinterpret_cast<const T*>(reinterpret_cast<const char*>(pointer) + bytes);
+}
+
+// [P, N] of x [M, K] and weights one after the other, which `a` is of the first of: rows start[e] to start[e + 1] are
+// those of expert e, of x itself or of what `token` gathers; the rest, of no expert, is zero. limit: as `rows_up_to`.
+Tensor by_expert(Product loop, Arguments a, const Weight& w, const Tensor& x, const std::optional<Tensor>& token,
+                 const Tensor& start, int64_t limit) {
+  const auto check = [](bool holds, const char* what) { STD_TORCH_CHECK(holds, "cpu_experts: ", what); };
+  const int64_t E = w.words.size(0), M = x.size(0), pairs = token.has_value() ? token->numel() : M;
+  check(start.scalar_type() == ScalarType::Int && start.numel() == E + 1, "not a start in int32 for every expert");
+  check(!token.has_value() || token->scalar_type() == ScalarType::Int, "tokens are not int32");
+  const int32_t* first = static_cast<const int32_t*>(start.data_ptr());
+  const int32_t* row_of = token.has_value() ? static_cast<const int32_t*>(token->data_ptr()) : nullptr;
+  int64_t most = 0;
+  check(first[0] == 0 && first[E] <= pairs, "starts are not those of the pairs");
+  for (int64_t e = 0; e < E; ++e) {
+    check(first[e] <= first[e + 1], "starts are not sorted");
+    most = std::max<int64_t>(most, first[e + 1] - first[e]);
+  }
+  const int64_t sizes[] = {pairs, a.N};
+  const Tensor out = empty(x, sizes, 2);
+  const int64_t row = a.K * size_of(a.x_type), out_row = a.N * size_of(a.x_type);
+  const char* rows = static_cast<const char*>(x.data_ptr());
+  char* to = static_cast<char*>(out.data_ptr());
+  const std::unique_ptr<char[]> gathered(row_of == nullptr ? nullptr : new char[most * row]);
+  const int64_t words = step(w.words, E), scale = step(w.scale, E), zero = step(w.zero, E), bias = step(w.bias, E),
+                sum = step(w.row_sum, E);
+  for (int64_t e = 0; e < E; ++e) {
+    a.M = first[e + 1] - first[e];
+    if (a.M > 0) {
+      a.x = rows + first[e] * row;
+      for (int64_t i = 0; row_of != nullptr && i < a.M; ++i) {
+        const int64_t from = row_of[first[e] + i];
+        check(0 <= from && from < M, "there is no such token");
+        std::memcpy(gathered.get() + i * row, rows + from * row, row);
+      }
+      if (row_of != nullptr) a.x = gathered.get();
+      a.out = to + first[e] * out_row;
+      a.by_rows = a.M <= limit;
+      STD_TORCH_CHECK(loop(&a) == 0, "no memory to pack ", a.M, " tokens of ", a.K, " columns");
+    }
+    advance(a.weight, words), advance(a.scale, scale), advance(a.zero, zero), advance(a.bias, bias);
+    advance(a.row_sum, sum);
+  }
+  std::memset(to + first[E] * out_row, 0, (pairs - first[E]) * out_row);
+  return out;
+}
+
+Tensor cpu_experts(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& zero,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& token, const Tensor& start,
+                   int64_t bits, int64_t group_size, std::optional<int64_t> input_group) {
+  const Tensor x = whole(given);
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "cpu_experts: x is not of rows with columns");
+  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias)};
+  const bool rounded = input_group.has_value();
+  const Arguments a = of_words(weight, 1, x.size(1), bits, group_size, type_of(x), input_group);
+  return by_expert(rounded ? loops.rounded : loops.exact, a, weight, x, whole(token), whole(start), rows_up_to(a, rounded));
+}
+
+Tensor cpu_experts_w8a8(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& sum,
+                        const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale,
+                        const std::optional<Tensor>& input_zero, const std::optional<Tensor>& token, const Tensor& start,
+                        bool symmetric) {
+  const Tensor x = whole(given);
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "cpu_experts_w8a8: x is not of rows with columns");
+  const Weight weight = {whole(words), whole(scale), std::nullopt, whole(bias), whole(sum)};
+  const Arguments a = of_rows(weight, input_scale, input_zero, 1, x.size(1), type_of(x), symmetric);
+  return by_expert(loops.rounded, a, weight, x, whole(token), whole(start), loops.by_rows_w8a8);
 }
 
 // Of query [batch, heads, 1, size], key [batch, key heads, keys, size] and value [.., value size]; mask, of bools or
@@ -215,6 +326,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(compress, m) {
       "cpu_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size, int? "
       "input_group) -> Tensor");
   m.def(
+      "cpu_experts(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? bias, Tensor? token, Tensor start, int "
+      "bits, int group_size, int? input_group) -> Tensor");
+  m.def(
+      "cpu_experts_w8a8(Tensor x, Tensor weight, Tensor weight_scale, Tensor? row_sum, Tensor? bias, Tensor? "
+      "input_scale, Tensor? input_zero, Tensor? token, Tensor start, bool symmetric) -> Tensor");
+  m.def(
       "cpu_w8a8(Tensor x, Tensor weight, Tensor weight_scale, Tensor? row_sum, Tensor? bias, Tensor? input_scale, "
       "Tensor? input_zero, bool symmetric) -> Tensor");
 }
@@ -222,6 +339,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(compress, m) {
 STABLE_TORCH_LIBRARY_IMPL(compress, CPU, m) {
   m.impl("cpu_linear", TORCH_BOX(&cpu_linear));
   m.impl("cpu_w8a8", TORCH_BOX(&cpu_w8a8));
+  m.impl("cpu_experts", TORCH_BOX(&cpu_experts));
+  m.impl("cpu_experts_w8a8", TORCH_BOX(&cpu_experts_w8a8));
   m.impl("cpu_attention", TORCH_BOX(&cpu_attention));
 }
 

@@ -1,5 +1,6 @@
 """Operators in C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips;
-`compress::cpu_w8a8`: with rows of int8.
+`compress::cpu_w8a8`: with rows of int8; `compress::cpu_experts`, `compress::cpu_experts_w8a8`: the same with the
+weights of experts, for pairs of a token and an expert sorted by expert (`operators.grouped`).
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
@@ -60,6 +61,8 @@ def _register() -> None:
     use(build.library())
     torch.library.register_fake("compress::cpu_linear", _like_product)
     torch.library.register_fake("compress::cpu_w8a8", _like_rows)
+    torch.library.register_fake("compress::cpu_experts", _like_experts)
+    torch.library.register_fake("compress::cpu_experts_w8a8", _like_rows_of_experts)
     torch.library.register_fake("compress::cpu_attention", _like_attention)
 
 
@@ -133,6 +136,48 @@ def w8a8(
     return out
 
 
+def experts(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor | None,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    input_group: int | None,
+) -> Tensor:
+    """[P, N] = x_token(p) weight_e(p)^T + bias_e(p) of x [M, K]; only where `serves` is true.
+
+    The weights are the parts of a `layouts.words.Planar` or `layouts.strips.Strips` for each of E experts, stacked;
+    bias [E, N]. token int32 [P], or None where the pairs are the rows of x; start int32 [E + 1], as in
+    `grouped.Routing`. Pairs without an expert get zeros.
+    """
+    out: Tensor = _operators.cpu_experts.default(
+        x, words, scale, zero, bias, token, start, bits, group_size, input_group
+    )
+    return out
+
+
+def experts_w8a8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    token: Tensor | None,
+    start: Tensor,
+    symmetric: bool,
+) -> Tensor:
+    """`experts` with weights [E, N, K] as of `operators.grouped.grouped_w8a8`."""
+    sums = (weight_scale, row_sum, bias, input_scale, input_zero, token, start, symmetric)
+    out: Tensor = _operators.cpu_experts_w8a8.default(x, weight, *sums)
+    return out
+
+
 @cache
 def _there(_: tuple[str, ...]) -> bool:
     return not why_not()
@@ -203,3 +248,24 @@ def _like_product(x: Tensor, words: Tensor, *_: Any) -> Tensor:
 
 def _like_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _like_experts(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, token: Tensor | None, *_: Any
+) -> Tensor:
+    rows = words.shape[1] * (ROWS if words.dim() == STRIPS_DIMENSIONS + 1 else 1)
+    return x.new_empty(x.shape[0] if token is None else token.shape[0], rows)
+
+
+def _like_rows_of_experts(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    token: Tensor | None,
+    *_: Any,
+) -> Tensor:
+    return x.new_empty(x.shape[0] if token is None else token.shape[0], weight.shape[1])

@@ -63,9 +63,15 @@ def _why_not_triton(device: torch.device) -> tuple[str, ...]:
     return ()
 
 
-def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
-    """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can."""
-    reasons = [*_why_not_triton(x.device)]
+def runs_on_cpu(device: torch.device) -> bool:
+    """True for a device whose products are those of compiled loops, or of torch."""
+    return path_of(device, [*_why_not_triton(device)]) == "cpu"
+
+
+def why_not_weight_only(x: Tensor, weight: Planar, device: torch.device | None = None) -> list[str]:
+    """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can. device: in place of that of
+    x."""
+    reasons = [*_why_not_triton(device or x.device)]
     if x.dtype not in HALF:
         reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16")
     if weight.scale.dtype != x.dtype:
@@ -103,9 +109,9 @@ def why_not_dequantize(x: Tensor, weight: Planar) -> list[str]:
     return reasons
 
 
-def why_not_w8a8(x: Tensor, weight_NK: Tensor) -> list[str]:
-    """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can."""
-    reasons = [*_why_not_triton(x.device)]
+def why_not_w8a8(x: Tensor, weight_NK: Tensor, device: torch.device | None = None) -> list[str]:
+    """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can. device: in place of that of x."""
+    reasons = [*_why_not_triton(device or x.device)]
     if x.dtype not in (*HALF, torch.float32):
         reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16, float32")
     if weight_NK.shape[1] >= MAX_INT8_COLUMNS:

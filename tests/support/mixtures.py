@@ -54,12 +54,13 @@ FAMILIES = {
 }
 
 
-def made(family: str) -> torch.nn.Module:
-    """A random model of a family, float32, computing experts one after the other."""
+def made(family: str, **sizes: int) -> torch.nn.Module:
+    """A random model of a family, float32, computing experts one after the other. sizes: in place of those that all
+    have."""
     kind, settings, _, _ = FAMILIES[family]
     torch.manual_seed(0)
     name = "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config"
-    config = getattr(transformers, name)(**{**SIZES, **settings}, experts_implementation="eager")
+    config = getattr(transformers, name)(**{**SIZES, **settings, **sizes}, experts_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, p in model.named_parameters():
         if "experts" in name or "bias" in name:

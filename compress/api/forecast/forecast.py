@@ -180,7 +180,7 @@ def forecast(
         seconds_of(plan, tokens) if device.type == "cpu" else None,
         tokens,
         engines_for(plan.recipe),
-        kernels_for(coded, {table.name for table in plan.tables}, stored, device),
+        kernels_for(model, coded, {table.name for table in plan.tables}, stored, device),
         [*(f"kept dense: {words}" for words in totals(plan.beside)), *plan.notes],
     )
 

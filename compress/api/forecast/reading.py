@@ -4,12 +4,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from compress.api.engines import ENGINES, check_engine
 from compress.errors import InputError
 from compress.kernels.routes import TOKENS
 from compress.passes.protocol.base import Pass
 from compress.run.plan.stored_sizes import WrittenLayer
+from compress.runtime.layers.experts import one_by_one, route_among
 from compress.runtime.layers.linear import run_of
 
 
@@ -38,14 +40,21 @@ def engines_for(passes: Sequence[Pass]) -> dict[str, str | None]:
 
 
 def kernels_for(
-    layers: Sequence[WrittenLayer], tables: Collection[str], dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    layers: Sequence[WrittenLayer],
+    tables: Collection[str],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Kernel]:
-    """The kernels of layers, one entry per shape and scheme. dtype: of the arithmetic."""
-    alike: dict[tuple[tuple[int, int], str, bool], list[WrittenLayer]] = {}
+    """The kernels of a model's layers, one entry per shape and scheme. dtype: of the arithmetic."""
+    known = {layer.name: (layer.scheme, layer.shape) for layer in layers if layer.scheme is not None}
+    apart = {name: tuple(reasons) for name, reasons in one_by_one(model, known, dtype, device).items()}
+    alike: dict[tuple[tuple[int, int], str, bool, tuple[str, ...] | None], list[WrittenLayer]] = {}
     for layer in layers:
-        alike.setdefault((layer.shape, str(layer.scheme), layer.name in tables), []).append(layer)
+        kind = (layer.shape, str(layer.scheme), layer.name in tables, apart.get(layer.name))
+        alike.setdefault(kind, []).append(layer)
     found = []
-    for (shape, words, looked_up), same in alike.items():
+    for (shape, words, looked_up, reasons_apart), same in alike.items():
         scheme = same[0].scheme
         assert scheme is not None
         if looked_up:
@@ -53,6 +62,8 @@ def kernels_for(
             continue
         runs = run_of(scheme)
         routes = {M: runs.route(scheme, M, shape, dtype, device) for M in TOKENS}
+        if reasons_apart is not None:
+            routes = {M: route_among(route, reasons_apart) for M, route in routes.items()}
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
         found.append(Kernel(len(same), shape, words, {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
     return found

@@ -6,7 +6,7 @@ copy of a compressed weight: memory holds at most the checkpoint, and one layer 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -20,6 +20,7 @@ from compress.errors import CheckpointError, first_line
 from compress.model.apart.split import split_layers
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.model.disk_names import places_in
+from compress.model.experts import Expert, Experts
 from compress.model.experts_apart import split_experts
 from compress.model.layers import Layer, is_linear
 from compress.runtime.layers.embedding import TiedLinear, take_over
@@ -282,10 +283,23 @@ def readers(model: nn.Module) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
+def _of_experts(model: nn.Module, names: Sequence[str]) -> bool:
+    """True for layers of an expert."""
+    return isinstance(model.get_submodule(names[0].rpartition(".")[0]), Expert)
+
+
+def _readers_of_experts(model: nn.Module) -> list[list[str]]:
+    """The compressed layers that read what an expert does, of every expert: dummy inputs reach a few of them only."""
+    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    groups = ([f"{name}.{i}.{leaf}" for leaf in m.leaves[:-1]] for name, m in mixtures for i in m.numbers)
+    compressed = {name for name, _ in compressed_layers(model)}
+    return [names for names in groups if len(names) > 1 and compressed.issuperset(names)]
+
+
 def fuse(model: nn.Module) -> list[str]:
     """Fuse layers that read one tensor. Returns a line with the reason for each group that cannot be fused."""
     try:
-        groups = readers(model)
+        groups = _readers_of_experts(model) + [names for names in readers(model) if not _of_experts(model, names)]
     except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
         return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
     refused = []

@@ -28,6 +28,7 @@ from compress.checkpoint.read.weight_files import weight_files
 from compress.errors import InputError
 from compress.model.experts import Experts
 from compress.model.experts_apart import joins_experts
+from compress.runtime.layers.experts import stack_experts
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_strips, weights_on_codes
 from compress.runtime.load.assembly import finish, fuse, prepare
@@ -115,6 +116,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 model.to(target)
             self.notes += fuse(model)
         lay_in_strips(model)
+        stack_experts(model)
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
@@ -339,6 +341,7 @@ def _round_inputs(network: nn.Module) -> None:
             # The last group of a row may be shorter.
             layer.input_group = INPUT_GROUP if layer.in_features > INPUT_GROUP else -1
             layer.lay_in_strips()
+    stack_experts(network)
 
 
 def _make_batch_invariant(network: nn.Module) -> str:
@@ -352,6 +355,7 @@ def _make_batch_invariant(network: nn.Module) -> str:
     for module in network.modules():
         if isinstance(module, QuantLinear):
             module.batch_invariant = True
+    stack_experts(network)
     dense = sum(isinstance(module, nn.Linear) for module in network.modules())
     return (
         f"batch-invariant: {len(layers)} compressed layers; norms, attention and dense layers (of these {dense}) are "

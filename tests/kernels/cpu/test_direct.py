@@ -1,8 +1,11 @@
 """The operator of C++: the same products as Python's way to the same loops, and what layers ask of it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from combinations import every
+from experts import experts_of, routings
 from planar import inputs, planar_of
 from torch import nn
 from torch.autograd import forward_ad
@@ -12,6 +15,8 @@ from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts.strips import pack_strips
+from compress.kernels.layouts.words import Planar
+from compress.kernels.operators import grouped
 from compress.runtime.layers.linear import QuantLinear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -96,6 +101,74 @@ def test_contract():
     assert direct.linear(x[:0], *weight[:3], None, 4, 64, None).shape == (0, 48)
     with pytest.raises(RuntimeError, match="does not hold as many columns"):
         direct.linear(torch.zeros(1, 512), *weight[:3], None, 4, 64, None)
+
+
+def by_expert(routing, rows, product, *of_each, how):
+    """[P, N] of each expert's rows by its own product, zeros for no expert. of_each: lists of arguments."""
+    parts = zip(pairwise(routing.start.tolist()), *of_each, strict=True)
+    out = [product(rows[first:last], *own, *how) for (first, last), *own in parts]
+    return torch.cat([*out, out[0].new_zeros(len(rows) - routing.start[-1], out[0].shape[1])])
+
+
+@every("dtype", DTYPES)
+@every("name", list(routings()))
+def test_experts_are_their_own_products_bit_for_bit(name, dtype):
+    expert, experts = routings()[name]
+    routing = grouped.sort_by_expert(expert, experts)
+    for bits, zero, input_group, strips in (
+        (4, True, None, False),
+        (4, False, -1, True),
+        (4, True, 128, False),
+        (8, True, None, True),
+    ):
+        x, weight, _, bias = experts_of(experts, len(expert), 48, 160, 32, bits, zero, dtype)
+        parts = [Planar(w, s, None if z is None else z, 32, bits) for w, s, z in each_of(weight)]
+        if strips:
+            parts = [pack_strips(part, 160) for part in parts]
+        words, scales, zeros = ([part[i] for part in parts] for i in range(3))
+        stacked = (torch.stack(words), torch.stack(scales), torch.stack(zeros) if zero else None)
+        sizes, rows = (bits, 32, input_group), x[routing.token.long()]
+        expected = by_expert(routing, rows, direct.linear, words, scales, zeros, bias, how=sizes)
+        assert torch.equal(direct.experts(x, *stacked, bias, *routing[:2], *sizes), expected)
+        assert torch.equal(direct.experts(rows, *stacked, bias, None, routing.start, *sizes), expected)
+    weight = torch.randint(-128, 128, (experts, 48, 160), dtype=torch.int8)
+    scale, total = torch.rand(experts, 48), weight.sum(-1, dtype=torch.int32)
+    expected = by_expert(routing, rows, direct.w8a8, weight, scale, total, bias, how=(None, None, False))
+    eight = (weight, scale, total, bias, None, None)
+    assert torch.equal(direct.experts_w8a8(x, *eight, *routing[:2], False), expected)
+
+
+def each_of(weight):
+    """(Words, scale, zero points or None) of every expert."""
+    zeros = [None] * len(weight.words) if weight.zero is None else weight.zero
+    return zip(weight.words, weight.scale, zeros, strict=True)
+
+
+def test_contract_of_experts():
+    expert, experts = routings()["uneven"]
+    routing = grouped.sort_by_expert(expert, experts)
+    x, weight, _, bias = experts_of(experts, len(expert), 48, 128, 32, 4, True, torch.float32)
+    given = [x, *weight[:3], bias, *routing[:2], 4, 32, None]
+    asked = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.compress.cpu_experts.default, tuple(given), test_utils=asked)
+    codes = torch.randint(-128, 128, (experts, 48, 128), dtype=torch.int8)
+    rows = (x, codes, torch.rand(experts, 48), None, bias, None, None, *routing[:2], True)
+    torch.library.opcheck(torch.ops.compress.cpu_experts_w8a8.default, rows, test_utils=asked)
+    assert direct.experts(x, *weight[:3], bias, routing.token[:0], 0 * routing.start, 4, 32, None).shape == (0, 48)
+    start, token = routing.start, routing.token
+    for place, wrong, words in (
+        (0, torch.zeros(2, 512), "does not hold as many columns"),
+        (0, torch.zeros(40), "not of rows with columns"),
+        (5, token.long(), "not int32"),
+        (5, token + 1, "no such token"),
+        (6, start[1:], "a start in int32 for every expert"),
+        (6, start.long(), "a start in int32 for every expert"),
+        (6, start.flip(0), "not those of the pairs"),
+        (6, start + 1, "not those of the pairs"),
+        (6, torch.tensor([0, 9, 3, 9, 9], dtype=torch.int32), "not sorted"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            direct.experts(*given[:place], wrong, *given[place + 1 :])
 
 
 LAYOUTS = ("planar", "strips", "rows")

@@ -6,9 +6,8 @@ from combinations import each, every
 from experts import combined_by_loop, experts_of, routings
 
 from compress.errors import InputError
-from compress.kernels import reference, routes
+from compress.kernels import reference
 from compress.kernels.operators import grouped
-from compress.kernels.operators import words as ops
 
 
 @every("name", list(routings()))
@@ -94,16 +93,6 @@ def test_gradients_are_those_of_dense_experts():
     grouped.grouped_w8a8(given[0], weight, scale, None, None, None, None, *routing[:2], True).backward(grad)
     grouped.reference(dense, weight * scale.unsqueeze(-1), *routing[:2], None).backward(grad)
     torch.testing.assert_close(given[0].grad, dense.grad, rtol=1e-4, atol=1e-3)
-
-
-def test_the_route_is_one_launch_or_that_of_each_expert(monkeypatch):
-    sizes = (64, 8, 48, 128, 4, 32, torch.bfloat16, torch.device("cpu"))
-    one = routes.planar_route(8, 48, 128, 4, 32, torch.bfloat16, torch.device("cpu"))
-    found = routes.experts_route(*sizes)
-    assert found.kernel == f"{one.kernel} by expert"
-    assert "the device is cpu, not cuda" in found.why_not
-    monkeypatch.setattr(ops, "_why_not_triton", lambda device: ())
-    assert routes.experts_route(*sizes) == routes.Route("triton", ())
 
 
 def test_what_does_not_fit_is_refused():
