@@ -17,8 +17,9 @@ from compress.runtime.layers.linear import run_of
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A layer: shape (N, K), {tokens: kernel} (of an expert, tokens that go to it), the reasons against faster kernels (empty: it has the fastest), and the
-    reasons why `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
+    """A layer: shape (N, K), {tokens: kernel} (of an expert, tokens that go to it), the reasons against faster kernels
+    (empty: it has the fastest), and the reasons why `batch_invariant` of `compress.load` refuses it (empty: it does
+    not)."""
 
     name: str
     shape: tuple[int, int]

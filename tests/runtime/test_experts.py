@@ -15,7 +15,7 @@ from compress.kernels.cpu import direct
 from compress.model.experts import SortedExperts
 from compress.passes.protocol.where import but, only
 from compress.runtime.check.twin import compared
-from compress.runtime.layers.experts import Stack, Together
+from compress.runtime.layers.experts import ExpertStack, StackedExperts
 from compress.runtime.layers.linear import PackedLinear
 
 # Settings of RTN, by what their layers are. Rows of tiny experts have one scale.
@@ -54,7 +54,7 @@ def quantized(tmp_path_factory):
 
 
 def mixtures(model):
-    return [module for module in model.modules() if isinstance(module, Together)]
+    return [module for module in model.modules() if isinstance(module, StackedExperts)]
 
 
 def logits(model, x=None):
@@ -65,8 +65,8 @@ def logits(model, x=None):
 @pytest.fixture
 def calls(monkeypatch):
     """A list that grows with every product of a stack."""
-    made_calls, call = [], Stack.__call__
-    monkeypatch.setattr(Stack, "__call__", lambda self, *given: made_calls.append(self) or call(self, *given))
+    made_calls, call = [], ExpertStack.__call__
+    monkeypatch.setattr(ExpertStack, "__call__", lambda self, *given: made_calls.append(self) or call(self, *given))
     return made_calls
 
 

@@ -6,9 +6,9 @@
     out_MH  = combine(y_PH, routing)
 
 The layers of experts stay where they are, under their names; what they hold becomes parts of one tensor [E, ...] for
-each buffer, so that nothing is held twice (`Stack`). A CPU multiplies in C++ (`kernels.cpu.direct.experts`), a GPU in
-one launch of Triton (`kernels.operators.grouped`). Where that cannot be (`why_not_together`), where a layer has a hook,
-an adapter or another forward, and on a CPU where a gradient is asked for, experts compute one by one.
+each buffer, so that nothing is held twice (`ExpertStack`). A CPU multiplies in C++ (`kernels.cpu.direct.experts`), a
+GPU in one launch of Triton (`kernels.operators.grouped`). Where that cannot be (`why_not_together`), where a layer has
+a hook, an adapter or another forward, and on a CPU where a gradient is asked for, experts compute one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ def why_not_stack(layers: Sequence[QuantLinear]) -> list[str]:
     return why_not_together(first.scheme, shapes.pop(), first.dtype, first.device, rounded)
 
 
-class Stack:
+class ExpertStack:
     """Layers of all experts, one or two of each side by side ([gate; up]), as one product."""
 
     def __init__(self, layers: Sequence[Sequence[QuantLinear]]) -> None:
@@ -111,7 +111,7 @@ class Stack:
 
     @property
     def operation(self) -> Operation:
-        """What a CPU computes."""
+        """The product on a CPU."""
         if self.kind is Int8Linear:
             return "w8a8"
         layer: Any = self.layer
@@ -178,12 +178,12 @@ class Stack:
         )
 
 
-class Together(Experts):
+class StackedExperts(Experts):
     """Experts that multiply together where they can. stacks: of their first layers, and of their last; None where they
     compute one by one, for the `reasons`."""
 
     OF_STACKS: ClassVar[tuple[str, ...]] = ("stacks", "reasons", "leaf_modules", "watched", "attributes")
-    stacks: tuple[Stack, ...] | None
+    stacks: tuple[ExpertStack, ...] | None
     reasons: list[str]
     leaf_modules: list[tuple[str, list[dict[str, Any]], list[nn.Module]]]
     watched: list[dict[Any, Any]]
@@ -243,10 +243,10 @@ class Together(Experts):
             del first[1]  # fused: one layer of the rows of both
         beside = len(first) == 2 and not why_not_fuse([first[0][0], first[1][0]])
         if beside and (not isinstance(first[0][0], PackedLinear) or first[0][0].in_strips):
-            stacks = [Stack([*zip(*first, strict=True)])]
+            stacks = [ExpertStack([*zip(*first, strict=True)])]
         else:
-            stacks = [Stack([[layer] for layer in each]) for each in first]
-        self.stacks = (*stacks, Stack([[layer] for layer in last]))
+            stacks = [ExpertStack([[layer] for layer in each]) for each in first]
+        self.stacks = (*stacks, ExpertStack([[layer] for layer in last]))
         inside = [module for expert in experts for layer in expert.children() for module in layer.modules()]
         self.watched = [h for module in inside for h in (module._forward_hooks, module._forward_pre_hooks)]
         self.attributes = [module.__dict__ for module in inside]
@@ -271,7 +271,7 @@ class Together(Experts):
         return self
 
 
-class SortedTogether(Together, SortedExperts):
+class SortedStackedExperts(StackedExperts, SortedExperts):
     """`SortedExperts` that multiply together where they can."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
@@ -339,12 +339,12 @@ def stack_experts(model: nn.Module) -> None:
     """Make the experts of a loaded model multiply together, where they can. Calling it again takes changes of their
     layers up."""
     for experts in list(mixtures_in(model)):
-        if not isinstance(experts, Together):
-            experts.__class__ = SortedTogether if isinstance(experts, SortedExperts) else Together
-            together = cast(Together, experts)
+        if not isinstance(experts, StackedExperts):
+            experts.__class__ = SortedStackedExperts if isinstance(experts, SortedExperts) else StackedExperts
+            together = cast(StackedExperts, experts)
             together.stacks = None
             together.register_load_state_dict_post_hook(_again)
-        cast(Together, experts).stack()
+        cast(StackedExperts, experts).stack()
 
 
 def mixtures_in(model: nn.Module) -> Iterator[Experts]:

@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from compress.kernels.measure.timing import elapsed_ms
 from compress.model.experts_apart import split_experts
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.layers.experts import Together, stack_experts
+from compress.runtime.layers.experts import StackedExperts, stack_experts
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import lay_in_strips
 
@@ -37,7 +37,7 @@ WRONG = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
 
 
-def experts_of(scheme: str, input_group: int | None, dtype: torch.dtype) -> Together:
+def experts_of(scheme: str, input_group: int | None, dtype: torch.dtype) -> StackedExperts:
     """A layer of experts on codes."""
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
     config = Qwen3MoeConfig(**sizes, num_experts_per_tok=TOP, experts_implementation="eager")
@@ -65,7 +65,7 @@ def routed(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def measure(together: Together, tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+def measure(together: StackedExperts, tokens: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     """{way: milliseconds of a call}, in turns."""
     ways = {"one by one": None, "together": together.stacks}
 

@@ -7,7 +7,7 @@ from mixtures import made
 import compress
 from compress.kernels.operators import grouped
 from compress.model.experts_apart import split_experts
-from compress.runtime.layers.experts import Together, one_by_one
+from compress.runtime.layers.experts import StackedExperts, one_by_one
 
 
 @pytest.mark.parametrize(("scheme", "fuse"), [("w4a16", False), ("w4a16", True), ("w8a8", False)])
@@ -16,7 +16,7 @@ def test_a_mixture_takes_one_launch_for_all_experts(scheme, fuse, tmp_path, monk
     rounded = {"group_size": -1, "grid": "asymmetric"} if scheme == "w4a16" else {}
     compress.quantize(tmp_path / "model", compress.RTN(scheme=scheme, **rounded), output=tmp_path / "out", verify=False)
     model = compress.load(tmp_path / "out", fuse=fuse)
-    experts = next(module for module in model.modules() if isinstance(module, Together))
+    experts = next(module for module in model.modules() if isinstance(module, StackedExperts))
     assert experts.reasons == []
     assert len(experts.stacks) == (2 if fuse or scheme == "w8a8" else 3)
     x = torch.randn(9, 32, dtype=torch.float16, generator=torch.Generator().manual_seed(0))
