@@ -34,8 +34,10 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an exception's message, with the next one where it ends in a colon; its type where the message
+    is empty."""
+    first, *rest = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 
 
 def one_of(what: str, given: str, allowed: Iterable[str], meant: str | None = None) -> str:
