@@ -57,18 +57,18 @@ CAPS: dict[str, float] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), LENGTH),
     **dict.fromkeys(("depth_coefficient",), 1.0),
 }
+FIRST_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 FILLED: dict[str, Any] = {
     **NAMED,
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
-    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    **dict.fromkeys(FIRST_IDS, 0),
     **dict.fromkeys(("num_experts_per_tok", "indexer_n_heads"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "indexer_kv_heads"), 1),
-    **dict.fromkeys(("indexer_budget",), 16),
-    **dict.fromkeys(("indexer_head_dim",), 8),
-    **dict.fromkeys(("indexer_compress_ratio",), 4),
+    "vocab_size": VOCABULARY,
+    "indexer_budget": 16,
+    "indexer_head_dim": 8,
+    "indexer_compress_ratio": 4,
     "attn_layer_indices": [1],
 }
-FIRST_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 ID = re.compile(r"token_(id|index)$|_token$")
 DEPTH = re.compile(r"^(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(en|de)coder_layers|num_blocks)$")
 REPEATS = re.compile(r"depths$|repeats$|^layers$|num_stage_layers|^num_conv_(pos_)?layers$|num_layers_per")
@@ -76,7 +76,7 @@ COUNT = re.compile(r"heads|(^|_)n_?head|groups")
 HEAD_WIDTH = re.compile(r"head_(dim|size|width)|(d|dim)_(head|kv|qk)$|rotary_dim|key_dim$")
 WIDTH = re.compile(
     r"hidden|embd|embed|inner|inter|ffn|dim|width|(?<!batch_)(?<!image_)(?<!patch_)(?<!kernel_)size|d_model|channels|rank|"
-    r"filters|feature|units|proj|latents|emb_size|filter"
+    r"feature|units|proj|latents|filter"
 )
 KEPT = re.compile(r"kernel|stride|dilation|pad|patch|image|max_|label|num_channels|window|chunk|version|d_conv")
 SMALL = 16  # no width is divided below this
