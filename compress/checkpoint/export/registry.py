@@ -17,6 +17,7 @@ EXPORTERS = {
     "dense": "compress.checkpoint.export.dense:DenseLayout",
     "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
     "awq": "compress.checkpoint.export.awq:AWQLayout",
+    "bitsandbytes": "compress.checkpoint.export.bitsandbytes:BitsandbytesLayout",
     "gguf": "compress.checkpoint.export.gguf.exporter:GGUFLayout",
     "onnx": "compress.onnx.exporters:MatMulNBitsGraph",
     "onnx-exact": "compress.onnx.exporters:ExactGraph",

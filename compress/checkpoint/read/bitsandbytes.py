@@ -116,7 +116,7 @@ def _layer(files: WeightFiles, layer: str, state: _QuantState) -> dict[str, View
     scales = (f"{weight}.absmax", f"{weight}.nested_absmax", f"{weight}.nested_quant_map")
     decode = partial(_absmax, inner, state["nested_offset"]) if nested else torch.clone
     return {
-        f"{layer}.weight_packed": View(((rows, columns // 2), "U8"), (weight,), _first_low),
+        f"{layer}.weight_packed": View(((rows, columns // 2), "U8"), (weight,), halves_exchanged),
         f"{layer}.weight_scale": View(
             ((rows, columns // GROUP), "F32"),
             scales if nested else scales[:1],
@@ -125,8 +125,8 @@ def _layer(files: WeightFiles, layer: str, state: _QuantState) -> dict[str, View
     }
 
 
-def _first_low(packed: Tensor) -> Tensor:
-    """Bytes with their halves exchanged."""
+def halves_exchanged(packed: Tensor) -> Tensor:
+    """Bytes whose two codes have changed places."""
     return (packed >> HALF_BYTE) | (packed << HALF_BYTE)
 
 

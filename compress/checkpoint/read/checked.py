@@ -13,7 +13,7 @@ def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
     if recorded is None:
         return
     # By the index: a copy of a tensor in another file must not stand for the one that is read.
-    found = {name: checksum(source.weights.tensor(name)) for name in source.weights}
+    found = {name: checksum(source.weights.stored_tensor(name)) for name in source.weights.stored}
     if lost := sorted(recorded.keys() - found.keys()):
         raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
     if foreign := sorted(found.keys() - recorded.keys()):

@@ -58,6 +58,9 @@ class ViewedFiles(WeightFiles):
             return self.files.tensor(name)
         return view.make(*(self.files.tensor(each) for each in view.of)).reshape(view.header[0])
 
+    def stored_tensor(self, name: str) -> Tensor:
+        return self.files.stored_tensor(name)
+
 
 def renamed(files: WeightFiles, name: str, shape: tuple[int, ...]) -> View:
     """A view of one tensor in another shape."""

@@ -86,6 +86,10 @@ class WeightFiles(Mapping[str, Path]):
         """One tensor, mapped: its values are read on first access."""
         return self._open[self._holders[name]].get_tensor(name)
 
+    def stored_tensor(self, name: str) -> Tensor:
+        """One tensor as the files hold it."""
+        return self.tensor(name)
+
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name."""
         return {name: self.tensor(name) for name in names}
