@@ -98,6 +98,10 @@ def training_rows(data: Data, found: FoundModel) -> Rows:
     given = data.calibration if data.training is None else data.training
     if given is None:
         raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(found)}")
+    if isinstance(given, str | Path | Tensor) and getattr(found.config, "is_encoder_decoder", False):
+        raise InputError(
+            "an encoder-decoder is trained on pairs; give batches with input_ids, decoder_input_ids and labels (Python)"
+        )
     return rows_of(_shown(data, found, given, None).batches)
 
 
@@ -136,16 +140,34 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
     if _taken(found) != TOKENS:
         said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
         raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
-    if getattr(found.config, "is_encoder_decoder", False):
-        raise InputError(
-            "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
-        )
     tokenizer = partial(tokenizer_of, found.source)
     text = given if isinstance(given, Tensor) else str(given)
     tokens = load_tokens(
         text, tokenizer, found.config, what="calibration", length=data.length, samples=samples, packing=True
     )
+    if getattr(found.config, "is_encoder_decoder", False):
+        tokens = _paired(tokens, found.config)
     return Shown(tokens, tokens.batches(data.batch_size))
+
+
+def _paired(tokens: Tokens, config: Any) -> Tokens:
+    """Tokens for an encoder and for a decoder. Raises InputError for padding, which two masks would have to tell apart,
+    and for a configuration without a token to begin with."""
+    if tokens.mask is not None:
+        raise InputError(
+            f"{tokens.source} makes samples with padding; an encoder-decoder is calibrated on samples of one length: "
+            "give a text file, or batches with input_ids and decoder_input_ids (Python)"
+        )
+    words = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    held = [getattr(each, word, None) for word in words for each in (config, getattr(config, "decoder", None))]
+    start = next((token for token in held if isinstance(token, int)), None)
+    if start is None:
+        raise InputError(
+            "config.json names no token with which the decoder begins (decoder_start_token_id): add it, or give "
+            "batches with input_ids and decoder_input_ids (Python)"
+        )
+    note = "the decoder is calibrated on the encoder's text, a token later; give batches in Python for other pairs"
+    return replace(tokens, start=start, notes=(*tokens.notes, note))
 
 
 def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], samples: int | None) -> Shown:

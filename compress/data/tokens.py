@@ -42,6 +42,7 @@ class Tokens:
     """Token ids [samples, length], the name of their source, and notes that the person should read.
 
     mask: bool [samples, length], False for padding; None where there is none. origins: the files that they are from.
+    start: the token with which the decoder of an encoder-decoder begins; None for a model that reads one sequence.
     """
 
     ids: Tensor
@@ -49,12 +50,15 @@ class Tokens:
     notes: tuple[str, ...] = ()
     mask: Tensor | None = None
     origins: tuple[Origin, ...] = ()
+    start: int | None = None
 
     def fingerprint(self) -> str:
-        """SHA-256 of the ids, and of the mask where there is one."""
+        """SHA-256 of the ids, and of the mask and the decoder's first token where there are any."""
         digest = hashlib.sha256(self.ids.contiguous().numpy().tobytes())
         if self.mask is not None:
             digest.update(self.mask.contiguous().numpy().tobytes())
+        if self.start is not None:
+            digest.update(str(self.start).encode())
         return digest.hexdigest()
 
     def described(self) -> dict[str, Any]:
@@ -71,7 +75,12 @@ class Tokens:
         }
 
     def batches(self, size: int) -> list[Batch]:
-        """Micro-batches of so many samples."""
+        """Micro-batches of so many samples. A decoder is to write what the encoder reads: it is given that, a token
+        later."""
+        if self.start is not None:
+            later = torch.cat([torch.full_like(self.ids[:, :1], self.start), self.ids[:, :-1]], 1)
+            pairs = zip(self.ids.split(size), later.split(size), strict=True)
+            return [{"input_ids": ids, "decoder_input_ids": shifted} for ids, shifted in pairs]
         if self.mask is None:
             return [{"input_ids": part} for part in self.ids.split(size)]
         masks = self.mask.long().split(size)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ class Call:
     """One micro-batch on its way through the blocks: the arguments of a block, and the hidden state's place in them.
 
     key: position or keyword of the hidden state; None where there is none. tokens: bool mask of the tokens that are no
-    padding, of the batch's leading shape [B, T], or None when all tokens count.
+    padding, of the batch's leading shape [B, T], or None when all tokens count. links: {position or keyword: place in
+    what the block before returns} of arguments that it makes, beside the hidden state.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     key: int | str | None
     tokens: Tensor | None
+    links: Mapping[int | str, int] = field(default_factory=dict)
 
     @property
     def hidden(self) -> Tensor:
@@ -41,6 +43,15 @@ class Call:
             return replace(self, args=(*self.args[: self.key], hidden, *self.args[self.key + 1 :]))
         assert self.key is not None
         return replace(self, kwargs={**self.kwargs, self.key: hidden})
+
+    def following(self, output: Any) -> "Call":
+        """This call with all that it gets of the block before it, which has returned `output`."""
+        call = self.with_hidden(hidden_of(output))
+        if not self.links:
+            return call
+        args = tuple(output[self.links[i]] if i in self.links else a for i, a in enumerate(call.args))
+        kwargs = {k: output[self.links[k]] if k in self.links else v for k, v in call.kwargs.items()}
+        return replace(call, args=args, kwargs=kwargs)
 
 
 def hidden_of(output: Any) -> Tensor:
@@ -80,9 +91,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Turns key-value caches off for the body: every block forward would fill them."""
-    configs = [c for c in (getattr(model, "config", None),) if c is not None]
-    configs += [c for c in (getattr(configs[0], "text_config", None),) if c is not None] if configs else []
-    before = [(c, c.use_cache) for c in configs if hasattr(c, "use_cache")]
+    held = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]  # a decoder's own
+    held += [text for c in held if (text := getattr(c, "text_config", None)) is not None]
+    before = [(c, c.use_cache) for c in {id(c): c for c in held}.values() if hasattr(c, "use_cache")]
     for config, _ in before:
         config.use_cache = False
     try:

@@ -8,7 +8,7 @@ Convolutions are layers like others in a model that has no stack of linear layer
 small, at its edge or between its linear layers, and are treated only where that is asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -301,6 +301,13 @@ def find_stacks(model: nn.Module, convolutions: bool | None = None) -> list[Stac
         for name, container in found
     ]
     return stacks or [whole_model(model)]
+
+
+def lies_in(model: nn.Module, stacks: Sequence[Stack]) -> bool:
+    """True where all linear layers of a model but its output head lie in these stacks."""
+    inside = {id(m) for stack in stacks for _, block in stack.blocks for m in block.modules()}
+    outside = (m for m in model.modules() if id(m) not in inside and is_linear(m))
+    return all(m is output_head(model) for m in outside)
 
 
 def whole_model(model: nn.Module) -> Stack:

@@ -8,7 +8,7 @@ The token embedding, if a pass is about it, is rounded before the capture. State
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,8 +21,9 @@ from compress.run.plan.batches import ChainBrokenError, tokens_of
 from compress.run.plan.zeros import told
 from compress.run.residency import Residency
 from compress.run.walk.block import run_block
-from compress.run.walk.capture import capture, output_shape
+from compress.run.walk.capture import Passed, capture, output_shape
 from compress.run.walk.remarks import few_tokens, held_back, permuted
+from compress.run.walk.stacks import in_order
 from compress.run.walk.state import Run, Streams
 from compress.run.walk.survey import surveyed
 from compress.run.walk.token_tables import round_tables
@@ -72,12 +73,20 @@ def walked(this: Run, how: Callable[[Run], T], joined: Callable[[ChainBrokenErro
 
 def _walk(this: Run) -> None:
     """Through all blocks with passes that train nothing."""
+    if this.plan.calibrated and len(this.plan.stacks) > 1:
+        with this.spending.on("forward"):
+            stacks = in_order(this, captured)
+        this = replace(this, plan=replace(this.plan, stacks=stacks))
     this = replace(this, plan=surveyed(this, partial(captured, this)))
     _name_left_alone(this)
     originals = [_original_calls(this, stack) for stack in this.plan.stacks]
     round_tables(this)
+    passed: list[Passed] = []
+    others: list[Passed] = []
     for stack, original in zip(this.plan.stacks, originals, strict=True):
-        _run_stack(this, stack, original)
+        streams = _run_stack(this, stack, original, passed, others)
+        passed.append(Passed(stack, streams.outputs))
+        others.append(Passed(stack, streams.others))
 
 
 def _name_left_alone(run: Run) -> None:
@@ -92,24 +101,33 @@ def _original_calls(run: Run, stack: Stack) -> list[Call] | None:
     return captured(run, stack)[0] if run.compares and run.plan.tables else None
 
 
-def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
-    """Compress the blocks of a stack, one after the other."""
+def _run_stack(
+    run: Run, stack: Stack, original: list[Call] | None, passed: Sequence[Passed], others: Sequence[Passed]
+) -> Streams:
+    """Compress the blocks of a stack, one after the other; returns what comes out of the last. passed, others: the
+    stacks before, in the compressed and in the original model."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
     if run.plan.calibrated:
-        calls = captured(run, stack)
+        calls = captured(run, stack, passed)
+    originals = captured(run, stack, others) if passed and run.plan.calibrated and run.compares else list(calls)
     tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
-    streams = Streams(calls[0], (original or calls[0]) if run.compares else [])
+    streams = Streams(calls[0], (original or originals[0]) if run.compares else [])
     for name, block in stack.blocks:
-        streams = streams.called_as(calls.pop(0))  # the calls of blocks that are done take no memory
+        # The calls of blocks that are done take no memory.
+        streams = streams.called_as(calls.pop(0), originals.pop(0))
         streams = run_block(run, name, block, streams)
     tell_tokens(run.reporter, 0)
+    return streams
 
 
-def captured(run: Run, stack: Stack) -> list[list[Call]]:
-    """The calls of every block of a stack, one for each micro-batch."""
+def captured(run: Run, stack: Stack, passed: Sequence[Passed] = ()) -> list[list[Call]]:
+    """The calls of every block of a stack, one for each micro-batch. passed: the stacks before it."""
+    behind = {each.stack.name for each in passed}
+    later = [other for other in run.plan.stacks if other is not stack and other.name not in behind]
+    first = partial(_first_output, run.residency, stack)
     with run.spending.on("forward"):
-        return capture(run.model, stack, run.batches, run.residency, partial(_first_output, run.residency, stack))
+        return capture(run.model, stack, run.batches, run.residency, first, passed, later)
 
 
 def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

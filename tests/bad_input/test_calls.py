@@ -41,6 +41,13 @@ def made_without_gradients():
         return two()
 
 
+def without_first_token():
+    model = build("t5")
+    for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, None)
+    return model
+
+
 def image_model():
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
@@ -74,6 +81,14 @@ CASES = {
     "image model without data": (
         {"model": image_model, "passes": GPTQ},
         "^gptq needs calibration data; " + IN_BATCHES,
+    ),
+    "encoder-decoder without a first token": (
+        {"model": without_first_token, "passes": GPTQ, "calibration": tokens()},
+        r"names no token with which the decoder begins \(decoder_start_token_id\): add it",
+    ),
+    "encoder-decoder trained on text": (
+        {"model": lambda: build("t5"), "passes": Train(steps=1), "calibration": tokens()},
+        "^an encoder-decoder is trained on pairs; give batches with input_ids, decoder_input_ids and labels",
     ),
     "image model with text": (
         {"model": image_model, "passes": GPTQ, "calibration": "demo"},

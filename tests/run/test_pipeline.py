@@ -267,9 +267,9 @@ def test_the_training_mode_of_a_model_in_memory_is_kept():
     assert model.training
 
 
-def test_an_encoder_decoder_runs_as_one_block_and_says_so():
-    model = build("t5")
-    result = compress.quantize(model, GPTQ, calibration=batches("t5"))
+def test_an_encoder_decoder_runs_as_one_block_for_what_looks_at_all_of_it_and_says_so():
+    labelled = [{**batch, "labels": batch["input_ids"]} for batch in batches("t5")]
+    result = compress.quantize(build("t5"), compress.Taylor(), calibration=labelled)
     assert any("several stacks" in note for note in result.record.notes)
     ids = tokens()
     mask = torch.ones_like(ids)

@@ -22,6 +22,7 @@ from sharded_worker import (
     FLOAT32,
     FOLDING,
     MASKS,
+    PAIRS,
     PLAIN,
     STRUCTURE,
     SUMS,
@@ -60,6 +61,8 @@ def folder(tmp_path_factory) -> Path:
     build("gemma").save_pretrained(folder / "tied")
     for name in ("model", "tied"):
         compress.quantize(folder / name, EMBEDDINGS, output=folder / f"embeddings-{name}-1", **common)
+    build("t5").save_pretrained(folder / "t5")
+    compress.quantize(folder / "t5", EXACT, output=folder / "t5-1", **{**common, "calibration": PAIRS})
     stop = {"output": folder / "embeddings-resumed", "reporter": StopAfterOne()}
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(folder / "tied", EMBEDDINGS, **stop, **common)
@@ -221,6 +224,10 @@ def test_convolutions_are_the_same_under_fsdp(two, folder):
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, value in model.named_parameters():
         assert torch.equal(found[name], value), name
+
+
+def test_an_encoder_and_its_decoder_are_the_same_under_fsdp(two, folder):
+    same(folder / "t5-1", folder / "t5-2", layers=32)
 
 
 def test_experts_in_one_parameter_are_the_same_under_fsdp(two, folder):

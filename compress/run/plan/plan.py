@@ -16,6 +16,7 @@ from compress.model.layers import (
     Table,
     check_tensors,
     find_stacks,
+    lies_in,
     obstacle,
     token_tables,
     treats_convolutions,
@@ -23,7 +24,16 @@ from compress.model.layers import (
 )
 from compress.model.left_alone import left_alone
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder, Restructure
+from compress.passes.protocol.stages import (
+    Decide,
+    Fix,
+    Gradients,
+    Learn,
+    Reconstruction,
+    Reorder,
+    Restructure,
+    Survey,
+)
 from compress.run.plan.matching import Ignored, Matching, check_untouched
 from compress.weights.caches import CacheScheme
 from compress.weights.masks import Earlier
@@ -125,7 +135,8 @@ def plan(
 ) -> Plan:
     """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
 
-    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so where
+    they look at more than a block, or where linear layers lie between the stacks, as those that project images.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
     whether tensors have values, which are then checked. experts: whether each of fused ones is a layer.
     """
@@ -137,7 +148,8 @@ def plan(
     if convolutions is None:
         convolutions = treats_convolutions(model)
     stacks = find_stacks(model, convolutions)
-    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
+    joined = any(p.calibrated for p in passes) and not (_by_stacks(passes) and lies_in(model, stacks))
+    if one_block or (len(stacks) > 1 and joined):
         stacks = [whole_model(model)]
     if not passes:
         nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
@@ -174,6 +186,17 @@ def plan(
     )
     _check(result)
     return result
+
+
+def _by_stacks(passes: Sequence[Pass]) -> bool:
+    """True where passes can treat one stack after the other: none looks at the whole model or trains it, and none
+    compares with the original behind a table that is rounded."""
+    whole = any(isinstance(stage, Survey | Gradients | Learn) for p in passes for stage in p.stages)
+    decides = (p.stage(Decide) for p in passes)
+    compares = any(stage.reference for stage in decides if stage is not None) or any(
+        p.stage(Reconstruction) for p in passes
+    )
+    return not whole and not (compares and any(p.treats == "embeddings" for p in passes))
 
 
 def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:

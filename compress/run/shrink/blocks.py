@@ -17,7 +17,7 @@ from compress.model.structure.rotate import widest
 from compress.run.plan.batches import ChainBrokenError
 from compress.run.plan.matching import Ignored, shared_weights
 from compress.run.residency import Local, Residency
-from compress.run.walk.capture import capture, output_shape
+from compress.run.walk.capture import capture, check_hidden_alone, output_shape
 
 
 def stacks_called(
@@ -50,7 +50,9 @@ def calls_of(model: nn.Module, stack: Stack, batches: Sequence[Batch], residency
         with residency.open(stack.blocks[0][1], keep=False) as opened:
             return output_shape(opened.block, args, kwargs)
 
-    return capture(model, stack, batches, residency, first_output)
+    calls = capture(model, stack, batches, residency, first_output)
+    check_hidden_alone(calls)
+    return calls
 
 
 class MatrixFinder:

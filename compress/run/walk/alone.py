@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.model.calls import Call, hidden_of
+from compress.model.calls import Call
 from compress.model.layers import Layer, Stack
 from compress.run.walk.held_out import holding
 from compress.run.walk.predicted import predicted
@@ -70,7 +70,7 @@ class Alone:
         """The calls of the next block; behind the last one what that returned."""
         if index + 1 == len(self.calls):
             return list(outputs)
-        return [c.with_hidden(hidden_of(o)) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
+        return [c.following(o) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
 
     @torch.no_grad()
     def damages(self) -> dict[Any, float]:

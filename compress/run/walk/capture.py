@@ -2,18 +2,21 @@
 
 The blocks are swapped for recorders that note their arguments and hand the hidden state on; the model runs once per
 micro-batch. Each block keeps its own arguments (masks and rotary tables differ between sliding and full attention). A
-model that changes the hidden state between two blocks, or passes another tensor from block to block, is detected: it is
-then run as one block.
+model that changes the hidden state between two blocks is detected: it is then run as one block. What blocks hand on
+beside the hidden state (T5's position biases) is noted by its place (`Call.links`).
+
+Stacks that the model runs before (the encoder of a decoder) return at once what they have returned (`Passed`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.model.calls import Batch, Call, token_mask, without_data
 from compress.model.layers import Stack
@@ -51,6 +54,16 @@ def swapped(container: nn.ModuleList, stand_ins: Sequence[nn.Module]) -> Iterato
             container[i] = module
 
 
+@contextmanager
+def swapped_all(stand_ins: Mapping[Stack, Sequence[nn.Module]]) -> Iterator[None]:
+    """Lets modules stand in for the blocks of several stacks in the body."""
+    with ExitStack() as entered:
+        for stack, modules in stand_ins.items():
+            assert stack.container is not None
+            entered.enter_context(swapped(stack.container, modules))
+        yield
+
+
 def _hidden_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
     if args and isinstance(args[0], Tensor):
         return 0
@@ -60,10 +73,40 @@ def _hidden_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
     raise ChainBrokenError("a block is called without a tensor")
 
 
-def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+def moved_to(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on a device."""
     # A tensor of torch.inference_mode cannot be used outside of it; a copy can.
     own = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in own.items()}
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A stack that is behind, and what its last block has returned for each micro-batch."""
+
+    stack: Stack
+    outputs: Sequence[Any]
+
+
+@contextmanager
+def standing_in(passed: Sequence[Passed], i: int) -> Iterator[None]:
+    """Lets stacks that are behind return at once, in the body, what they have returned for a micro-batch."""
+    instead_of = {
+        each.stack: [Recorder(block, partial(instead, each.outputs[i])) for _, block in each.stack.blocks]
+        for each in passed
+    }
+    with swapped_all(instead_of):
+        yield
+
+
+def instead(returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Stand-in for a block: `returned`, whatever the arguments."""
+    return returned
+
+
+def _stop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Stand-in for a block at which the model need not go on."""
+    raise StopError
 
 
 class _Capture:
@@ -75,7 +118,7 @@ class _Capture:
         self.shape: Any = None
         self.tokens: Tensor | None = None
         self.hidden: Tensor | None = None
-        self.extras: list[Tensor] = []
+        self.extras: dict[int, Tensor] = {}
 
     def record(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for block i: keep its call, check the chain, return the hidden state as the block would."""
@@ -83,9 +126,7 @@ class _Capture:
         if i > 0:
             if call.hidden is not self.hidden:
                 raise ChainBrokenError("the hidden state changes between two blocks")
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            if any(t is extra for t in tensors for extra in self.extras):
-                raise ChainBrokenError("a block's second output feeds the next block")
+            call = replace(call, links=self.links(args, kwargs))
         self.calls[i].append(call)
         if i == len(self.calls) - 1:
             raise StopError
@@ -94,14 +135,31 @@ class _Capture:
         self.hidden = call.hidden
         return self.handed_on(call.hidden)
 
+    def links(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, int]:
+        """{place among these arguments: place in what the block before returns} of what it hands on beside the hidden
+        state."""
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        found = {key: at for key, value in given.items() for at, extra in self.extras.items() if value is extra}
+        inside = tree_leaves([value for key, value in given.items() if key not in found])
+        if any(leaf is extra for leaf in inside for extra in self.extras.values()):
+            raise ChainBrokenError("a block's second output feeds the next block inside another object")
+        return found
+
     def handed_on(self, hidden: Tensor) -> Any:
         """The hidden state in the structure that a block returns; other tensors are empty and recognisable."""
-        self.extras = []
         if isinstance(self.shape, Tensor):
             return hidden
         rest = [torch.empty(0, device=hidden.device) if isinstance(o, Tensor) else o for o in self.shape[1:]]
-        self.extras = [r for r in rest if isinstance(r, Tensor)]
+        self.extras = {at: r for at, r in enumerate(rest, 1) if isinstance(r, Tensor)}
         return (hidden, *rest)
+
+
+def check_hidden_alone(calls: Sequence[Sequence[Call]]) -> None:
+    """Raise ChainBrokenError where blocks hand on more than the hidden state, for what changes or differentiates
+    that."""
+    if any(call.links for of_block in calls for call in of_block):
+        raise ChainBrokenError("a block's second output feeds the next block")
 
 
 def capture(
@@ -110,23 +168,27 @@ def capture(
     batches: Sequence[Batch],
     residency: Residency,
     output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+    passed: Sequence[Passed] = (),
+    later: Sequence[Stack] = (),
 ) -> list[list[Call]]:
     """calls[block][micro-batch] of a stack. Raises ChainBrokenError where the blocks cannot be run one by one.
 
-    `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data.
+    `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data. passed: the stacks that
+    the model runs before; later: those that it runs after this one.
     """
     if stack.container is None:
-        return [[Call((), b, None, token_mask(b)) for b in (_moved(b, residency.device) for b in batches)]]
+        return [[Call((), b, None, token_mask(b)) for b in (moved_to(b, residency.device) for b in batches)]]
     noted = _Capture(len(stack.blocks), output_of_first)
     blocks = [block for _, block in stack.blocks]
     stand_ins = [Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
-    with torch.no_grad(), residency.open(model, set(blocks)):
+    others = {block for other in (*(each.stack for each in passed), *later) for _, block in other.blocks}
+    with torch.no_grad(), residency.open(model, {*blocks, *others}):
         with swapped(stack.container, stand_ins):
             for i, batch in enumerate(batches):
-                moved = _moved(batch, residency.device)
+                moved = moved_to(batch, residency.device)
                 noted.tokens = token_mask(moved)
                 try:
-                    with named_failure(batch, i):
+                    with named_failure(batch, i), standing_in(passed, i):
                         model(**moved)
                 except StopError:
                     pass
@@ -134,7 +196,9 @@ def capture(
                     raise ChainBrokenError("the last block of the list is never called")
         if noted.shape is None:  # a stack of one block
             noted.shape = output_of_first(noted.calls[0][0].args, noted.calls[0][0].kwargs)
-        _check_called_once(model, stack, noted, _moved(batches[0], residency.device))
+        ends = {other: [Recorder(block, _stop) for _, block in other.blocks] for other in later}
+        with standing_in(passed, 0), swapped_all(ends):
+            _check_called_once(model, stack, noted, moved_to(batches[0], residency.device))
     return noted.calls
 
 

@@ -28,7 +28,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Gradients, Settled
 from compress.run.plan.batches import named_failure
 from compress.run.plan.task_loss import check_finite, task_loss
-from compress.run.walk.capture import Recorder, swapped
+from compress.run.walk.capture import Recorder, check_hidden_alone, instead, swapped
 from compress.run.walk.state import Run
 from compress.system.comm import RowShard
 
@@ -73,7 +73,9 @@ def with_gradients(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> di
     if not sums:
         return {}
     (stack,) = run.plan.stacks  # what is calibrated and has several is one block
-    for part in _parts(run, stack, capture(stack)):
+    calls = capture(stack)
+    check_hidden_alone(calls)
+    for part in _parts(run, stack, calls):
         _pass_through(run, stack, part, sums)
     return {p: each.settled() for p, each in sums.items()}
 
@@ -128,7 +130,7 @@ def _of_the_end(run: Run, stack: Stack, batches: Sequence[Batch], outputs: Seque
         for i, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
             leaf = hidden_of(output).detach().requires_grad_()
             returned = leaf if isinstance(output, Tensor) else (leaf, *output[1:])
-            stand_ins = [Recorder(block, partial(_instead, returned)) for block in blocks]
+            stand_ins = [Recorder(block, partial(instead, returned)) for block in blocks]
             moved = {k: v.to(leaf.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             with swapped(stack.container, stand_ins), named_failure(batch, i):
                 loss = task_loss(run.model(**moved), moved)
@@ -136,11 +138,6 @@ def _of_the_end(run: Run, stack: Stack, batches: Sequence[Batch], outputs: Seque
                 found.append(torch.autograd.grad(loss, [leaf])[0])
     run.comm.fail_together(problem)
     return found
-
-
-def _instead(returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Stand-in for a block: `returned`, whatever the arguments."""
-    return returned
 
 
 def _along(output: Any, gradient: Tensor) -> Tensor:

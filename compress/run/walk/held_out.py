@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.errors import InputError
-from compress.model.calls import Batch, Call, hidden_of, token_mask
+from compress.model.calls import Batch, Call, token_mask
 from compress.model.layers import Layer, Stack
-from compress.run.walk.capture import Recorder, swapped
+from compress.run.walk.capture import Recorder, instead, swapped
 
 Values = Mapping[Layer, Tensor]
 
@@ -74,13 +74,13 @@ class HeldOut:
         outputs = [self.blocks[index](*call.args, **call.kwargs) for call in calls]
         if index + 1 == len(self.blocks):
             return outputs
-        return [c.with_hidden(hidden_of(o)) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
+        return [c.following(o) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
 
     def _onwards(self, index: int, i: int, call: Call) -> Any:
         """The last block's output, if block `index` is called with `call` and its output goes on."""
         output: Any = self.blocks[index](*call.args, **call.kwargs)
         for block, calls in zip(self.blocks[index + 1 :], self.calls[index + 1 :], strict=True):
-            own = calls[i].with_hidden(hidden_of(output))
+            own = calls[i].following(output)
             output = block(*own.args, **own.kwargs)
         return output
 
@@ -96,11 +96,6 @@ class HeldOut:
                 f"{type(self.model).__name__} predicts no next token, so that there is no KL; measure the loss alone"
             )
         return _of_next(logits, self.batches[i])
-
-
-def instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Stand-in for a block: `output`, whatever the arguments."""
-    return output
 
 
 def divergence(expected: Tensor, found: Tensor) -> float:

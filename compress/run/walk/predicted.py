@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from compress.model.calls import Batch, Call, real_tokens
 from compress.model.layers import Stack
-from compress.run.walk.capture import Recorder, swapped
-from compress.run.walk.held_out import divergence, instead
+from compress.run.walk.capture import Recorder, instead, swapped
+from compress.run.walk.held_out import divergence
 
 Measure = Callable[[Tensor, Tensor], float]
 

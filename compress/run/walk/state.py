@@ -103,27 +103,39 @@ class Run:
 @dataclass(frozen=True)
 class Streams:
     """The calls of a block on the compressed model's hidden states, and on those of the original model (`reference`;
-    empty where no pass compares with it)."""
+    empty where no pass compares with it). outputs, others: all that the block before has returned for each of them;
+    none before the first block."""
 
     calls: list[Call]
     reference: list[Call]
+    outputs: Sequence[Any] = ()
+    others: Sequence[Any] = ()
 
     @property
     def end(self) -> bool:
         """True if the block is the whole model, which hands nothing on."""
         return bool(self.calls) and self.calls[0].key is None
 
-    def called_as(self, own: Sequence[Call]) -> "Streams":
-        """These hidden states in a block's own calls: masks and rotary tables differ between blocks."""
+    def called_as(self, own: Sequence[Call], original: Sequence[Call] | None = None) -> "Streams":
+        """These hidden states in a block's own calls: masks and rotary tables differ between blocks. original: the
+        block's calls in the original model, where they differ in more."""
         if self.end:
             return self
-        calls = [to.with_hidden(call.hidden) for to, call in zip(own, self.calls, strict=True)]
-        # Not strict: there may be no reference.
-        return Streams(calls, [to.with_hidden(c.hidden) for to, c in zip(own, self.reference, strict=False)])
+        theirs = (own if original is None else original)[: len(self.reference)]
+        return Streams(_called(own, self.calls, self.outputs), _called(theirs, self.reference, self.others))
 
     def after(self, outputs: Sequence[Any], others: Sequence[Any]) -> "Streams":
         """The same calls on what the block returned for each of them."""
-        return self if self.end else Streams(_onto(self.calls, outputs), _onto(self.reference, others))
+        if self.end:
+            return self
+        return Streams(_onto(self.calls, outputs), _onto(self.reference, others), outputs, others)
+
+
+def _called(own: Sequence[Call], before: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    """The block's own calls on what comes out of the block before; of the first block, on the hidden states given."""
+    if outputs:
+        return [call.following(output) for call, output in zip(own, outputs, strict=True)]
+    return [call.with_hidden(given.hidden) for call, given in zip(own, before, strict=True)]
 
 
 def _onto(calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:

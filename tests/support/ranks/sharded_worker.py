@@ -34,6 +34,7 @@ FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64",
 CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64", **DRIFT_GPTQ)
 EXPERTS = compress.GPTQ(group_size=8, statistics="float64", **PLAIN_GPTQ)
 EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
+PAIRS = [{"input_ids": tokens(2, 16, i), "decoder_input_ids": tokens(2, 12, i + 5)} for i in range(4)]
 DYNAMIC_CACHES = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache()]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
@@ -236,6 +237,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:
             torch.save(values, folder / "cnn-2.pt")
+        compress.quantize(folder / "t5", EXACT, output=folder / "t5-2", **{**common, "calibration": PAIRS})
         shard(several := routed(Experts), find_stacks(several), mesh)
         layers = [
             layer for name, block in find_stacks(several)[0].blocks for layer in layers_of(block, name, experts=True)
