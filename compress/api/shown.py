@@ -22,6 +22,7 @@ from compress.errors import InputError
 from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
+from compress.run.plan.batches import named_batches
 from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows, rows_of
 from compress.train.options import TrainingOptions
@@ -134,6 +135,7 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
     if not isinstance(given, str | Path | Tensor):
         if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
+        given = given if found.given is None or isinstance(given, Mapping) else named_batches(found.given, given)
         return Shown(None, batches_of(given, data.batch_size, getattr(found.config, "vocab_size", None)))
     if not isinstance(given, Tensor) and _reads_images(found) and (seen := samples_of(str(given))) is not None:
         return _pictures(data, found, str(given), seen, samples)

@@ -148,8 +148,8 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabul
     for batch in batches:
         if not isinstance(batch, Mapping) or not batch:
             raise InputError(
-                f"a calibration batch is {type(batch).__name__}; give token ids [samples, length] or "
-                "dictionaries of the model's inputs"
+                f"a calibration batch is {type(batch).__name__}; give token ids [samples, length] or dictionaries of "
+                "the model's inputs (tuples of them for a model in memory)"
             )
         if batch.get("use_cache"):
             raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")

@@ -1,8 +1,9 @@
 """Calibration batches that a model can run, and what is said about those that it cannot."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,32 @@ class StopError(Exception):
     """Leave the model: everything worth recording has been recorded."""
 
 
+def named_batches(model: nn.Module, batches: Any) -> Any:
+    """Batches with tuples, the first arguments of a model's forward, as dictionaries by their names; what is none is
+    returned as it is. Raises InputError for a tuple of more values than the forward has arguments."""
+    if not isinstance(batches, Iterable):
+        return batches
+    names = _arguments(model)
+    found = []
+    for i, batch in enumerate(batches):
+        if isinstance(batch, tuple | list) and len(batch) > len(names):
+            raise InputError(
+                f"calibration batch {i + 1} has {len(batch)} values for the forward of {type(model).__name__}, which "
+                f"takes {', '.join(names) or 'none'}"
+            )
+        found.append(dict(zip(names, batch, strict=False)) if isinstance(batch, tuple | list) else batch)
+    return found
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters
+    return [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
 def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
     """Raises InputError for a batch that a model's forward has no arguments for, or not all that it needs."""
     signature = inspect.signature(model.forward)
-    named = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = _arguments(model)
     for i, batch in enumerate(batches):
         try:
             signature.bind(**batch)
