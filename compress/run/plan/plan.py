@@ -147,10 +147,7 @@ def plan(
     kv = _cache_pass(model, passes)
     if convolutions is None:
         convolutions = treats_convolutions(model)
-    stacks = find_stacks(model, convolutions)
-    joined = any(p.calibrated for p in passes) and not (_by_stacks(passes) and lies_in(model, stacks))
-    if one_block or (len(stacks) > 1 and joined):
-        stacks = [whole_model(model)]
+    stacks = [whole_model(model)] if one_block else _stacks(model, passes, convolutions)
     if not passes:
         nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
         return Plan(tuple(stacks), nothing, (), {}, convolutions, experts, recipe=structural)
@@ -186,6 +183,13 @@ def plan(
     )
     _check(result)
     return result
+
+
+def _stacks(model: nn.Module, passes: Sequence[Pass], convolutions: bool) -> list[Stack]:
+    """The stacks of a model as these passes see them."""
+    stacks = find_stacks(model, convolutions)
+    joined = any(p.calibrated for p in passes) and not (_by_stacks(passes) and lies_in(model, stacks))
+    return [whole_model(model)] if joined and len(stacks) > 1 else stacks
 
 
 def _by_stacks(passes: Sequence[Pass]) -> bool:
