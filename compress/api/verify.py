@@ -29,7 +29,7 @@ from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
-from compress.model.experts import Experts
+from compress.model.experts import Experts, SortedExperts
 from compress.model.layers import transposed_weights
 from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
@@ -48,6 +48,11 @@ PROBE_SIZE = 64  # pixels, height and width
 # Of the standard deviation of logits, for models that round what their layers multiply: transformers rounds for itself,
 # and takes the other code of some ties.
 ACTIVE_TOLERANCE = 0.05
+# The same for models of which transformers multiplies experts one after the other, and we do all at once, in float32:
+# other sums.
+ORDER_TOLERANCE = 1e-3
+# Dimensions of an input whose tokens compressed-tensors rounds one by one; those of others get one scale together.
+BATCHED = 3
 
 
 class NotComparedError(Exception):
@@ -170,7 +175,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
 
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
-    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too.
+    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too
+    (ORDER_TOLERANCE where only the order of sums differs).
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
     was compared, too. remarks, if any: documents that were edited, and what records of earlier versions cannot show.
     """
@@ -187,7 +193,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         active = cached or sums or any(layer.scheme.inputs is not None for layer in stored.layers.values())
         # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
         wanted = decompressed_in(layer.scheme for layer in stored.layers.values())
-        dtype = wanted or (torch.float32 if active else None)
+        apart = any(isinstance(module, SortedExperts) for module in empty_model(source).modules())
+        dtype = wanted or (torch.float32 if active or apart else None)
         dense = source.quantization is not None and not active
         ours = seen(source, dtype, ids, active, dense)
         if sums:
@@ -198,7 +205,11 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         result["transformers"] = f"not compared: {why}"
         return result
     openings = decompressed_by_block(theirs) if result["loader"] == "default" else {}
-    found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
+    with flat_inputs(theirs) as flat:
+        found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
+    if flat:
+        reason = f"compressed-tensors rounds all tokens of {flat[0]} by one scale, as it is given no batches"
+        return {**result, "transformers": f"not compared: {reason}"}
     if cached and result["loader"] != "default":
         expected = ours.uncached
         result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
@@ -206,14 +217,42 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         result["cache"] = "compared"
         if _distance(found, expected) > _distance(found, ours.uncached):
             raise CompressError(f"{source.path} loads in transformers without a rounded key-value cache")
-    result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
-    allowed = ACTIVE_TOLERANCE * float(expected.float().std()) if active else 0.0
-    if not result["logits_max_difference"] <= allowed:
+    allowed = ACTIVE_TOLERANCE if active else ORDER_TOLERANCE if apart else 0.0
+    return {**result, "logits_max_difference": _difference(source, found, expected, allowed)}
+
+
+def _difference(source: Source, found: Tensor, expected: Tensor, allowed: float) -> float:
+    """The largest difference of transformers' logits. Raises CompressError for one above so many standard deviations of
+    ours."""
+    largest = float((found.float() - expected.float()).abs().max())
+    if not largest <= allowed * float(expected.float().std()):
         raise CompressError(
-            f"{source.path} loads in transformers with logits that differ by up to "
-            f"{result['logits_max_difference']:.3g} from what its codes stand for"
+            f"{source.path} loads in transformers with logits that differ by up to {largest:.3g} from what its codes "
+            "stand for"
         )
-    return result
+    return largest
+
+
+@contextmanager
+def flat_inputs(theirs: nn.Module) -> Iterator[list[str]]:
+    """Yields names of layers of transformers' model that round every token of their input, and are called with inputs
+    of two dimensions in the body."""
+    found: list[str] = []
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if args[0].ndim < BATCHED and name not in found:
+            found.append(name)
+
+    handles = []
+    for name, module in theirs.named_modules():
+        inputs = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
+        if inputs is not None and inputs.dynamic and inputs.strategy == "token":
+            handles.append(module.register_forward_pre_hook(lambda _, args, name=name: note(name, args)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def comparable_probe(source: Source) -> Tensor:

@@ -1,7 +1,7 @@
 """Ranks of the sharded tests, forked from one process that has imported everything."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +24,9 @@ def part() -> None:
     leave(0)
 
 
-def fork(run: Callable[[int, int, Path], None]) -> None:
-    """Two ranks and then three, of a worker's `run(rank, world, folder)`; the folder is its first argument."""
+def fork(run: Callable[[int, int, Path], None], worlds: Sequence[int] = (2, 3)) -> None:
+    """So many ranks, two and then three, of a worker's `run(rank, world, folder)`; the folder is its first argument."""
     torch.set_num_threads(1)
     build("llama")  # its classes, too, are imported once
-    for world in (2, 3):
+    for world in worlds:
         mp.start_processes(run, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")
