@@ -11,8 +11,9 @@ from torch import Tensor
 from compress.api.opened import FoundModel
 from compress.api.request import Calibration, Data
 from compress.checkpoint.files import checksum, fingerprint
+from compress.checkpoint.portable_names import shown as portable
 from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
-from compress.data.documents import TOKEN_FORMATS
+from compress.data.documents import TOKEN_FORMATS, read_batches
 from compress.data.pictures import Sample, check_pillow, samples_of
 from compress.data.processed import Pictures, processed
 from compress.data.teacher_file import read_cached
@@ -39,6 +40,7 @@ class Shown:
     batches: calibration data, in micro-batches, of all ranks.
     rows: all samples that the model is trained on, if it is.
     cached: what files hold of teachers, and the checksums of these files, by their names.
+    file: the file that the batches are from.
     """
 
     tokens: Tokens | None
@@ -46,6 +48,7 @@ class Shown:
     rows: Rows | None = None
     cached: Mapping[str, tuple[TopKRows, str]] = field(default_factory=dict)
     pictures: Pictures | None = None
+    file: str | None = None
 
     @property
     def notes(self) -> Sequence[str]:
@@ -54,6 +57,8 @@ class Shown:
 
     def described(self) -> dict[str, Any] | None:
         """The entry about the calibration data in the record of a run; None for ready-made batches."""
+        if self.file is not None:
+            return {"source": portable(self.file), "batches": len(self.batches), "sha256": self.fingerprint()}
         data = self.pictures if self.tokens is None else self.tokens
         return None if data is None else data.described()
 
@@ -99,11 +104,13 @@ def training_rows(data: Data, found: FoundModel) -> Rows:
     given = data.calibration if data.training is None else data.training
     if given is None:
         raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(found)}")
-    if isinstance(given, str | Path | Tensor) and getattr(found.config, "is_encoder_decoder", False):
+    shown = _shown(data, found, given, None)
+    if shown.tokens is not None and shown.tokens.start is not None:
         raise InputError(
-            "an encoder-decoder is trained on pairs; give batches with input_ids, decoder_input_ids and labels (Python)"
+            "an encoder-decoder is trained on pairs; give batches with input_ids, decoder_input_ids and labels, in "
+            "Python or in a .pt file"
         )
-    return rows_of(_shown(data, found, given, None).batches)
+    return rows_of(shown.batches)
 
 
 def _calibration(data: Data, passes: Sequence[Pass], found: FoundModel) -> Shown:
@@ -132,6 +139,9 @@ def _first_of_training(data: Data, found: FoundModel, training: Calibration) -> 
 
 def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | None) -> Shown:
     """The given data, in micro-batches."""
+    file = str(given) if isinstance(given, str | Path) else None
+    if file is not None and (stored := read_batches(file)) is not None:
+        return replace(_shown(data, found, stored, None), file=file)
     if not isinstance(given, str | Path | Tensor):
         if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
@@ -202,7 +212,7 @@ def _what_to_show(found: FoundModel) -> str:
         return f"give {images}text, token ids or 'demo'"
     return (
         f"the model takes {taken}: give {images}batches in Python (compress.quantize(..., calibration=[{{'{taken}': "
-        "tensor}, ...])), or use a method that needs no data, like rtn"
+        "tensor}, ...])) or such a list in a .pt file (torch.save), or use a method that needs no data, like rtn"
     )
 
 

@@ -166,6 +166,15 @@ def _from_hub(source: str) -> Documents:
     return Documents(source, _conversations(loaded.select_columns(names), source))
 
 
+def read_batches(source: str) -> list[Mapping[str, Any]] | None:
+    """The batches that a .pt file holds: a list of dictionaries of a model's inputs, written with torch.save; None for
+    any other content. Raises InputError as `read_tokens` does."""
+    if Path(source).suffix != ".pt":
+        return None
+    held = read_tokens(source)
+    return list(held) if isinstance(held, list | tuple) and all(isinstance(b, Mapping) for b in held) else None
+
+
 def read_tokens(source: str) -> Any:
     """The content of a .pt or .npy file, not yet checked to be token ids (see `checked_ids`). Raises InputError."""
     path = regular(path_of(source, "token file"), "token file")
