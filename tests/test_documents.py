@@ -105,6 +105,7 @@ def desk(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("results"))
     recipe = next(each.text for each in OTHERS if each.language == "yaml")
     (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    torch.save([{"input_ids": tokens()}], tmp_path / "batches.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "recipes")
     return tmp_path
@@ -122,7 +123,8 @@ def test_a_command_runs_as_it_is_written(words: tuple[str, ...], written: Path, 
         assert ran.returncode == 0, ran.stderr
         return
     more = [option for of, options in QUICK.items() if set(of) <= set(words) for option in options]
-    more = [] if words[1] == "cache-logits" else more  # it takes all of its data, as training does
+    # These take all of their data, as training does.
+    more = [] if words[1] == "cache-logits" or "batches.pt" in words else more
     outcome = command(*words[1:], *more)
     assert outcome.code == 0, f"{COMMANDS[words]}\n{outcome.err}"
     if words[1] in ("quantize", "prune", "qat", "distill"):

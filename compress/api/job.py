@@ -125,6 +125,7 @@ class Job:
         self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
         asked = self.request.passes, extent.ignore
         whole = plan(self.run.model, *asked, one_block=True, convolutions=extent.convolutions, experts=extent.experts)
+        self.run.record.left_alone.clear()  # the plan of one block leaves other layers alone
         self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier, beside=self.run.plan.beside))
         self.identity["recipe"] = describe(whole.recipe)  # of more layers: a group size may be another
         for note in whole.notes:

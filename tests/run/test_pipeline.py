@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from commands import DRIFT_GPTQ, fast_gptq
+from commands import DRIFT_GPTQ, PLAIN_GPTQ, fast_gptq, save
 from models import DECODERS, FAMILIES, build, tokens
 from torch import nn
 
@@ -183,7 +183,7 @@ def test_a_pass_that_forgets_to_round_inputs_is_named():
     compress.quantize(build("llama"), Forgets(group_size=16))  # asked for weights alone
 
 
-def test_layers_without_calibration_are_left_alone_and_named():
+def test_a_layer_without_calibration_is_left_alone_and_named():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,8 +194,7 @@ def test_layers_without_calibration_are_left_alone_and_named():
 
     model = Odd()
     result = compress.quantize(model, compress.GPTQ(group_size=-1), calibration=[{"x": torch.randn(32, 8)}])
-    assert [r.name for r in result.record.layers] == ["used"]
-    assert result.record.left_alone["twice"] == "called several times in one forward pass"
+    assert [r.name for r in result.record.layers] == ["used", "twice"]
     assert result.record.left_alone["never"] == "never called during calibration"
 
 
@@ -279,7 +278,28 @@ def test_an_encoder_decoder_runs_as_one_block_for_what_looks_at_all_of_it_and_sa
         compress.quantize(build("t5"), GPTQ, calibration=[batch])
 
 
-def test_a_block_that_is_called_repeatedly_is_left_alone_and_named():
+def test_a_layer_that_is_called_several_times_is_decided_by_all_its_calls():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.twice(self.twice(x).tanh())
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(40, 16)
+    lone = nn.Sequential(copy.deepcopy(model.twice))
+    with torch.no_grad():
+        both = torch.cat([x, model.twice(x).tanh()])
+    method = compress.GPTQ(group_size=-1, **PLAIN_GPTQ)
+    found = compress.quantize(model, method, calibration=[{"x": x}]).record.layers
+    compress.quantize(lone, method, calibration=[{"input": both}])
+    assert found[0].figures["tokens"] == 80
+    torch.testing.assert_close(model.twice.weight, lone[0].weight, rtol=0, atol=1e-6)
+
+
+def albert():
     config = transformers.AlbertConfig(
         vocab_size=96,
         embedding_size=16,
@@ -291,11 +311,27 @@ def test_a_block_that_is_called_repeatedly_is_left_alone_and_named():
     )
     torch.manual_seed(0)
     model = transformers.AlbertModel(config).eval()
-    result = compress.quantize(model, GPTQ, calibration=tokens())
-    assert any("several times" in note for note in result.record.notes)
-    repeated = [n for n, why in result.record.left_alone.items() if why == "called several times in one forward pass"]
-    assert len(repeated) == 6
-    assert all("albert_layer_groups" not in r.name for r in result.record.layers)
+    for p in model.parameters():
+        p.data.mul_(8 if p.ndim > 1 else 1)
+    return model
+
+
+@pytest.mark.parametrize("method", [GPTQ, compress.SmoothQuant(activations="static")], ids=["gptq", "smoothquant"])
+def test_layers_that_share_one_block_are_compressed_and_run(method, tmp_path):
+    source = save(albert(), tmp_path / "in")
+    found = compress.quantize(source, method, calibration=tokens(24), output=tmp_path / "out", verify=False)
+    assert len(found.record.layers) == 8
+    assert set(found.record.left_alone.values()) == {"embedding"}
+    decided = compress.quantize(albert(), method, calibration=tokens(24)).model
+    plain = compress.quantize(albert(), compress.RTN(group_size=16)).model
+    with torch.no_grad():
+        expected, own, kept, rounded = (
+            each(tokens(4, 16, 9))[0] for each in (albert(), compress.load(tmp_path / "out"), decided, plain)
+        )
+    assert float((own - kept).abs().max()) < 0.05 * float(
+        kept.std()
+    )  # a rounded input may take the other code of a tie
+    assert float((own - expected).norm()) < 0.7 * float((rounded - expected).norm())
 
 
 def test_what_no_pass_asks_for_is_named_so():

@@ -26,6 +26,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
 from compress.run.restore import hooks_and_buffers, undone
+from compress.run.walk.again import again_by, arrivals_of, name_unseen
 from compress.run.walk.decide import Decided, decide, with_routing
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.reconstruct import reconstructed
@@ -159,8 +160,7 @@ class BlockRun:
 
     def sites(self, structure: BlockSites, names: Collection[str]) -> list[list[Layer]]:
         """The sites of the block, of the layers of these names."""
-        sites = ([self.layers[name] for name in site if name in names] for site in structure.sites)
-        return [site for site in sites if site]
+        return [found for site in structure.sites if (found := [self.layers[n] for n in site if n in names])]
 
     def fold(self, p: Pass, rewrite: Rewrite, structure: BlockSites, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the edits of the pass around each producer of the block."""
@@ -171,8 +171,8 @@ class BlockRun:
         if not sites:
             return
         observed = _only_seen(self, rewrite.needs, sites)
-        call, shared = self.streams.calls[0], self.run.folds.shared
-        edits, records = folds.rewrite(p, call, shared, observed, set(self.decided.decisions))
+        about = self.streams.calls[0], self.run.folds.shared, observed, set(self.decided.decisions)
+        edits, records = folds.rewrite(p, *about)
         self.edits += edits
         self.fold_records += records
 
@@ -191,7 +191,7 @@ class BlockRun:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         calls, reference = self.streams.calls, self.streams.reference
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
-        _name_unseen(self.run, structure, list(whose))
+        name_unseen(self.run, structure, whose)
         made: dict[str, tuple[Pass, Decision]] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
@@ -209,7 +209,8 @@ class BlockRun:
         with self.run.spending.on("forward"):
             outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
         self.run.record.block_forwards += len(calls) + len(reference)
-        if last:
+        made |= (again := _again(self, structure, whose))
+        if last and not again:  # nothing has changed since
             self.streams, self.forwarded = self.streams.after(outputs, others), True
         return made
 
@@ -261,6 +262,21 @@ class BlockRun:
                 others = [block(*call.args, **call.kwargs) for call in streams.reference]
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams, self.forwarded = streams.after(outputs, others), True
+
+
+def _again(here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]) -> dict[str, tuple[Pass, Decision]]:
+    """Decide about layers that are called several times, from forwards of their own."""
+    made: dict[str, tuple[Pass, Decision]] = {}
+    calls, reference = here.streams.calls, here.streams.reference
+    for site in structure.again:
+        for p in dict.fromkeys(whose[name] for name in site if name in whose and again_by(whose[name])):
+            layers = [here.layers[name] for name in site if whose.get(name) is p]
+            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
+            with here.run.spending.on("solve"):
+                decisions = here.decide_site(p, layers, arrivals)
+            made.update({name: (p, decision) for name, decision in decisions.items()})
+            here.run.record.block_forwards += len(calls) + len(reference)
+    return made
 
 
 def _places(here: BlockRun) -> dict[str, Tensor]:
@@ -330,21 +346,6 @@ def _name_elsewhere(run: Run, decisions: Mapping[str, Decision]) -> None:
     """Say that tokens of layers could not be paired with those of the original."""
     if any("elsewhere" in decision.figures for decision in decisions.values()):
         run.record.note(run.reporter, ELSEWHERE)
-
-
-def _name_unseen(run: Run, structure: BlockSites, wanted: Sequence[str]) -> None:
-    """Say which layers of a pass no statistic can be about, and what it cost to find out."""
-    for name in wanted:
-        if name in structure.unreached:
-            run.record.left_alone[name] = "never called during calibration"
-        elif name in structure.repeated:
-            run.record.left_alone[name] = "called several times in one forward pass"
-    if not structure.traced:
-        run.record.note(
-            run.reporter,
-            "blocks could not be traced without data: one more forward pass of one "
-            "micro-batch per block shows which layers share inputs",
-        )
 
 
 def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:

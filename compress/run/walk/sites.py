@@ -23,6 +23,7 @@ from compress.system.comm import Comm
 @dataclass(frozen=True)
 class BlockSites:
     """A block's calls of its layers: sites (names of layers that read one tensor, in call order), and the others.
+    again: the sites of layers that are called several times, which read one tensor at every call.
 
     Convolutions are of one site if they also read the tensor in the same way: the same patches.
     """
@@ -31,6 +32,7 @@ class BlockSites:
     unreached: tuple[str, ...]
     repeated: tuple[str, ...]
     traced: bool
+    again: tuple[tuple[str, ...], ...] = ()
 
 
 def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]) -> BlockSites:
@@ -55,11 +57,20 @@ def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer
     if any(layer.index is not None for layer in layers):
         sites, repeated = of_all_experts(sites, repeated, layers)
     reached = repeated.union(*sites)
+    places: dict[str, list[int]] = {}
+    for place, names in enumerate(order.values()):
+        for name in names:
+            places.setdefault(name, []).append(place)
+    again: dict[tuple[int, ...], list[str]] = {}
+    for name in places:
+        if name in repeated and alike[name] == (None, None):  # rows of several calls are of one width
+            again.setdefault(tuple(places[name]), []).append(name)
     return BlockSites(
         sites=tuple(s for s in sites if s),
         unreached=tuple(layer.name for layer in layers if layer.name not in reached),
         repeated=tuple(sorted(repeated)),
         traced=traced,
+        again=tuple(map(tuple, again.values())),
     )
 
 
