@@ -1,6 +1,12 @@
 """From what was asked for to a job that can run. What can be refused without the model is refused before it is read."""
 
+from dataclasses import replace
+from functools import partial
+
+from compress.api.forecast.forecast import Outline, outline
+from compress.api.forecast.memory import weights_in
 from compress.api.job import Job
+from compress.api.lack import counts_of, lack_of_memory
 from compress.api.opened import FoundModel, OpenedModel, check_group, found_model, opened_model, residency_of, widened
 from compress.api.planned import Planned, planned_work
 from compress.api.request import Request
@@ -15,7 +21,9 @@ from compress.run.plan.matching import shared_weights
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Lessons, Run, Steps, phase_of
 from compress.system.comm import Comm
-from compress.system.progress import Reporter
+from compress.system.progress import Reporter, tell_outline
+
+TIMED = 2**26  # weights from which on the time of a run is told
 
 
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
@@ -42,11 +50,17 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
     record = _record(opened, planned, reporter)
     lessons = _lessons(request, opened, shown, planned)
     stores = widened(model) if lessons is not None and fsdp and opened.source is not None else {}
+    batches = shown.batches[comm.rank :: comm.world]
+    lack = lack_of_memory(opened, plan, batches, request.work.spill is not None)
+    if lack is not None:
+        record.note(reporter, lack)
+    if isinstance(planned.sink, Writer):
+        tell_outline(reporter, partial(_outline, request, opened, shown, planned))
     keep = opened.source is None or isinstance(planned.sink, Discard) or lessons is not None
     run = Run(
         model,
         plan,
-        shown.batches[comm.rank :: comm.world],
+        batches,
         residency_of(opened, find_stacks(model, plan.convolutions), fsdp, keep, stores),
         planned.sink,
         comm,
@@ -55,8 +69,18 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         FoldFinder(comm, shared_weights(model)),
         Steps.of(reporter, plan, phase_of(lessons)),
         lessons,
+        repeats=lack is not None,
     )
     return Job(request, opened, run, shown, planned.identity, planned.cache, stores)
+
+
+def _outline(request: Request, opened: OpenedModel, shown: Shown, planned: Planned) -> Outline:
+    """The outline of the run. Of little work the time is not told, which takes a measurement; nor the memory of tensors
+    that lie in files."""
+    plan, timed = planned.plan, sum(map(weights_in, planned.plan.layers.values())) >= TIMED
+    tokens = counts_of(shown.batches)
+    told = outline(opened.source, opened.device, opened.model, plan, request.delivery, tokens, timed=timed)
+    return told if request.work.spill is None else replace(told, memory=None)
 
 
 def _record(opened: OpenedModel, planned: Planned, reporter: Reporter) -> RunRecord:

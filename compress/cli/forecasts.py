@@ -1,12 +1,13 @@
 """Words for a plan, in full and in short."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import click
 import torch
 
-from compress.api.forecast.forecast import Forecast, LayerForecast, counted
+from compress.api.forecast.forecast import Forecast, LayerForecast, Outline, counted
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 from compress.system.terminal import visible
@@ -28,7 +29,7 @@ def show_plan(found: Forecast, notes: Sequence[str] = ()) -> None:
         click.echo(visible(f"note: {note}"))
 
 
-def short(found: Forecast) -> list[str]:
+def short(found: Outline) -> list[str]:
     """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk, memory."""
     lines = [f"{len(found.layers)} layers are compressed"]
     lines += [f"dense: {count} like {name}: {why}" for why, count, name in counted(found.dense)]
@@ -41,7 +42,33 @@ def short(found: Forecast) -> list[str]:
     return [*lines, memory_line(found), time_line(found)]
 
 
-def time_line(found: Forecast) -> str:
+def brief(told: Outline) -> list[str]:
+    """Lines of 80 columns, if names are not long, that tell what a run is about to do."""
+    schemes = Counter(layer.scheme for layer in told.layers)
+    dense = Counter(told.dense.values())
+    parts = [f"{count} layers in {scheme}" for scheme, count in schemes.most_common()]
+    rest = f"; dense: {', '.join(f'{count} {why}' for why, count in dense.most_common())}" if dense else ""
+    about = "" if told.exact else "about "
+    before, after = (size / MIB for size in (told.saving.before, told.saving.after))
+    lack = ", TOO LITTLE" if told.disk.free < told.disk.needed else ""
+    takes = [
+        f"{before:,.2f} -> {about}{after:,.2f} MiB",
+        f"disk {told.disk.needed / MIB:,.0f} of {told.disk.free / MIB:,.0f} MiB free{lack}",
+    ]
+    if told.memory is not None:
+        takes.append(f"memory about {_taken(told) / MIB:,.0f} MiB")
+    if told.seconds is not None:
+        takes.append(f"about {_rounded(told.seconds)}")
+    return [f"plan: {', '.join(parts) or 'no layer'}{rest}", f"plan: {', '.join(takes)}"]
+
+
+def _taken(told: Outline) -> int:
+    """The bytes at the peak: of the process on a CPU, of the device elsewhere."""
+    assert told.memory is not None
+    return told.memory.total if told.device == "cpu" else told.memory.working
+
+
+def time_line(found: Outline) -> str:
     """A line about the time."""
     if found.device != "cpu":
         return f"time: not known for {found.device}"
@@ -58,7 +85,7 @@ def _rounded(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} seconds"
 
 
-def memory_line(found: Forecast) -> str:
+def memory_line(found: Outline) -> str:
     """A line about the memory at the peak, and its parts."""
     memory = found.memory
     if memory is None:
@@ -73,9 +100,16 @@ def memory_line(found: Forecast) -> str:
     if found.device == "cpu":
         parts = {"program": memory.program, "experts": memory.loaded, **parts}
     told = ", ".join(f"{words} {size / MIB:,.0f}" for words, size in parts.items() if size)
-    whole = memory.total if found.device == "cpu" else memory.working
-    of = "" if not memory.activations else f", with {found.tokens.samples} x {found.tokens.length} calibration tokens"
-    return f"memory: about {whole / MIB:,.0f} MiB on {found.device} at {memory.site}{of} ({told})"
+    counts = found.tokens
+    of = (
+        ""
+        if counts is None or not memory.activations
+        else f", with {counts.samples} x {counts.length} calibration tokens"
+    )
+    line = f"memory: about {_taken(found) / MIB:,.0f} MiB on {found.device} at {memory.site}{of} ({told})"
+    if memory.kept is None:
+        return line
+    return f"{line}; forwards are repeated, for to keep them would take {memory.kept / MIB:,.0f} MiB"
 
 
 def _alike(layers: Sequence[LayerForecast]) -> dict[str, list[LayerForecast]]:

@@ -5,12 +5,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from compress.system.progress import Reporter, Silent
 from compress.system.terminal import console, visible
+
+if TYPE_CHECKING:
+    from compress.api.forecast.forecast import Outline
 
 MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most
@@ -75,6 +79,12 @@ class Lines:
     def note(self, message: str) -> None:
         print(f"note: {visible(message)}", file=sys.stderr, flush=True)
 
+    def outline(self, told: "Outline") -> None:
+        from compress.cli.forecasts import brief
+
+        for line in brief(told):
+            print(visible(line), file=sys.stderr, flush=True)
+
 
 class TimeLeft(ProgressColumn):
     """The time until a task's `end` (None: nobody knows). Rich's own column forgets steps that are 30 seconds old,
@@ -114,6 +124,12 @@ class ProgressBar:
 
     def tokens(self, each: float) -> None:
         self.pace.tokens = each
+
+    def outline(self, told: "Outline") -> None:
+        from compress.cli.forecasts import brief
+
+        for line in brief(told):
+            self.progress.console.print(visible(line), highlight=False)
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False)

@@ -126,9 +126,11 @@ class _Block:
         self.found.left_out |= dict.fromkeys(structure.unreached, "never called during calibration")
         self.found.left_out |= dict.fromkeys(structure.repeated, "called several times in one forward pass")
         self.sites = [[self.layers[n] for n in names] for names in structure.sites]
-        outputs, _ = suspended_forward(self.block, streams.calls, self.sites, self._visit, (), Versions())
-        self.run.record.block_forwards += len(streams.calls)
-        return streams.after(outputs, [])
+        passed = suspended_forward(
+            self.block, streams.calls, self.sites, self._visit, (), Versions(), repeats=self.run.repeats
+        )
+        self.run.record.block_forwards += passed.forwards
+        return streams.after(passed.outputs, [])
 
     def _visit(self, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
         needs, names = _needs(self.candidates)

@@ -1,8 +1,17 @@
-"""Gives freed memory back to the system, and says what a process holds."""
+"""Gives freed memory back to the system, and says what a process holds and what it may have."""
 
 import ctypes
+import os
+import resource
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Of a container: the limit, and what counts against it that cannot be dropped.
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @cache
@@ -25,8 +34,60 @@ def give_back() -> None:
 
 def anonymous_bytes(process: int | None = None) -> int | None:
     """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
+    return _entry(Path(f"/proc/{'self' if process is None else process}/status"), "RssAnon")
+
+
+def available_bytes(device: "torch.device") -> int | None:
+    """Bytes that this process can have on a device beside those that it holds; None where the system does not say.
+
+    On a CPU the least of: the system's estimate, what is left of the container's limit and of RLIMIT_DATA; a part of
+    it, where several ranks share a machine.
+    """
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = meminfo("MemAvailable")
+    if device.type != "cpu" or available is None:
+        return None
+    left = [available]
+    limit, stat = container_limit(meminfo("MemTotal")), CGROUP[0].with_name("memory.stat")
+    if limit is not None:
+        left.append(limit - (_counted(stat, "anon") or anonymous_bytes() or 0))
+    data, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if data != resource.RLIM_INFINITY:
+        left.append(data - (_entry(Path("/proc/self/status"), "VmData") or 0))
+    return max(0, min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def meminfo(key: str) -> int | None:
+    """An entry of Linux's /proc/meminfo in bytes; None elsewhere."""
+    return _entry(Path("/proc/meminfo"), key)
+
+
+def container_limit(total: int | None) -> int | None:
+    """The memory that a container may use, where that is less than there is."""
+    for path in CGROUP:
+        try:
+            said = path.read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if said.isdigit() and (total is None or int(said) < total):
+            return int(said)
+    return None
+
+
+def _entry(path: Path, key: str) -> int | None:
+    """An entry of kilobytes, in bytes, of one of Linux's tables; None where there is none."""
+    found = _counted(path, f"{key}:")
+    return None if found is None else found * 1024
+
+
+def _counted(path: Path, key: str) -> int | None:
+    """The number behind a word at the beginning of a line; None where there is none."""
     try:
-        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [key]), None)

@@ -1,6 +1,6 @@
 """Reporters: objects to which long work reports its progress."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,21 @@ def tell_tokens(reporter: Reporter, each: float) -> None:
     tell = getattr(reporter, "tokens", None)
     if tell is not None:
         tell(each)
+
+
+class Announcing(Protocol):
+    """A reporter that also shows what a run is about to do."""
+
+    def outline(self, told: Any) -> None:
+        """The outline of a run (`api.forecast`), before it begins."""
+        ...
+
+
+def tell_outline(reporter: Reporter, make: Callable[[], Any]) -> None:
+    """Tell a reporter the outline of a run, where it shows one (`Announcing`)."""
+    tell = getattr(reporter, "outline", None)
+    if tell is not None:
+        tell(make())
 
 
 class Silent:

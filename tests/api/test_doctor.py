@@ -15,6 +15,7 @@ from compress.api.doctor import computing, machine, packages
 from compress.api.doctor.findings import Observation
 from compress.cli import examined
 from compress.kernels.cpu import build, compiled_libraries
+from compress.system import memory
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 ALL = AVX2 | {"avx512f", "avx512_vnni", "avx512_bf16"}
@@ -110,12 +111,12 @@ def test_a_gpu_that_torch_cannot_use_is_told_from_none(
 
 def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "CGROUP", (limit,))
-    assert machine.container_limit(2**40) is None
+    monkeypatch.setattr(memory, "CGROUP", (limit,))
+    assert memory.container_limit(2**40) is None
     limit.write_text("max\n")
-    assert machine.container_limit(2**40) is None
+    assert memory.container_limit(2**40) is None
     limit.write_text(f"{2**31}\n")
-    assert machine.container_limit(2**40) == 2**31
+    assert memory.container_limit(2**40) == 2**31
     monkeypatch.setattr(machine, "meminfo", {"MemTotal": 2**40, "MemAvailable": 2**39}.get)
     facts, findings = machine.memory()
     assert facts["limit"] == 2**31

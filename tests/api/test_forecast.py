@@ -1,6 +1,7 @@
 """`compress.plan`: what it tells is what `quantize` then does."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from models import GATED, build
 from torch import nn
 
 import compress
+from compress.api.forecast.forecast import Outline
+from compress.cli.forecasts import memory_line
 from compress.errors import InputError
+from compress.system import memory
+from compress.system.progress import Silent
 
 RTN = compress.RTN(group_size=16)
 
@@ -34,6 +39,15 @@ def some_dense():
     return [compress.only(RTN, "*.q_proj"), compress.only(compress.Magnitude(), "*.up_proj")]
 
 
+class Listener(Silent):
+    """Keeps the outline of a run."""
+
+    told: Outline | None = None
+
+    def outline(self, told: Outline) -> None:
+        self.told = told
+
+
 CASES = {
     "experts of a mixture": (mixture, RTN, {}),
     "a tied table of 4 bits": (tied, [RTN, compress.Embeddings(scheme="w4a16")], {}),
@@ -54,9 +68,13 @@ def test_bytes_and_layers_are_those_that_a_run_writes(case, tmp_path):
     torch.manual_seed(0)
     make().bfloat16().save_pretrained(tmp_path / "model")
     found = compress.plan(tmp_path / "model", passes, **options)
-    record = compress.quantize(tmp_path / "model", passes, output=tmp_path / "out", verify=False, **options).record
+    heard = Listener()
+    how = {"output": tmp_path / "out", "verify": False, "reporter": heard}
+    record = compress.quantize(tmp_path / "model", passes, **how, **options).record
     assert found.exact
     assert found.saving == record.saving
+    assert heard.told is not None
+    assert (heard.told.saving, heard.told.layers, heard.told.dense) == (found.saving, found.layers, found.dense)
     done = {layer.name for layer in record.layers}
     assert {layer.name for layer in found.layers} <= done
     assert record.left_alone.items() <= found.dense.items()
@@ -121,6 +139,38 @@ def test_memory_is_that_of_the_site_that_takes_most():
     assert rounded is not None
     assert rounded.activations == rounded.statistics == 0
     assert rounded.total == rounded.program + rounded.working
+
+
+def test_forwards_are_told_to_be_repeated_where_they_do_not_fit(monkeypatch):
+    def plan():
+        return compress.plan(build("llama"), compress.GPTQ(group_size=16), samples=1024, length=256, batch_size=2)
+
+    enough = plan()
+    assert enough.memory is not None
+    assert enough.memory.kept is None
+    monkeypatch.setattr("compress.api.forecast.forecast.available_bytes", lambda _: enough.memory.working - 1)
+    short = plan()
+    assert short.memory is not None
+    assert short.memory.kept == enough.memory.working
+    assert short.memory.working < enough.memory.working / 2
+    assert short.seconds > enough.seconds
+    assert f"to keep them would take {short.memory.kept / 2**20:,.0f} MiB" in memory_line(short)
+    assert "repeated" not in memory_line(enough)
+
+
+def test_available_memory_is_what_all_limits_leave(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "CGROUP", (tmp_path / "memory.max",))
+    monkeypatch.setattr(memory, "meminfo", {"MemTotal": 2**40, "MemAvailable": 2**38}.get)
+    assert memory.available_bytes(cpu) == 2**38
+    (tmp_path / "memory.max").write_text(f"{2**37}\n")
+    (tmp_path / "memory.stat").write_text(f"file 77\nanon {2**36}\n")
+    assert memory.available_bytes(cpu) == 2**37 - 2**36
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory.available_bytes(cpu) == 2**34
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1, 1))
+    assert memory.available_bytes(cpu) == 0
+    assert memory.available_bytes(torch.device("meta")) is None
 
 
 def test_time_grows_with_what_there_is_to_do():

@@ -217,11 +217,12 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
             patch.setattr(progress.Lines, "step", stopped_after(blocks))
             outcome = desk.rtn(desk.model)
         assert outcome.code == 130
-        assert outcome.err == f"compress: stopped; {kept} kept in {partial}: run again with --resume\n"
+        assert last_line(outcome) == f"compress: stopped; {kept} kept in {partial}: run again with --resume"
         shutil.rmtree(partial)
     with monkeypatch.context() as patch:
         patch.setattr(progress.Lines, "step", stopped)
-        assert desk.rtn(desk.model) == Outcome(130, "", "compress: stopped\n")
+        outcome = desk.rtn(desk.model)
+    assert (outcome.code, last_line(outcome)) == (130, "compress: stopped")
     assert not partial.exists()
     with monkeypatch.context() as patch:
         patch.setattr(verification, "in_fresh_process", stopped)
@@ -264,7 +265,7 @@ def test_sigterm_is_one_line_that_says_how_to_go_on_and_ends_with_143(
     outcome = desk.rtn(desk.model)
     assert outcome.code == 143
     kept = f"1 finished block is kept in {partial}: run again with --resume"
-    assert outcome.err == f"compress: stopped by SIGTERM; {kept}\n"
+    assert last_line(outcome) == f"compress: stopped by SIGTERM; {kept}"
     train = ["--train", "steps=2", "--calibration", desk.tokens, "--group-size", 32]
     outcome = command("qat", desk.model, *train, "--output", desk.here / "trained")
     assert outcome.code == 143
@@ -615,10 +616,12 @@ def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
 def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
     outcome = desk.gptq(desk.tokens, *FAST)
     lines = outcome.err.splitlines()
-    assert lines[0] == "quantize: 0/2"
-    assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, [\d,.]+ tokens/s, \d+ s left", lines[1])
-    assert re.fullmatch(r"quantize: 2/2 model\.layers\.1, [\d,.]+ tokens/s", lines[2])
-    assert lines[3:] == ["note: verifying the output in a fresh process"]
+    assert lines[0] == "plan: 14 layers in w4a16 g32 symmetric; dense: 1 embedding, 1 output head"
+    assert re.fullmatch(r"plan: 0.62 -> 0.53 MiB, disk 1 of [\d,]+ MiB free, memory about [\d,]+ MiB", lines[1])
+    assert lines[2] == "quantize: 0/2"
+    assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, [\d,.]+ tokens/s, \d+ s left", lines[3])
+    assert re.fullmatch(r"quantize: 2/2 model\.layers\.1, [\d,.]+ tokens/s", lines[4])
+    assert lines[5:] == ["note: verifying the output in a fresh process"]
     assert "\x1b" not in outcome.err + outcome.out
     assert "quantize: " not in outcome.out
 
@@ -803,7 +806,7 @@ def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: D
     assert str(desk.here) not in written
     first, *lines = outcome.err.splitlines()
     assert first == starting.LINE
-    assert all(line.startswith(("quantize: ", "note: verifying")) for line in lines), outcome.err
+    assert all(line.startswith(("plan: ", "quantize: ", "note: verifying")) for line in lines), outcome.err
 
 
 def test_several_processes_without_fsdp_are_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.api.doctor.findings import Observation
+from compress.system.memory import container_limit, meminfo
 
 GIB = 2**30
 LITTLE_MEMORY, LITTLE_DISK = 4 * GIB, 2 * GIB
@@ -23,7 +24,6 @@ INSTRUCTIONS = {
     "avx512_bf16": "AVX512-BF16",
     "amx_int8": "AMX",
 }
-CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def processor(flags: frozenset[str], name: str) -> tuple[dict[str, Any], Iterator[Observation]]:
@@ -84,27 +84,6 @@ def memory() -> tuple[dict[str, Any], list[Observation]]:
     if usable >= LITTLE_MEMORY:
         return facts, [Observation("memory", "good", free)]
     return facts, [Observation("memory", "slow", free, "--spill FOLDER keeps large tensors of a run in files")]
-
-
-def meminfo(key: str) -> int | None:
-    """An entry of Linux's /proc/meminfo in bytes; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
-
-
-def container_limit(total: int | None) -> int | None:
-    """The memory that a container may use, where that is less than there is."""
-    for path in CGROUP:
-        try:
-            said = path.read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if said.isdigit() and (total is None or int(said) < total):
-            return int(said)
-    return None
 
 
 def disk(cache: Path) -> tuple[dict[str, Any], list[Observation]]:

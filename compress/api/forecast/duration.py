@@ -6,7 +6,8 @@
 
 Reading and writing files are not counted: a page may be in memory already, or come over a network.
 
-A block's forward is 2 T N K operations for every stream of T tokens. For a site of second order (N rows, K inputs):
+A block's forward is 2 T N K operations for every stream of T tokens; where forwards are repeated for lack of memory,
+each of the first sites adds one of all that comes before it. For a site of second order (N rows, K inputs):
 
     statistics   X^T X on one side of its diagonal T K^2, drift 2 T K^2
     factors      2 K^3 / 3 for each of the two, which run at half the rate of products
@@ -16,17 +17,19 @@ A block's forward is 2 T N K operations for every stream of T tokens. For a site
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from compress.api.forecast.memory import TokenCounts, looks_beyond, sites_of, weights_in
 from compress.calibration.hessian import Hessian
+from compress.model.layers import Layer
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.run.plan.plan import Plan
+from compress.run.walk.forward import REPEATED_SITES
 from compress.solvers.loss import weight_error
 from compress.system.comm import Comm
 
@@ -36,13 +39,17 @@ SOLVED = 256, 512  # by second order
 FACTORS = 2  # how much slower a factorization is than a product of as many operations
 
 
-def seconds_of(plan: Plan, tokens: TokenCounts) -> float | None:
-    """Seconds on this CPU, with the threads that torch has. None where a pass is not of those that are measured."""
+def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float | None:
+    """Seconds on this CPU, with the threads that torch has; None where a pass is not of those that are measured.
+
+    repeats: whether forwards are repeated.
+    """
     if not plan.passes or any(looks_beyond(p) or not _measured(p) for p in plan.passes):
         return None
     rate = product_rate()
     streams = 1 + plan.compares if plan.calibrated else 0
-    operations: float = 2 * streams * tokens.count * sum(map(weights_in, plan.layers.values()))
+    forward = sum(weights_in(layers) + (_repeated(layers) if repeats else 0) for layers in plan.layers.values())
+    operations: float = 2 * streams * tokens.count * forward
     seconds = 0.0
     for p in plan.passes:
         treated = [[layer for layer in layers if p.wants(layer.name)] for layers in plan.layers.values()]
@@ -52,6 +59,12 @@ def seconds_of(plan: Plan, tokens: TokenCounts) -> float | None:
                 rows, columns = sum(layer.shape[0] for layer in site), site[0].shape[1]
                 operations += _statistics(p, columns, tokens.count) + _solving(p, rows, columns)
     return seconds + operations / rate
+
+
+def _repeated(layers: Sequence[Layer]) -> int:
+    """The weights that repeated forwards of a block multiply by, beside one forward of all of it."""
+    sizes = [weights_in(site) for site in sites_of(layers)]
+    return sum(sum(sizes[:i]) for i in range(min(len(sizes), REPEATED_SITES)))
 
 
 def product_rate() -> float:

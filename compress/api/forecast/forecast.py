@@ -18,6 +18,7 @@ from compress.api.shown import WINDOWS
 from compress.api.shrunk import check_structural
 from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import meta_model
+from compress.checkpoint.read.source import Source
 from compress.checkpoint.saving import Saving, bytes_before
 from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
@@ -33,6 +34,7 @@ from compress.run.plan.plan import plan as matched
 from compress.run.plan.storable import cache_entry_of, check_storable
 from compress.run.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
 from compress.system.device import find_device
+from compress.system.memory import available_bytes
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 
 
@@ -59,14 +61,13 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """A run, before it begins.
+class Outline:
+    """The layers, bytes, memory and time of a run, before it begins.
 
     layers: those stored as codes. dense: {name: the reason why it stays as it is, or is stored dense}. saving: bytes of
     all tensors before and after. exact: whether those after are known before the work. memory: at the peak. seconds: of
     the work on a CPU, without verification and files. Both are None where they are not known before. tokens: the
-    calibration data that they are told for. engines: {name: the reason why it does not run the result, None where it
-    does}. kernels: of `compress.load` on the device, by shape and scheme.
+    calibration data that they are told for.
     """
 
     model: str
@@ -79,10 +80,20 @@ class Forecast:
     disk: Disk
     memory: PeakMemory | None
     seconds: float | None
-    tokens: TokenCounts
+    tokens: TokenCounts | None
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Forecast(Outline):
+    """A run, before it begins, and what its result runs on.
+
+    engines: {name: the reason why it does not run the result, None where it does}. kernels: of `compress.load` on the
+    device, by shape and scheme.
+    """
+
     engines: dict[str, str | None]
     kernels: list[Kernel]
-    notes: list[str]
 
 
 def plan(
@@ -125,7 +136,12 @@ def plan(
     whole = any(p.stage(Restructure) is not None for p in request.passes)
     if found.source is not None and not whole:
         planned = replace(planned, beside=beside(found.source))
-    told = forecast(found, empty, planned, delivery, data, loaded)
+    worked_on = find_device(None if found.device is None else found.device)
+    context = default_length(getattr(empty, "config", None))
+    tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
+    told = _forecast(
+        outline(found.source, worked_on, empty, planned, delivery, tokens, loaded), empty, planned, delivery
+    )
     stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
     head = output_head(empty)
     weight = None if head is None else head._parameters.get("weight")
@@ -151,38 +167,61 @@ def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
     return model, loaded
 
 
-def forecast(
-    found: FoundModel, model: nn.Module, plan: Plan, delivery: Delivery, data: Data, loaded: int = 0
-) -> Forecast:
-    """The forecast of a plan. model: of any device. loaded: bytes of it that do not stay in mapped files."""
+def outline(
+    source: Source | None,
+    device: torch.device,
+    model: nn.Module,
+    plan: Plan,
+    delivery: Delivery,
+    tokens: TokenCounts | None,
+    loaded: int = 0,
+    timed: bool = True,
+) -> Outline:
+    """The outline of a plan's run. model: of any device. tokens: the calibration data; None where it is not of tokens.
+    loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured."""
     check_storable(plan)
     cache_entry_of(plan, model)
-    halved = plan.treated if delivery.store == TWO_OF_FOUR else plan.halved
-    layers = stored_layers(plan, halved)
-    after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
+    layers = _stored(plan, delivery.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
-    device = find_device(None if found.device is None else found.device)
-    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    context = default_length(getattr(model, "config", None))
-    tokens = TokenCounts(data.samples or WINDOWS, data.length or context, data.batch_size)
-    worked_in = compute_dtype(model, device, None) or stored
-    return Forecast(
-        type(model).__name__ if found.source is None else found.source.name,
+    after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
+    counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
+    worked_in = compute_dtype(model, device, None) or _stored_dtype(model)
+    memory, seconds = None, None
+    if counted is not None:
+        memory = memory_of(plan, counted, worked_in.itemsize, available_bytes(device), loaded)
+        repeats = memory is not None and memory.kept is not None
+        seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
+    return Outline(
+        type(model).__name__ if source is None else source.name,
         str(device),
         [_told(layer) for layer in coded],
         {**plan.left_alone(model), **_dense(layers, plan)},
-        Saving(bytes_before(found.source, model), after),
+        Saving(bytes_before(source, model), after),
         all(layer.exact for layer in layers),
         8 * sum(layer.bytes for layer in coded) / weights if weights else None,
         Disk(after + min(after, SHARD_BYTES), free_at(Path(delivery.output or "."))),
-        memory_of(plan, tokens, worked_in.itemsize, loaded),
-        seconds_of(plan, tokens) if device.type == "cpu" else None,
+        memory,
+        seconds,
         tokens,
-        engines_for(plan.recipe),
-        kernels_for(model, coded, {table.name for table in plan.tables}, stored, device),
         [*(f"kept dense: {words}" for words in totals(plan.beside)), *plan.notes],
     )
+
+
+def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -> Forecast:
+    """An outline, with what the result runs on."""
+    coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
+    tables = {table.name for table in plan.tables}
+    kernels = kernels_for(model, coded, tables, _stored_dtype(model), torch.device(told.device))
+    return Forecast(**vars(told), engines=engines_for(plan.recipe), kernels=kernels)
+
+
+def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
+    return stored_layers(plan, plan.treated if store == TWO_OF_FOUR else plan.halved)
+
+
+def _stored_dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _told(layer: WrittenLayer) -> LayerForecast:

@@ -1,13 +1,16 @@
 """The memory that a run takes at its peak, from shapes: of the process on a CPU, or of the device.
 
-While a site of a block (layers that read one input) is decided, a run holds, in floats of 4 bytes on a CPU:
+While a site of a block (layers that read one input) is decided, a run holds, in floats of 4 bytes on a CPU and of the
+model's on a GPU:
 
     program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
     loaded       weights that are not read from their mapped files as they are: experts that are stored one by one, and
                  layers of a checkpoint that was rounded before
     block        the weights of the block, and a second copy of those that are decided, where the original is compared
     activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
-                 hidden states and the input of the site, or five and a half where a forward waits inside an attention
+                 hidden states and the input of the site, or five and a half where a forward waits inside an attention.
+                 Where that is more than there is room for, forwards are repeated (`run.walk.forward`): one hidden
+                 state, two at the end of a block, and the rest for the tokens of one micro-batch alone
     statistics   of the input of the site; a Hessian: H, drift and contrast, seven matrices while tokens are few
     solving      by rounding: 3.5 copies of the site's weights; by second order: 4 matrices [K, K] and 9 copies, 6
                  without refit and descent; before it, what a micro-batch's forward makes: 4 of its widest tensors
@@ -35,6 +38,7 @@ from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Restructure, Rewrite, Survey
 from compress.run.plan.plan import Plan
+from compress.run.walk.forward import REPEATED_SITES
 from compress.system.memory import anonymous_bytes
 
 WITHIN_ATTENTION = 5.5  # hidden states that each token has where a forward waits before an attention's output layer
@@ -60,8 +64,9 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes at the peak of a run, by what they are for. site: the first of the layers that are decided then. On a GPU
-    the program's bytes are the process's, and all others the device's."""
+    """Bytes at the peak of a run, by what they are for. site: the first of the layers that are decided then. kept: the
+    working bytes of keeping all forwards, where they are repeated for lack of these. On a GPU the program's bytes are
+    the process's, and all others the device's."""
 
     program: int
     block: int
@@ -70,6 +75,7 @@ class PeakMemory:
     solving: int
     site: str
     loaded: int = 0
+    kept: int | None = None
 
     @property
     def fragments(self) -> int:
@@ -90,20 +96,36 @@ class PeakMemory:
         return self.program + self.loaded + self.working
 
 
-def memory_of(plan: Plan, tokens: TokenCounts, width: int, loaded: int = 0) -> PeakMemory | None:
-    """The memory at the peak of a plan's run. width: bytes of a number in a block that is worked on. loaded: as in
-    `PeakMemory`. None where a pass trains, or looks at gradients or at the whole model first: its options decide."""
+def memory_of(plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0) -> PeakMemory | None:
+    """The memory at the peak of a plan's run. width: bytes of a number in a block that is worked on. available: bytes
+    that the device has for the run. loaded: as in `PeakMemory`. None where a pass trains, or looks at gradients or at
+    the whole model first: its options decide."""
     if not plan.passes or any(looks_beyond(p) for p in plan.recipe):
         return None
+    return peak_of(plan, tokens, width, available, loaded)
+
+
+def peak_of(plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0) -> PeakMemory | None:
+    """`memory_of` of the walk through the blocks alone; None for a plan without layers."""
     program = (anonymous_bytes() or 0) + 2 * 4 * PIECE
-    found = [
-        each
-        for stack in plan.stacks
-        for name, block in stack.blocks
-        for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program)
-    ]
-    peak = max(found, key=lambda each: each.total, default=None)
-    return None if peak is None else replace(peak, loaded=loaded)
+
+    def peak(repeats: bool) -> PeakMemory | None:
+        found = (
+            each
+            for stack in plan.stacks
+            for name, block in stack.blocks
+            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, repeats)
+        )
+        highest = max(found, key=lambda each: each.total, default=None)
+        return None if highest is None else replace(highest, loaded=loaded)
+
+    kept = peak(False)
+    if kept is None or available is None or kept.working + loaded <= available or not plan.calibrated:
+        return kept
+    repeated = peak(True)
+    if repeated is None or repeated.working >= kept.working:
+        return kept
+    return replace(repeated, kept=kept.working)
 
 
 def loaded_bytes(source: Source, model: nn.Module) -> int:
@@ -155,9 +177,15 @@ def _place(layer: Layer) -> str:
 
 
 def _of_block(
-    plan: Plan, block: nn.Module, layers: Sequence[Layer], tokens: TokenCounts, width: int, program: int
+    plan: Plan,
+    block: nn.Module,
+    layers: Sequence[Layer],
+    tokens: TokenCounts,
+    width: int,
+    program: int,
+    repeats: bool,
 ) -> Iterator[PeakMemory]:
-    """The memory while each site of a block is decided by each pass."""
+    """The memory while each site of a block is decided by each pass. repeats: whether forwards are repeated."""
     own = sum(p.numel() for p in block.parameters()) * width
     passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
     streams = 1 + plan.compares if plan.calibrated else 0
@@ -165,17 +193,24 @@ def _of_block(
     rows = max((layer.shape[0] for layer in layers), default=0)
     at_once = min(tokens.batch, tokens.samples) * tokens.length
     forward = WIDEST * at_once * rows * width if plan.calibrated else 0
-    decided = 0
-    for site in sites_of(layers) if plan.calibrated else ([layer] for layer in layers):
+    decided, last = 0, ""
+    for i, site in enumerate(sites_of(layers) if plan.calibrated else ([layer] for layer in layers)):
         copies = weights_in(site) * 4
         columns = site[0].shape[1]
+        last = site[0].name
         per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
-        activations = int(streams * tokens.count * per_token * 4)
+        floats = tokens.count * per_token
+        if repeats and i < REPEATED_SITES:
+            floats = tokens.count * hidden + at_once * per_token
+        activations = int(streams * floats * width)
         for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
             statistics = _statistics(p, columns, tokens) if plan.calibrated else 0
             solving = max(_solving(p, columns, copies), forward)
             yield PeakMemory(program, own + decided, activations, statistics, solving, site[0].name)
         decided += copies if plan.compares else 0
+    if repeats and last:
+        # Its outputs, beside its inputs.
+        yield PeakMemory(program, own + decided, streams * tokens.count * 2 * hidden * width, 0, forward, last)
 
 
 def _statistics(p: Pass, columns: int, tokens: TokenCounts) -> int:

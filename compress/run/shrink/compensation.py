@@ -89,8 +89,8 @@ class Compensation:
                         versions.replace(parameter, found[-1][2].to(parameter.data))
 
         sites = [[by_name[n] for n in names] for names in structure.sites]
-        outputs, others = suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
-        return found, streams.after(outputs, others)
+        passed = suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
+        return found, streams.after(passed.outputs, passed.reference)
 
 
 def stored_as(opened: Opened, layer: Layer, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,7 @@ A pass that folds scales does so first, from a suspended forward of its own.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from compress.calibration.caches import cache_names, cache_ranges
 from compress.calibration.calibrators import Range
 from compress.calibration.collect import collected, collected_outputs
 from compress.checkpoint.write.record import Finished, LayerRecord
-from compress.model.calls import Arrival
+from compress.model.calls import Arrival, Arrivals, Call
 from compress.model.edits.folds import FoldRecord
 from compress.model.known_edits import Edit
 from compress.model.layers import Layer
@@ -28,7 +28,7 @@ from compress.run.installed import Versions
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.walk.again import again_by, arrivals_of, name_unseen
 from compress.run.walk.decide import Decided, decide, with_routing
-from compress.run.walk.forward import suspended_forward
+from compress.run.walk.forward import ForwardsDone, suspended_forward
 from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record
 from compress.run.walk.reorder import reorder
@@ -189,7 +189,6 @@ class BlockRun:
 
     def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
-        calls, reference = self.streams.calls, self.streams.reference
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
         name_unseen(self.run, structure, whose)
         made: dict[str, tuple[Pass, Decision]] = {}
@@ -207,11 +206,10 @@ class BlockRun:
             for p in dict.fromkeys(whose[layer.name] for layer in site)
         ]
         with self.run.spending.on("forward"):
-            outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
-        self.run.record.block_forwards += len(calls) + len(reference)
+            passed = _passed(self, sites, visit, self.streams.reference)
         made |= (again := _again(self, structure, whose))
         if last and not again:  # nothing has changed since
-            self.streams, self.forwarded = self.streams.after(outputs, others), True
+            self.streams, self.forwarded = self.streams.after(passed.outputs, passed.reference), True
         return made
 
     def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
@@ -337,9 +335,21 @@ def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -
         if statistics is not None:
             observed.update({layer.name: (layer, statistics[0]) for layer in site})
 
-    suspended_forward(here.opened.block, here.streams.calls, sites, visit, (), here.versions)
-    here.run.record.block_forwards += len(here.streams.calls)
+    _passed(here, sites, visit, ())
     return observed
+
+
+def _passed(
+    here: BlockRun,
+    sites: Sequence[Sequence[Layer]],
+    visit: Callable[[Sequence[Layer], Arrivals], None],
+    reference: Sequence[Call],
+) -> ForwardsDone:
+    """One suspended forward of a block, counted."""
+    block, calls = here.opened.block, here.streams.calls
+    passed = suspended_forward(block, calls, sites, visit, reference, here.versions, repeats=here.run.repeats)
+    here.run.record.block_forwards += passed.forwards
+    return passed
 
 
 def _name_elsewhere(run: Run, decisions: Mapping[str, Decision]) -> None:

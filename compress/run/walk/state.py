@@ -67,6 +67,7 @@ class Run:
     """Model, plan and state of a run. batches: this rank's micro-batches (none where no pass needs calibration).
     lessons: training data, where the run trains. earlier: results for each block of a walk before this one. places:
     filled with each layer's places of weights within their codes, for a training that begins there (None: unkept).
+    repeats: whether forwards of a block are repeated for its sites, for lack of memory (`run.walk.forward`).
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class Run:
     lessons: Lessons | None = None
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
+    repeats: bool = False
 
     def again(self, **changes: Any) -> "Run":
         """This run with other values of some fields, from its beginning: with nothing found or counted yet."""

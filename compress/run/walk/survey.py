@@ -91,7 +91,6 @@ def _walk(
             changed: dict[Layer, Tensor] = {}
             outputs = _look(run, opened, name, streams, survey, sites, found[p], changed)
             values.update(((p, layer.name), {layer: value}) for layer, value in changed.items())
-            run.record.block_forwards += len(streams.calls)
     return streams.after(outputs, [])
 
 
@@ -123,7 +122,9 @@ def _look(
                     whole = torch.cat([part[layer.name] for part in parts])
                     changed[layer] = layer.stored(whole.to(layer.parameter.dtype))
 
-    return suspended_forward(opened.block, streams.calls, sites, visit, (), Versions())[0]
+    passed = suspended_forward(opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.repeats)
+    run.record.block_forwards += passed.forwards
+    return passed.outputs
 
 
 def _note(

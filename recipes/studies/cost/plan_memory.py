@@ -82,6 +82,7 @@ def measured(folder: Path, method: str) -> dict[str, Any]:
     told = subprocess.run(asking, check=True, capture_output=True, text=True)
     memory = PeakMemory(**json.loads(told.stdout)["memory"])
     parts = {name: value for name, value in asdict(memory).items() if isinstance(value, int)}
+    parts["fragments"] = memory.fragments
     words = [*command, "quantize", str(folder / "in"), *METHODS[method], "--output", str(folder / method), "--quiet"]
     words += ["--no-verify", "--allow-little"]
     if method != "rtn":

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from combinations import each, every
+from mixtures import made
 from models import DECODERS, FAMILIES, build, tokens
 from replay_helper import replay
 from torch import nn
 
 import compress
+from compress.api import lack
 from compress.data.text import batches_of
 from compress.errors import CompressError
 from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache
@@ -148,6 +150,28 @@ def test_suspended_forward_decides_the_codes_of_a_replay_in_a_fraction_of_the_fo
     assert replayed == 5 * result.record.block_forwards
 
 
+@pytest.mark.parametrize(
+    ("make", "p"),
+    [
+        (lambda: build("llama"), compress.GPTQ(group_size=16)),
+        (lambda: build("llama"), compress.SmoothQuant()),
+        (lambda: made("deepseek-v3"), compress.GPTQ(group_size=16, sweeps=0)),
+    ],
+    ids=["drift", "folded, inputs rounded", "experts"],
+)
+def test_forwards_that_are_repeated_for_lack_of_memory_give_the_same_values(make, p, monkeypatch):
+    kept, repeated = make(), make()
+    asked = {"calibration": tokens(6), "batch_size": 2}
+    before = compress.quantize(kept, p, **asked).record
+    monkeypatch.setattr(lack, "available_bytes", lambda _: 0)
+    after = compress.quantize(repeated, p, **asked).record
+    (note,) = [note for note in after.notes if note not in before.notes]
+    assert note.startswith("memory: to keep all forwards of a block would take ")
+    assert after.block_forwards > 2 * before.block_forwards
+    assert [each.figures.get("loss") for each in after.layers] == [each.figures.get("loss") for each in before.layers]
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), repeated.parameters(), strict=True))
+
+
 class Waiting:
     """A block of two layers, the first with a hook of its own, and two micro-batches on their way into it."""
 
@@ -163,9 +187,9 @@ class Waiting:
         return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.block]
 
     @torch.no_grad()
-    def forward(self, visit, reference=()):
+    def forward(self, visit, reference=(), repeats=False):
         sites = [[layer] for layer in self.layers]
-        return suspended_forward(self.block, self.calls, sites, visit, reference, self.versions)
+        return suspended_forward(self.block, self.calls, sites, visit, reference, self.versions, repeats=repeats)
 
     @torch.no_grad()
     def plain(self) -> list[torch.Tensor]:
@@ -181,7 +205,8 @@ def same(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def test_rounding_that_is_decided_while_forwards_wait_acts_when_they_go_on():
+@pytest.mark.parametrize("repeats", [False, True])
+def test_rounding_that_is_decided_while_forwards_wait_acts_when_they_go_on(repeats):
     waiting = Waiting()
     before = waiting.plain()
     seen = {}
@@ -191,7 +216,9 @@ def test_rounding_that_is_decided_while_forwards_wait_acts_when_they_go_on():
         waiting.round(site[0])
         assert same(seen[site[0].name], [arrival.x_MK for arrival in arrivals])
 
-    outputs, others = waiting.forward(visit, waiting.calls)
+    outputs, others, begun = waiting.forward(visit, waiting.calls, repeats)
+    # Of two streams and micro-batches: one each; or two for each of two sites, and one for the outputs.
+    assert begun == (2 * 2 * 5 if repeats else 2 * 2)
     assert same(outputs, waiting.plain())
     assert not same(outputs, before)
     assert same(others, before)

@@ -1,0 +1,52 @@
+"""Room for the forwards of a run: whether all of a block's can wait in memory at once."""
+
+from collections.abc import Sequence
+
+import torch
+
+from compress.api.forecast.memory import PeakMemory, TokenCounts, peak_of
+from compress.api.opened import OpenedModel
+from compress.model.calls import Batch
+from compress.run.plan.batches import tokens_of
+from compress.run.plan.plan import Plan
+from compress.system.memory import available_bytes
+
+MIB = 2**20
+
+
+def lack_of_memory(opened: OpenedModel, plan: Plan, batches: Sequence[Batch], spills: bool) -> str | None:
+    """A remark that forwards are repeated, because all of a block's would take more memory than there is; None where
+    there is enough, or where that is not known: of batches without token ids.
+
+    spills: whether large tensors on the CPU lie in files.
+    """
+    counts = counts_of(batches)
+    if not plan.calibrated or counts is None or (spills and opened.device.type == "cpu"):
+        return None
+    stored = next((p.dtype for p in opened.model.parameters() if p.is_floating_point()), torch.float32)
+    available = available_bytes(opened.device)
+    memory = peak_of(plan, counts, (opened.dtype or stored).itemsize, available)
+    return None if memory is None or available is None else said(memory, available, opened.device)
+
+
+def counts_of(batches: Sequence[Batch]) -> TokenCounts | None:
+    """The tokens in batches; None where they hold no token ids."""
+    tokens = tokens_of(batches)
+    if not tokens:
+        return None
+    rows = [len(batch["input_ids"]) for batch in batches]
+    return TokenCounts(sum(rows), tokens // sum(rows), max(rows))
+
+
+def said(memory: PeakMemory, available: int, device: torch.device) -> str | None:
+    """The remark about a peak; None where forwards are kept."""
+    if memory.kept is None:
+        return None
+    or_files = ", or --spill FOLDER keeps them in files" if device.type == "cpu" else ""
+    still = " (still more than that)" if memory.working > available else ""
+    return (
+        f"memory: to keep all forwards of a block would take {memory.kept / MIB:,.0f} MiB on {device}, where "
+        f"{available / MIB:,.0f} MiB are free; they are repeated for each group of layers that share an input, which "
+        f"takes {memory.working / MIB:,.0f} MiB{still} and about 2.5 times the time of the forwards. Fewer --samples "
+        f"avoid that{or_files}"
+    )
