@@ -108,6 +108,11 @@ def strips_route(
     return _cpu_route(cpu_gemm.strips_operation(int8_input, dtype), M, N, K, group_size, dtype)
 
 
+def levels_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:
+    """The route of codes of a table of 16 levels on a CPU."""
+    return _cpu_route("table_strips", M, N, K, group_size, dtype, why_not_strips(N, NIBBLE))
+
+
 def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """The route of codes in tiles."""
     if device.type == "cpu":

@@ -14,7 +14,8 @@
 //               slab [CHUNK][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
 //
 // weight_only     the values of `layouts.words.planar_weight`, rounded to the type of the scales, times x: fp32 products and
-//                 sums, or pairs of bf16 with fp32 sums. 4-bit values come from a table of 16 per row and group.
+//                 sums, or pairs of bf16 with fp32 sums. 4-bit values come from a table of 16 per row and group; in strips
+//                 it may be a given one for all of them (E2M1, NF4), which is rounded to bf16 for pairs.
 // int8_activation x to int8 codes as `reference` rounds them. Unsigned bytes of the weight times signed bytes of x,
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
@@ -47,6 +48,8 @@ using Product = void (*)(const Arguments&);
 template <int BITS>
 Product pairs_of(const Arguments& a) {
   if (a.levels != nullptr) return strip_pairs<BITS, NUMBERS>;
+  if constexpr (BITS == 4)
+    if (a.table != nullptr) return strip_pairs<BITS, TABLE>;
   return a.zero == nullptr ? strip_pairs<BITS, MIDDLE> : strip_pairs<BITS, CODES>;
 }
 #endif

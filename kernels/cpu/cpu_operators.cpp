@@ -7,6 +7,8 @@
 // compress::cpu_experts and cpu_experts_w8a8 are the same of E weights, one after the other, each times the rows of x that
 // go to it: [P, N] of pairs of a row and an expert, sorted by expert.
 //
+// table: the values of codes of 4 bits in strips, and a factor of all scales, where codes are no numbers.
+//
 // x is multiplied as it is (no input_group), or rounded to int8, per token (-1) or per token and so many columns. The
 // loops are of another library, which this one is given at its start (`use`), compiled for its processor.
 
@@ -28,7 +30,7 @@ using torch::stable::Tensor;
 using Product = int32_t (*)(const Arguments*);
 using Attend = int32_t (*)(const Attention*);
 
-constexpr int64_t STRIP_ROWS = 16, MOST_DIMENSIONS = 64;
+constexpr int64_t STRIP_ROWS = 16, MOST_DIMENSIONS = 64, TABLE = 17;
 
 struct Loops {
   Product exact, rounded;
@@ -82,9 +84,10 @@ Tensor product(Product loop, Arguments& a, const Tensor& x) {
 }
 
 // The parts of a weight, or of as many as there are experts (E), as the loops read them; `whole` tensors live as long.
+// table: of all experts.
 struct Weight {
   Tensor words, scale;
-  std::optional<Tensor> zero, bias, row_sum;
+  std::optional<Tensor> zero, bias, row_sum, table;
 };
 
 // Bytes from one expert's part to that of the next.
@@ -123,6 +126,12 @@ Arguments of_words(const Weight& w, int64_t lead, int64_t K, int64_t bits, int64
   a.weight = words.data_ptr();
   a.scale = w.scale.data_ptr();
   if (w.zero.has_value()) a.zero = static_cast<const uint8_t*>(w.zero->data_ptr());
+  if (w.table.has_value()) {
+    STD_TORCH_CHECK(strips && bits == 4 && !input_group.has_value() && w.table->numel() == TABLE &&
+                        w.table->scalar_type() == ScalarType::Float,
+                    "a table is for strips of 4 bits and inputs that are not rounded: 16 values and a factor, in float32");
+    a.table = static_cast<const float*>(w.table->data_ptr());
+  }
   if (w.bias.has_value()) {
     a.bias = w.bias->data_ptr();
     a.bias_type = type_of(*w.bias);
@@ -138,9 +147,9 @@ int64_t rows_up_to(const Arguments& a, bool rounded) {
 
 Tensor cpu_linear(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& zero,
                   const std::optional<Tensor>& bias, int64_t bits, int64_t group_size,
-                  std::optional<int64_t> input_group) {
+                  std::optional<int64_t> input_group, const std::optional<Tensor>& table) {
   const Tensor x = whole(given);
-  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias)};
+  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias), std::nullopt, whole(table)};
   const int64_t dims = x.dim();
   STD_TORCH_CHECK(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "cpu_linear: x has no columns");
   const bool rounded = input_group.has_value();
@@ -260,10 +269,11 @@ Tensor by_expert(Product loop, Arguments a, const Weight& w, const Tensor& x, co
 
 Tensor cpu_experts(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& zero,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& token, const Tensor& start,
-                   int64_t bits, int64_t group_size, std::optional<int64_t> input_group) {
+                   int64_t bits, int64_t group_size, std::optional<int64_t> input_group,
+                   const std::optional<Tensor>& table) {
   const Tensor x = whole(given);
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "cpu_experts: x is not of rows with columns");
-  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias)};
+  const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias), std::nullopt, whole(table)};
   const bool rounded = input_group.has_value();
   const Arguments a = of_words(weight, 1, x.size(1), bits, group_size, type_of(x), input_group);
   return by_expert(rounded ? loops.rounded : loops.exact, a, weight, x, whole(token), whole(start), rows_up_to(a, rounded));
@@ -324,10 +334,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(compress, m) {
   m.def("cpu_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
   m.def(
       "cpu_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size, int? "
-      "input_group) -> Tensor");
+      "input_group, Tensor? table=None) -> Tensor");
   m.def(
       "cpu_experts(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? bias, Tensor? token, Tensor start, int "
-      "bits, int group_size, int? input_group) -> Tensor");
+      "bits, int group_size, int? input_group, Tensor? table=None) -> Tensor");
   m.def(
       "cpu_experts_w8a8(Tensor x, Tensor weight, Tensor weight_scale, Tensor? row_sum, Tensor? bias, Tensor? "
       "input_scale, Tensor? input_zero, Tensor? token, Tensor start, bool symmetric) -> Tensor");

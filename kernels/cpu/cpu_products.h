@@ -7,8 +7,8 @@
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-// What zero points are: all in the middle of the codes, codes themselves, or numbers.
-enum Zeros { MIDDLE, CODES, NUMBERS };
+// What zero points are: all in the middle of the codes, codes themselves, or numbers; none, where a table has the values.
+enum Zeros { MIDDLE, CODES, NUMBERS, TABLE };
 // Bits of a 2:4 weight that holds numbers.
 constexpr int NUMBER_BITS = 16;
 

@@ -94,7 +94,7 @@ void halved_pairs(const Work& work, const int32_t* packed, int64_t columns, int6
   const Int low = times(both(lanes(), every(QUAD - 1)), every(0x0202));
   const Int high = times(shift_right<2>(lanes()), every(0x0202));
   const Int bytes = either(plus(low, every(0x0100)), shift_left(plus(high, every(0x0100)), 16));
-  PairDecoder<BITS == NUMBER_BITS ? 4 : BITS, ZEROS> decoder;
+  PairDecoder<BITS == NUMBER_BITS ? 4 : BITS, ZEROS> decoder(work.a);
   const auto product = [&](int64_t of_group, int64_t k, int64_t end, const int32_t* x, Float(&sums)[T]) {
     if (BITS != NUMBER_BITS) decoder.begin(&work.zero[of_group]);
     over_quads<BITS>(work, columns, k, end, v, [&](const char* line, auto quad, Int at) __attribute__((always_inline)) {

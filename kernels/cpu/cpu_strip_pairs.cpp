@@ -12,5 +12,8 @@ void strip_pairs(const Arguments& a) {
 template void strip_pairs<UNIT_BITS, MIDDLE>(const Arguments& a);
 template void strip_pairs<UNIT_BITS, CODES>(const Arguments& a);
 template void strip_pairs<UNIT_BITS, NUMBERS>(const Arguments& a);
+#if UNIT_BITS == 4
+template void strip_pairs<UNIT_BITS, TABLE>(const Arguments& a);
+#endif
 
 #endif

@@ -3,6 +3,6 @@
 #include "cpu_products.h"
 #include "cpu_strip_ints.h"
 
-void strip_floats(const Arguments& a) { a.bits == 4 ? strip_float_product<4>(a) : strip_float_product<8>(a); }
+void strip_floats(const Arguments& a) { strip_float_products(a); }
 
 void strip_ints(const Arguments& a) { strip_int_product(a); }

@@ -24,30 +24,101 @@ void add_entries(const Work& work, const GatheredX& gathered, int64_t m0, int v,
   each<T>([&](auto t) { totals[t] = plus(totals[t], bits_to_float(load(found[t]))); });
 }
 
+// Values of the codes of a line, before they are scaled, in units of UNIT: codes less their zero point.
+template <int WIDTH>
+struct CodeValues {
+  static constexpr int BITS = WIDTH;
+  static constexpr float UNIT = 1;
+  Float zero;
+  Int held;
+
+  INLINE explicit CodeValues(const Work&) {}
+  INLINE void begin(const Work& work, int64_t at) { zero = bits_to_float(load(&work.float_zero[at])); }
+  INLINE void take(Int words) { held = words; }
+  template <int CODE>
+  INLINE Float value() const {
+    return minus(code_of<BITS, CODE>(held), zero);
+  }
+};
+
+// The same from a table of 16.
+struct TableValues {
+  static constexpr int BITS = 4;
+  static constexpr float UNIT = 1;
+  Float table;
+  Int held;
+
+  INLINE explicit TableValues(const Work& work) : table(bits_to_float(load(work.a.table))) {}
+  INLINE void begin(const Work&, int64_t) {}
+  INLINE void take(Int words) { held = words; }
+  template <int CODE>
+  INLINE Float value() const {
+    return lookup(table, shift_right<4 * CODE>(held));
+  }
+};
+
+#if !WIDE
+// The same of whole numbers: a table of bytes, of which two shuffles find those of all codes of a line, and another each
+// puts them on top of their lanes. Where registers have eight lanes, numbers take two permutations and a choice.
+struct ByteValues {
+  static constexpr int BITS = 4;
+  static constexpr float UNIT = 0x1p-24f;
+  __m128i table;
+  Int low, high;
+
+  INLINE explicit ByteValues(const Work& work) {
+    int8_t bytes[LANES];
+    for (int i = 0; i < LANES; ++i) bytes[i] = static_cast<int8_t>(work.a.table[i]);
+    table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  }
+  INLINE void begin(const Work&, int64_t) {}
+  INLINE void take(Int words) {
+    low = lookup_bytes(table, both(words, every(0x0f0f0f0f)));
+    high = lookup_bytes(table, both(shift_right<4>(words), every(0x0f0f0f0f)));
+  }
+  template <int CODE>
+  INLINE Float value() const {
+    return to_float(byte_on_top<CODE / 2>(CODE % 2 ? high : low));
+  }
+  static bool holds(const float* table) {
+    return std::all_of(table, table + LANES, [](float v) { return v == static_cast<int8_t>(v); });
+  }
+};
+#endif
+
+// Scales of the rows of a strip, times the unit of their values.
+template <class Values>
+INLINE Float scale_of(const Work& work, int64_t at) {
+  const Float scale = bits_to_float(load(&work.scale[at]));
+  return Values::UNIT == 1 ? scale : times(scale, every(Values::UNIT));
+}
+
 // T tokens times a strip, in the order of float_product's slabs: x [columns][T].
-template <int BITS, int T>
+template <class Values, int T>
 void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group,
                   int64_t m0, int v) {
-  constexpr int COLUMNS = 32 / BITS, SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
+  constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
+  constexpr int SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
   const char* line = strip_of(work, v);
+  Values values(work);
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
   for (int64_t g = 0, k = 0; k < columns; ++g) {
-    const Float zero = bits_to_float(load(&work.float_zero[g * ROWS + v * LANES]));
+    values.begin(work, g * ROWS + v * LANES);
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
     const int64_t end = std::min(k + group, columns);
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
-      const Int words = load(line);
+      values.take(load(line));
       _mm_prefetch(line + AHEAD, _MM_HINT_T0);
       each<COLUMNS>([&](auto i) {
-        const Float value = minus(code_of<BITS, i>(words), zero);
+        const Float value = values.template value<i>();
         each<T>([&](auto t) {
           sums[i % SETS][t] = fma(value, bits_to_float(every(x[column_of<BITS>(i) * T + t])), sums[i % SETS][t]);
         });
       });
     }
-    const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
+    const Float scale = scale_of<Values>(work, g * ROWS + v * LANES);
     each<T>([&](auto t) {
       each<SETS - 1>([&](auto i) { sums[0][t] = plus(sums[0][t], sums[i + 1][t]); });
       totals[t] = fma(sums[0][t], scale, totals[t]);
@@ -86,12 +157,17 @@ void natural_dwords<Bf16Strips<8>>(const Arguments& a, int64_t m, int64_t dwords
   natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
 }
 
-// Pairs of bf16: codes less their zero point, or where that is a number, codes.
+// Pairs of bf16: codes less their zero point, or where that is a number, codes; or values of a table.
 template <int BITS, Zeros ZEROS>
 struct PairDecoder {
   Int table, zeros;  // of 4 bits
 
-  INLINE PairDecoder() {
+  INLINE explicit PairDecoder(const Arguments& a) {
+    if constexpr (ZEROS == TABLE) {
+      const Float given = bits_to_float(load(a.table));
+      table = (Int)_mm512_cvtne2ps_pbh(given, given);
+      return;
+    }
     const Float low = minus(to_float(lanes()), every(ZEROS == MIDDLE ? 8.0f : 0.0f));
     // Indices are five bits: of a code and one bit more of its word, or of a number from -15 on.
     const Float high = ZEROS == CODES ? minus(low, every(16.0f)) : low;
@@ -112,7 +188,7 @@ template <Zeros ZEROS>
 struct PairDecoder<8, ZEROS> {
   Float zero;
 
-  INLINE PairDecoder() : zero(every(ZEROS == MIDDLE ? 128.0f : 0.0f)) {}
+  INLINE explicit PairDecoder(const Arguments&) : zero(every(ZEROS == MIDDLE ? 128.0f : 0.0f)) {}
   INLINE void begin(const int32_t* zeros) {
     if constexpr (ZEROS == CODES) zero = to_float(load(zeros));
   }
@@ -131,7 +207,7 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
                  int64_t group, int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
   const char* line = strip_of(work, v);
-  PairDecoder<BITS, ZEROS> decoder;
+  PairDecoder<BITS, ZEROS> decoder(work.a);
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
   for (int64_t g = 0, k = 0; k < columns; ++g) {
@@ -207,7 +283,7 @@ INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t f
 template <int BITS, Zeros ZEROS>
 void strip_pair_slabs(Work& work, const int32_t* packed, int64_t columns, int64_t group) {
   const TokenTiles tiles(work.a.M);
-  PairDecoder<BITS, ZEROS> decoder;
+  PairDecoder<BITS, ZEROS> decoder(work.a);
   for (int64_t k = 0, end; k < columns; k = end) {
     const int64_t g = k / group, first = k / 2 / CHUNK * CHUNK, dwords = std::min(CHUNK, columns / 2 - first);
     end = std::min((g + 1) * group, (first + dwords) * 2);
@@ -234,7 +310,7 @@ INLINE Int in_pairs(Int words) {
 // Slabs of values rounded to bf16, for `float_tile`: where entries are added, and where zero points are numbers.
 template <int BITS, Zeros ZEROS>
 void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
-  PairDecoder<BITS, ZEROS> decoder;
+  PairDecoder<BITS, ZEROS> decoder(work.a);
   for (int v = 0; v * LANES < work.count(); ++v)
     for (int64_t k = first, end; k < last; k = end) {
       end = std::min((k / group + 1) * group, last);
@@ -256,20 +332,22 @@ void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 #endif
 
 // Slabs of floats, for `float_tile`.
-template <int BITS>
+template <class Values>
 void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
-  constexpr int COLUMNS = 32 / BITS;
+  constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
+  Values values(work);
   for (int v = 0; v * LANES < work.count(); ++v) {
     const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
     char* to = work.slab.get() + v * VECTOR_BYTES;
     for (int64_t k = first; k < last;) {
       const int64_t at = k / group * ROWS + v * LANES;
-      const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
+      const Float scale = scale_of<Values>(work, at);
+      values.begin(work, at);
       for (const int64_t end = std::min((k / group + 1) * group, last); k < end; k += COLUMNS) {
-        const Int words = load(line);
+        values.take(load(line));
         _mm_prefetch(line + AHEAD, _MM_HINT_T0);
         each<COLUMNS>([&](auto i) {
-          const Float value = times(minus(code_of<BITS, i>(words), zero), scale);
+          const Float value = times(values.template value<i>(), scale);
           store(to + column_of<BITS>(i) * (VECTORS * VECTOR_BYTES), float_to_bits(value));
         });
         line += VECTOR_BYTES;
@@ -350,20 +428,30 @@ void strip_pair_product(const Arguments& a) {
 }
 #endif
 
-template <int BITS>
+template <class Values>
 void strip_float_product(const Arguments& a) {
+  constexpr int BITS = Values::BITS;
   const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
   if (!a.by_rows)
     return strip_value_slabs<FloatStrips, F32Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
-      float_strip_slab<BITS>(work, group, first, last);
+      float_strip_slab<Values>(work, group, first, last);
     });
   const TokenTiles tiles(a.M, STRIP_TOKENS);
   with_tokens<FloatStrips>(
       a, columns, tiles, [](int64_t) {}, [&](Work& work, const int32_t* x, const GatheredX& gathered) {
         over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-          strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
+          strip_floats<Values, t>(work, gathered, x + m * columns, columns, group, m, v);
         });
       });
+}
+
+void strip_float_products(const Arguments& a) {
+  if (a.bits == 8) return strip_float_product<CodeValues<8>>(a);
+  if (a.table == nullptr) return strip_float_product<CodeValues<4>>(a);
+#if !WIDE
+  if (ByteValues::holds(a.table)) return strip_float_product<ByteValues>(a);
+#endif
+  strip_float_product<TableValues>(a);
 }
 
 }  // namespace

@@ -204,6 +204,17 @@ INLINE Int within_lanes(Int v, __m128i pattern) {
   const __m256i wide = _mm256_broadcastsi128_si256(pattern);
   return {_mm256_shuffle_epi8(v.a, wide), _mm256_shuffle_epi8(v.b, wide)};
 }
+// Byte BYTE of every lane at its top, over zeros.
+template <int BYTE>
+INLINE Int byte_on_top(Int v) {
+  const __m128i order = _mm_setr_epi8(-1, -1, -1, BYTE, -1, -1, -1, BYTE + 4, -1, -1, -1, BYTE + 8, -1, -1, -1, BYTE + 12);
+  return within_lanes(v, order);
+}
+// Of a table of 16 bytes, those that the lowest four bits of each byte name, where its highest bit is not set.
+INLINE Int lookup_bytes(__m128i table, Int indices) {
+  const __m256i wide = _mm256_broadcastsi128_si256(table);
+  return {_mm256_shuffle_epi8(wide, indices.a), _mm256_shuffle_epi8(wide, indices.b)};
+}
 INLINE Int only(int32_t first, int32_t second) {
   return {_mm256_setr_epi32(first, 0, second, 0, 0, 0, 0, 0), _mm256_setzero_si256()};
 }

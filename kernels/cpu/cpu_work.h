@@ -24,6 +24,8 @@ struct Arguments {
   const void* kept;  // of a 2:4 weight, which columns its codes or numbers belong to
   const void* ranges;  // of scales and zero points that are codes, levels; null: these are numbers
   const uint8_t* levels;
+  // The 16 values of codes of 4 bits before they are scaled, and a factor of all scales; null: codes are numbers.
+  const float* table;
   void* out;
   int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
   Type x_type, scale_type, bias_type, value_type;
@@ -234,7 +236,8 @@ struct Work {
           continue;
         }
         const char* p = static_cast<const char*>(a.scale) + at * size;
-        store(&scale[to], float_to_bits(load_floats(p, a.scale_type, here)));
+        const Float scales = load_floats(p, a.scale_type, here);
+        store(&scale[to], float_to_bits(a.table == nullptr ? scales : times(scales, every(a.table[LANES]))));
         if (a.zero == nullptr) continue;
         const Int zeros = widen_bytes(a.zero + at, here);
         store(&zero[to], zeros);

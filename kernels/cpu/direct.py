@@ -112,10 +112,11 @@ def linear(
     bits: int,
     group_size: int,
     input_group: int | None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """[..., N] = x weight^T + bias; only where `serves` is true. The weight is the parts of a `layouts.words.Planar`,
-    or of a `layouts.strips.Strips`; input_group as in `strips.strips_linear`."""
-    out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group)
+    or of a `layouts.strips.Strips`; input_group as in `strips.strips_linear`, table as in `gemm.strips`."""
+    out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group, table)
     return out
 
 
@@ -147,15 +148,16 @@ def experts(
     bits: int,
     group_size: int,
     input_group: int | None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """[P, N] = x_token(p) weight_e(p)^T + bias_e(p) of x [M, K]; only where `serves` is true.
 
     The weights are the parts of a `layouts.words.Planar` or `layouts.strips.Strips` for each of E experts, stacked;
     bias [E, N]. token int32 [P], or None where the pairs are the rows of x; start int32 [E + 1], as in
-    `grouped.Routing`. Pairs without an expert get zeros.
+    `grouped.Routing`; table as in `gemm.strips`, of all experts. Pairs without an expert get zeros.
     """
     out: Tensor = _operators.cpu_experts.default(
-        x, words, scale, zero, bias, token, start, bits, group_size, input_group
+        x, words, scale, zero, bias, token, start, bits, group_size, input_group, table
     )
     return out
 

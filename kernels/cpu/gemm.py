@@ -31,23 +31,24 @@ Operation = Literal[
     "strips",
     "pair_strips",
     "int8_strips",
+    "table_strips",
 ]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PAIRS = b"avx512-bf16"  # in the library's instructions where it multiplies pairs of bfloat16
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
-ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64}
+ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64, "table_strips": 8}
 ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse24", "sparse_rows"), sys.maxsize)
 ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
 INPUT_GROUP_STEP = 128
-# Groups of tiles are whole halves of a plane.
-TILE_GROUP = PLANE // 2
+# Groups of tiles are whole halves of a plane, and those of a table (NVFP4) may be one.
+TILE_GROUP = TABLE_GROUP = PLANE // 2
 POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
-POINTERS += ("row_start", "column", "value", "kept", "ranges", "levels", "out")
+POINTERS += ("row_start", "column", "value", "kept", "ranges", "levels", "table", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
 CHOICES: tuple[str, ...] = (
     "x_type",
@@ -79,6 +80,9 @@ def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
     if operation == "tiles":
         if group_size % TILE_GROUP:
             reasons.append(f"group size {group_size}; allowed: multiples of {TILE_GROUP}")
+    elif operation == "table_strips" and group_size == TABLE_GROUP:
+        if K % PLANE:
+            reasons.append(f"{K} columns in groups of {group_size}; allowed: multiples of {PLANE}")
     elif group_size != -1 and group_size % PLANE:
         reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
     if operation in ("int8_activation", "int8_strips", "w8a8") and K >= MAX_INT8_COLUMNS:
@@ -108,7 +112,7 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
 
 
 def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
-    """The product of x, of this dtype, with a weight in strips."""
+    """The product of x, of this dtype, with a weight in strips, of a table or not."""
     if int8_input:
         return "int8_strips"
     pairs = dtype == torch.bfloat16 and not cpu.why_not() and cpu.library().instructions() == PAIRS
@@ -233,9 +237,12 @@ def strips(
     input_group: int | None = None,
     batch_invariant: bool = False,
     entries: Entries | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias, in the dtype of x, which is multiplied as it is (None) or, without
-    entries, rounded to int8, symmetric, per token (-1) or per token and `input_group` columns."""
+    entries, rounded to int8, symmetric, per token (-1) or per token and `input_group` columns. table: fp32 [17], the
+    values of codes of 4 bits before they are scaled and a factor of all scales, for x that is not rounded (None: the
+    codes less 8)."""
     x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
@@ -246,6 +253,10 @@ def strips(
     filled.bits, filled.group, filled.strips, filled.symmetric = weight.bits, weight.group_size, True, True
     if input_group is not None:
         filled.input_group = input_group
+    if table is not None:
+        assert weight.bits == NIBBLE
+        assert input_group is None
+        filled.table = table.data_ptr()
     _add_entries(filled, entries)
     return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)
 

@@ -83,6 +83,15 @@ def test_experts_of_gpt_oss_have_the_values_that_transformers_reads(mixture):
     assert_alike(mixture, mixtures.tokens(2))
 
 
+def test_experts_of_gpt_oss_multiply_together_from_codes_of_4_bits(mixture):
+    model = compress.load(mixture)
+    experts = model.model.layers[0].mlp.experts
+    if not experts.get_submodule("0.down_proj").in_strips:
+        pytest.skip("no compiled kernels")
+    assert experts.reasons == []
+    assert experts.stacks[-1].held["words"].nbytes == 4 * 64 * 32 // 2
+
+
 def test_mxfp4_of_mxfp4_loses_nothing(mixture, tmp_path):
     made = compress.quantize(mixture, compress.RTN(scheme="mxfp4a16"), ignore=["*attn*"], output=tmp_path / "out")
     assert any("was rounded before (24 layers mxfp4a16)" in note for note in made.record.notes)

@@ -182,7 +182,9 @@ class QuantLinear(StoredRows):
         if not isinstance(linear, nn.Linear):
             raise InputError(f"a {type(linear).__name__} is no torch.nn.Linear: its weight may lie the other way round")
         found = scheme_named(scheme, group_size, linear.in_features) if isinstance(scheme, str) else scheme
-        return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
+        layer = cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
+        # Scales of a kind of their own do not tell the dtype.
+        return layer if layer.dtype == linear.weight.dtype else layer.to(linear.weight.dtype)
 
     @classmethod
     def from_quantized(cls, weight: Matrix, bias: Tensor | None = None, scheme: Scheme | None = None) -> "QuantLinear":

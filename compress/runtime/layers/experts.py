@@ -170,7 +170,8 @@ class ExpertStack:
         if self.kind is PackedLinear:
             how: Any = (token_P, start_E, layer.container, self.group_size)
             if self.on_cpu:
-                return direct.experts(x_MK, *parts, *(*how, layer.input_group))
+                how = (*how, layer.input_group, layer.lookup)
+                return direct.experts(x_MK, *parts, *how)
             return grouped.grouped_weight_only(x_MK, *parts, *how)
         fitted: Any = (None, None, token_P, start_E, layer.scheme.inputs.symmetric)
         return (

@@ -6,7 +6,7 @@ A new format with a kernel is a line here; one without is multiplied by its own 
 from compress.runtime.layers.base import RUNS, QuantLinear, run_of
 from compress.runtime.layers.few_levels import FewLevelsLinear
 from compress.runtime.layers.gptq_awq import ActOrderLinear, ForeignWordsLinear
-from compress.runtime.layers.levels import LevelsLinear
+from compress.runtime.layers.levels import LevelsLinear, TableLinear
 from compress.runtime.layers.packed import PackedLinear
 from compress.runtime.layers.rows import Fp8BlockLinear, Fp8Linear, Int8Linear, RowLinear
 from compress.runtime.layers.sparse import SparseLinear
@@ -16,7 +16,7 @@ from compress.runtime.layers.tiles import TilesLinear
 from compress.runtime.layers.trellis import TrellisLinear
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
-from compress.weights.formats.levels import MXFP4, MXFP6
+from compress.weights.formats.levels import MXFP4, MXFP6, NF4, NVFP4, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
@@ -34,6 +34,7 @@ __all__ = [
     "Sparse24Linear",
     "SparseLinear",
     "SumLinear",
+    "TableLinear",
     "TilesLinear",
     "TrellisLinear",
     "run_of",
@@ -44,6 +45,10 @@ RUNS |= {
     Int8Table: PackedLinear,
     MXFP4: LevelsLinear,
     MXFP6: LevelsLinear,
+    NVFP4: TableLinear,
+    ModelOptNVFP4: TableLinear,
+    NF4: TableLinear,
+    NF4Float32: TableLinear,
     TernaryCodes: FewLevelsLinear,
     BinaryCodes: FewLevelsLinear,
     Int8Rows: Int8Linear,

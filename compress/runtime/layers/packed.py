@@ -72,6 +72,7 @@ class PackedLinear(WordLinear):
     words: Tensor
     scale: Tensor
     zero: Tensor | None
+    lookup: Tensor | None = None  # the values of codes in strips, where these are no numbers
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
