@@ -40,6 +40,7 @@ NOT_RUN = {
     "--calibration FOLDER": "needs a model that reads images (data/test_pictures.py)",
     "--calibration rows.jsonl": "needs a model that reads images (data/test_pictures.py)",
     '{"messages": ': "is a row of chats, and the built-in model has no chat template (data/test_chat.py)",
+    "--structure experts": "needs a mixture, and the built-in model is none (run/shrink/test_experts.py)",
     "lm-eval:arc_easy": "fetches a data set (evaluation/test_lm_eval.py)",
     "compress.compile_steps(model)": "compiles for a minute (runtime/test_steps.py)",
 }

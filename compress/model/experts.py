@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 GATE = "router or gate of experts"
+# Shown the number of an expert, its tokens, what it returns for them, and the weights of that.
+Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 # Each expert sees one of so many tokens, wherever they are routed.
 STRIDE = 16
 # The weight of these tokens together, in tokens that an expert gets on average.
@@ -67,11 +69,19 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H]: the weighted sum over each token's experts. top_k_index: [T, top], E or more for none."""
+        return self.watched(None, hidden_states, top_k_index, top_k_weights)
+
+    def watched(self, see: Watch | None, *given: Tensor) -> Tensor:
+        """`forward` of the same arguments; `see` is shown what every expert returns, with the tokens that it is for and
+        their weights."""
+        hidden_states, top_k_index, top_k_weights = given
         calibration = _CALIBRATION.get()
         out_TH = torch.zeros_like(hidden_states)
         for i, token, place, row, at in self._rows(top_k_index, calibration):
-            y = self._expert(i, hidden_states[row])[at] * top_k_weights[token, place, None]
-            out_TH.index_add_(0, token, y.to(out_TH.dtype))
+            y, weights = self._expert(i, hidden_states[row])[at], top_k_weights[token, place]
+            if see is not None:
+                see(i, token, y, weights)
+            out_TH.index_add_(0, token, (y * weights[:, None]).to(out_TH.dtype))
         return out_TH
 
     def _gated(self, both: Tensor) -> Tensor:
@@ -152,8 +162,19 @@ class SortedExperts(Experts):
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """[E T, H]: the outputs of expert 0 for the first T rows, of expert 1 for the next ..."""
-        parts = hidden_states.view(len(self.numbers), -1, hidden_states.shape[-1])
-        return torch.cat([self._expert(i, part) for i, part in enumerate(parts)])
+        return self.watched(None, hidden_states)
+
+    def watched(self, see: Watch | None, *given: Tensor) -> Tensor:
+        """As of `Experts`, of tokens that are given as other than zeros. Their weights are ones: what makes them count
+        less is in what they are given as."""
+        (hidden_states,) = given
+        outputs = []
+        for i, part in enumerate(hidden_states.view(len(self.numbers), -1, hidden_states.shape[-1])):
+            outputs.append(self._expert(i, part))
+            if see is not None:
+                token = part.any(-1).nonzero()[:, 0]
+                see(i, token, outputs[-1][token], torch.ones(len(token), device=part.device))
+        return torch.cat(outputs)
 
 
 def gates(model: nn.Module) -> dict[str, nn.Module]:

@@ -610,11 +610,21 @@ MASKS: dict[str, Case] = {
     ),
     "structure of what there is not": (
         lambda d: command("prune", d.model, "--structure", "head:0.5", "--output", d.output),
-        ("structure 'head:0.5'", "heads, channels, hidden, layers", "heads:0.25,channels:0.25,hidden:0.25,layers:1"),
+        ("structure 'head:0.5'", "heads, channels, hidden, layers, experts", "layers:1,experts:0.25"),
     ),
     "structure given twice": (
         lambda d: command("prune", d.model, "--structure", "heads,heads:0.5", "--output", d.output),
         ("says heads twice",),
+    ),
+    "experts beside other parts": (
+        lambda d: command("prune", d.model, "--structure", "experts:0.25,channels", "--output", d.output),
+        ("experts go in a step of their own", "give structure twice, experts first"),
+    ),
+    "experts of a model without any": (
+        lambda d: command(
+            *("prune", d.model, "--structure", "experts", "--calibration", d.tokens, "--output", d.output)
+        ),
+        ("experts: ", "has none as layers of their own", "leave it out"),
     ),
     "all of a structure": (
         lambda d: command("prune", d.model, "--structure", "channels:1", "--output", d.output),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OF_A_MASK = ("pattern", "sparsity", "per", "allocate")
 # What --structure takes away of which it names no amount: shares, and a number of blocks.
-USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "hidden": 0.25, "layers": 1}
+USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "hidden": 0.25, "layers": 1, "experts": 0.25}
 
 
 class MaskMethod(click.Option):

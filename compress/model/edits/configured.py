@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from compress.errors import InputError, first_line
 from compress.model.edits.changes import Applied, change, changing
 from compress.model.edits.keep import Coupling
+from compress.model.experts_apart import split_experts
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 PASSING = ("training", "gradient_checkpointing")  # attributes of a model's use, not of its structure
@@ -114,12 +115,15 @@ class _ConfigurationSearch:
     def __init__(self, model: nn.Module, unread: frozenset[tuple[str, str]]) -> None:
         self.model, self.unread = model, unread
         self.ours = facts_of(model)
+        self.names = model.state_dict().keys()
         self.said = ""
 
     def made(self, fields: Fields) -> nn.Module:
         """The model, without weights, of the configuration with these numbers."""
         with torch.device("meta"), no_init_weights():
-            return type(self.model)(self.configuration(fields))
+            made = type(self.model)(self.configuration(fields))
+        split_experts(made, self.names)
+        return made
 
     def configuration(self, fields: Fields) -> PretrainedConfig:
         """A copy of the model's configuration with these numbers."""

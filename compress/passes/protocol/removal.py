@@ -34,6 +34,9 @@ class RemovalOptions:
     layers: int = 0
     """0 or more: so many blocks go as a whole."""
 
+    experts: float = 0.0
+    """0 or more, below 1: share of each layer's experts that goes, in a step of its own (REAP)."""
+
     multiple: int = 1
     """1 or more: the channels that stay are a multiple of it; 128 lets groups of 128 weights follow."""
 
@@ -60,12 +63,14 @@ class RemovalOptions:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the pass that these are options of
-        for part in (*PARTS, "hidden"):
+        for part in (*PARTS, "hidden", "experts"):
             if not 0 <= (share := getattr(self, part)) < 1:
                 raise InputError(f"{part} {share}; allowed: a share of what there is, 0 (none) or more, below 1")
         for option, least in (("layers", 0), ("multiple", 1), ("rounds", 1)):
             if (given := getattr(self, option)) < least:
                 raise InputError(f"{option} {given}; allowed: {least} or more")
+        if self.experts and (self.shares or self.hidden or self.layers):
+            raise InputError("experts go in a step of their own; give structure twice, experts first")
         if self.multiple > 1 and not self.channels:
             raise InputError("multiple is of the channels that stay, and none go; give channels or leave it out")
         one_of("importance", self.importance, get_args(Importance))

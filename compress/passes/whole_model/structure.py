@@ -1,4 +1,5 @@
 """Structure: channels of MLPs, attention heads and whole blocks go; what is left is a smaller model of the same kind.
+Experts of mixtures go by `experts`.
 
 Shapes: N outputs, K inputs of a *consumer*, the layer that reads what goes (down of an MLP, the output of an
 attention); its inputs fall into groups (one channel; the heads of one key-value head), found on the model itself
@@ -32,12 +33,14 @@ Departs from the papers:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from compress.errors import InputError
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.removal import RemovalOptions
 from compress.passes.protocol.stages import Restructure, Stage
+from compress.passes.whole_model.experts import fewer_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,15 @@ class Structure(RemovalOptions, Pass):
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, options that remove nothing."""
         super().check(shapes)
-        if not (self.shares or self.hidden or self.layers):
+        if not (self.shares or self.hidden or self.layers or self.experts):
             raise InputError(
-                "structure with nothing to remove; give heads, channels, hidden (shares) or layers (a count)"
+                "structure with nothing to remove; give heads, channels, hidden, experts (shares) or layers (a count)"
             )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
+        if self.experts:
+            return (Restructure(partial(fewer_experts, self.experts), calibrated=True, keeps_zeros=True),)
         return (
             Restructure(
                 removal=self,

@@ -18,16 +18,19 @@ from compress.model.edits.configured import configure, unread_of
 from compress.model.edits.drop import Drop
 from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling, Keep
+from compress.model.edits.keep_experts import KeepExperts, counts_of
 from compress.model.known_edits import Edit
+from compress.model.layers import Stack
 from compress.model.structure.streams import FoundStreams, find_streams
 from compress.model.valueless import size_of, without_values
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
-from compress.passes.protocol.whole import Whole
+from compress.passes.protocol.whole import WatchBlock, Whole
 from compress.run.plan.matching import Ignored
 from compress.run.residency import Local
-from compress.run.shrink.blocks import CouplingFinder, MatrixFinder, check_ignored, stacks_called
+from compress.run.shrink.blocks import CouplingFinder, MatrixFinder, calls_of, check_ignored, stacks_called
 from compress.run.shrink.restructured import ModelSize, Restructured, config_of
+from compress.run.walk.state import Streams
 from compress.system.comm import Comm
 from compress.system.progress import Reporter
 
@@ -104,7 +107,27 @@ class Editing:
             stacks, calls = stacks_called(self.model, self.probe(), self.residency, one_block)
             return dict(MatrixFinder(self.model, self.residency).of_all(stacks, calls))
 
-        return Whole(self.model, self.batches, self.comm, couplings, streams, matrix_folds, self.note)
+        def through(watch: WatchBlock) -> None:
+            stacks, _ = stacks_called(self.model, self.probe(), self.residency, one_block)
+            for stack in stacks:
+                self.watched(stack, watch)
+
+        return Whole(self.model, self.batches, self.comm, couplings, streams, matrix_folds, through, self.note)
+
+    def watched(self, stack: Stack, watch: WatchBlock) -> None:
+        """Run this rank's micro-batches through a stack, each call of a block inside the context that `watch` makes."""
+        captured = calls_of(self.model, stack, self.batches, self.residency)
+        streams = Streams(captured[0], [])
+        for i, (name, block) in enumerate(stack.blocks):
+            self.reporter.step(i, len(stack.blocks), "")
+            streams, captured[i] = streams.called_as(captured[i]), []
+            outputs = []
+            with self.residency.open(block, keep=False) as opened, torch.no_grad():
+                for call in streams.calls:
+                    with watch(opened.block, call):
+                        outputs.append(opened.block(*call.args, **call.kwargs))
+            streams = streams.after(outputs, [])
+            self.reporter.step(i + 1, len(stack.blocks), name)
 
     def note(self, said: str) -> None:
         """Tell the person something, and enter it into the record."""
@@ -147,6 +170,8 @@ def applied(model: nn.Module, edits: Edits, like: nn.Module | None = None) -> It
             unread = []
         yield edit.apply(model.get_submodule(name))
         unread += unread_of(name, edit.coupling) if isinstance(edit, Keep) else ()
+    if any(isinstance(edit, KeepExperts) for _, edit in edits):
+        unread += counts_of(model)
     yield configure(model, unread, like=like)
 
 

@@ -183,11 +183,11 @@ class StackedExperts(Experts):
     """Experts that multiply together where they can. stacks: of their first layers, and of their last; None where they
     compute one by one, for the `reasons`."""
 
-    OF_STACKS: ClassVar[tuple[str, ...]] = ("stacks", "reasons", "leaf_modules", "watched", "attributes")
+    OF_STACKS: ClassVar[tuple[str, ...]] = ("stacks", "reasons", "leaf_modules", "hooks", "attributes")
     stacks: tuple[ExpertStack, ...] | None
     reasons: list[str]
     leaf_modules: list[tuple[str, list[dict[str, Any]], list[nn.Module]]]
-    watched: list[dict[Any, Any]]
+    hooks: list[dict[Any, Any]]
     attributes: list[dict[str, Any]]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class StackedExperts(Experts):
         if is_calibrating():
             return False
         # Hooks, other forwards (`runtime.check.twin`), and other modules (adapters) in place of layers.
-        if any(self.watched) or any(map(HAS_FORWARD, self.attributes)):
+        if any(self.hooks) or any(map(HAS_FORWARD, self.attributes)):
             return False
         return self._has_its_layers()
 
@@ -249,7 +249,7 @@ class StackedExperts(Experts):
             stacks = [ExpertStack([[layer] for layer in each]) for each in first]
         self.stacks = (*stacks, ExpertStack([[layer] for layer in last]))
         inside = [module for expert in experts for layer in expert.children() for module in layer.modules()]
-        self.watched = [h for module in inside for h in (module._forward_hooks, module._forward_pre_hooks)]
+        self.hooks = [h for module in inside for h in (module._forward_hooks, module._forward_pre_hooks)]
         self.attributes = [module.__dict__ for module in inside]
         held = [expert._modules for expert in experts]
         self.leaf_modules = [
