@@ -647,7 +647,7 @@ def test_fewer_samples_than_asked_for_are_said_before_the_work(desk: Desk) -> No
 def test_weights_that_the_model_does_not_use_are_said(desk: Desk) -> None:
     outcome = desk.rtn(desk.copy(config__json=configured(num_hidden_layers=1)))
     assert outcome.code == 0
-    assert "note: 9 tensors of " in outcome.err
+    assert "note: kept dense: layer behind those that the configuration counts, 9 tensors, " in outcome.err
     assert "like model.layers.1.input_layernorm.weight" in outcome.err
 
 

@@ -19,6 +19,7 @@ from compress.model.experts_apart import loading_steps, split_experts
 
 AHEAD = "multi-token-prediction head"
 DRAFT = "draft head"
+BEHIND = "layer behind those that the configuration counts"
 AHEAD_WORDS = re.compile(r"(^|\.)(mtp|nextn|multi_token)[^.]*\.")
 DRAFT_WORDS = re.compile(r"(^|\.)([^.]*draft|eagle|medusa)[^.]*\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -83,9 +84,14 @@ def _beside(source: Source) -> dict[str, KeptTensor]:
 
 def _kind(name: str, config: Any, model: str) -> str:
     """Words for a tensor without a place."""
-    layer, count = LAYER.search(name), getattr(config.get_text_config(), "num_hidden_layers", None)
-    if AHEAD_WORDS.search(name) or (layer is not None and isinstance(count, int) and int(layer[1]) >= count):
+    text = config.get_text_config()
+    layer, count = LAYER.search(name), getattr(text, "num_hidden_layers", None)
+    behind = layer is not None and isinstance(count, int) and int(layer[1]) >= count
+    ahead = behind and bool(getattr(text, "num_nextn_predict_layers", 0))
+    if ahead or AHEAD_WORDS.search(name):
         return AHEAD
+    if behind:
+        return BEHIND
     return DRAFT if DRAFT_WORDS.search(name) else f"no part of {model}"
 
 
