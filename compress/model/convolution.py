@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 Mode = Literal["constant", "reflect", "replicate", "circular"]
+KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CHUNK = 2**24  # elements of patches laid out at a time
 
 
@@ -33,18 +34,18 @@ class Geometry:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """True for a Conv1d or Conv2d that computes as torch does. A subclass may compute with another weight than the one
-    it stores."""
-    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+    """True for a Conv1d, Conv2d or Conv3d that computes as torch does. A subclass may compute with another weight than
+    the one it stores."""
+    kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
+    if kind is None:
         return False
-    kind = nn.Conv1d if isinstance(module, nn.Conv1d) else nn.Conv2d
     same = all(getattr(type(module), name) is getattr(kind, name) for name in ("forward", "_conv_forward"))
     return same and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def geometry_of(module: nn.Module) -> Geometry:
-    """The geometry of a Conv1d or Conv2d."""
-    assert isinstance(module, nn.Conv1d | nn.Conv2d)
+    """The geometry of a Conv1d, Conv2d or Conv3d."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     kernel, dilation = tuple(module.kernel_size), tuple(module.dilation)
     if module.padding == "valid":
         padding = tuple((0, 0) for _ in kernel)

@@ -333,14 +333,16 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
 
 
 def token_tables(model: nn.Module) -> list[Table]:
-    """The token embedding, then the output head where it is a linear layer with a weight of its own; nothing for a
-    model without a token embedding. Raises InputError for one whose weight is more than a table."""
+    """The token embedding, then the output head where it is a linear layer with a weight of its own. Of a model that
+    does not say which one that is (a module of the caller) every embedding. Raises InputError for one whose weight is
+    more than a table."""
     embedding, head = token_embedding(model), output_head(model)
-    if embedding is None:
+    own = [] if callable(getattr(model, "get_input_embeddings", None)) else _embeddings(model)
+    if embedding is None and not own:
         return []
     tables = []
     names = {module: name for name, module in model.named_modules()}
-    for module in (embedding, head):
+    for module in own or (embedding, head):
         weight = None if module is None or module not in names else module._parameters.get("weight")
         if module is None or weight is None or (module is head and not isinstance(head, nn.Linear)):
             continue
@@ -352,11 +354,20 @@ def token_tables(model: nn.Module) -> list[Table]:
                 f"{odd[0][0]} ({type(odd[0][1]).__name__}) shares the weight of {names[module]} and is neither an "
                 "embedding nor a linear layer; leave the embeddings pass out"
             )
-        if module is embedding and embedding.max_norm is not None:
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise InputError(f"{names[module]} renormalizes its rows (max_norm); leave the embeddings pass out")
         shared, tied = tuple(n for n, _ in others), tuple(m for _, m in others)
         tables.append(Table(names[module], module, shared=shared, tied=tied))
     return tables
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """The embeddings of a model, one for each weight."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            found.setdefault(id(module._parameters.get("weight")), module)
+    return list(found.values())
 
 
 def _is_torchs(module: nn.Module) -> bool:

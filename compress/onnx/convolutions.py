@@ -21,13 +21,13 @@ from compress.weights.rounding import ActivationCodes
 
 
 class GraphConvolution(GraphLayer):
-    """A Conv1d or Conv2d with its codes. inputs: how it rounds what it reads, or None. signed: whether symmetric codes
-    beside rounded inputs are written as int8."""
+    """A Conv1d, Conv2d or Conv3d with its codes. inputs: how it rounds what it reads, or None. signed: whether
+    symmetric codes beside rounded inputs are written as int8."""
 
     def __init__(
         self, module: nn.Module, weight: Quantized, inputs: ActivationCodes | None, signed: bool = True
     ) -> None:
-        assert isinstance(module, nn.Conv1d | nn.Conv2d)
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         super().__init__(module.out_channels, None)
         signed = weight.zero_point is None and (signed or inputs is None)
         codes = weight.codes.reshape(module.weight.shape).to(torch.int16)
@@ -55,7 +55,7 @@ class GraphConvolution(GraphLayer):
         x = x if self.inputs is None else self.inputs(x)
         parts = [self.codes, self.scale] + ([] if self.zero is None else [self.zero])
         weight = self._node("::DequantizeLinear", parts, x.new_empty(self.codes.shape), axis=0)
-        convolve = functional.conv1d if len(g.kernel) == 1 else functional.conv2d
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(g.kernel) - 1]
         return convolve(x, weight, self.bias, list(g.stride), padding, list(g.dilation), g.groups)
 
 

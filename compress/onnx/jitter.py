@@ -33,10 +33,10 @@ def moved(generator: torch.Generator) -> Iterator[None]:
     """Moves what layers of all models read by a rounding of float32 sums, for the body."""
 
     def move(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | QuantLinear) or not given:
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | QuantLinear) or not given:
             return None
         x = given[0]
-        terms = module.weight[0].numel() if isinstance(module, nn.Conv1d | nn.Conv2d) else x.shape[-1]
+        terms = module.weight[0].numel() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else x.shape[-1]
         size = torch.finfo(torch.float32).eps * terms**0.5
         shift = torch.empty(x.shape).uniform_(-size, size, generator=generator)
         return (x * (1 + shift), *given[1:])

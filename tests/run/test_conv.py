@@ -37,12 +37,14 @@ CONVOLUTIONS = [
     lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1),
     lambda: nn.Conv1d(4, 4, 5, padding="same", groups=4),
     lambda: nn.Conv1d(2, 4, 3, padding=2, padding_mode="replicate"),
+    lambda: nn.Conv3d(4, 6, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 1), groups=2),
+    lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"),
 ]
 every_convolution = pytest.mark.parametrize("make", CONVOLUTIONS)
 
 
 def images_for(module, batch=3):
-    sizes = (9,) if isinstance(module, nn.Conv1d) else (9, 8)
+    sizes = (9, 8, 5)[: module.weight.ndim - 2]
     return torch.randn(batch, module.in_channels, *sizes, generator=torch.Generator().manual_seed(1))
 
 

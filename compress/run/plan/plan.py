@@ -283,7 +283,7 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple
     for table in found:
         if ignored.asked_for(table.name, *table.shared):
             continue
-        if (table is found[0] or p.treats_heads) and p.wants(table.name):
+        if (isinstance(table.module, nn.Embedding) or p.treats_heads) and p.wants(table.name):
             kept.append(table)
     if not kept:
         raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")

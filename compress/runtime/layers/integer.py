@@ -128,7 +128,7 @@ class IntegerLayer:
 def integer_layer(
     module: nn.Module, weight: Quantized, inputs: ActivationCodes, outputs: ActivationCodes, *, relu: bool = False
 ) -> IntegerLayer:
-    """The integer form of a Conv1d, Conv2d or Linear, whose bias is taken from `module`.
+    """The integer form of a Conv1d, Conv2d, Conv3d or Linear, whose bias is taken from `module`.
 
     weight: its codes [N, K]: symmetric, one scale per row or in all. inputs, outputs: the fixed int8 grids of its input
     and of its output (the input of the layer after it). relu: negative outputs become 0, which costs nothing.

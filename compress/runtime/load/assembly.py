@@ -97,8 +97,12 @@ def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, share
 
 
 def _untie(model: nn.Module, name: str) -> list[str]:
-    """Stop transformers from tying other modules to an embedding's weight. Returns the names of these modules."""
-    mapping: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    """Stop transformers from tying other modules to an embedding's weight. Returns the names of these modules; of a
+    caller's own model, of those that have the same weight."""
+    if not hasattr(model, "all_tied_weights_keys"):
+        weight = model.get_submodule(name)._parameters["weight"]
+        return [n for n, m in model.named_modules() if n != name and m._parameters.get("weight") is weight]
+    mapping: dict[str, str] = cast(Any, model).all_tied_weights_keys
     own = f"{name}.weight"
     first = mapping.get(own, own)
     tied = {target for target, source in mapping.items() if source == first} | {first}
