@@ -14,6 +14,7 @@ from compress.checkpoint.read.source import Source, find_source
 from compress.errors import InputError
 from compress.model.layers import find_stacks
 from compress.run.residency import is_narrow, shard
+from compress.runtime.load.dequantized import load_as_original
 from compress.runtime.load.loading import load_source
 from compress.train.inputs.offline import TopKRows
 from compress.train.losses.options import ORIGINAL
@@ -66,4 +67,6 @@ class Teachers:
             source = find_source(name, self.trust_remote_code)
         if source.quantization is None:
             return load_dense(source)
+        if name == ORIGINAL:  # what the student began with
+            return load_as_original(source, [])
         return load_source(source, target=self.device, dequantize=self.fsdp)

@@ -53,7 +53,8 @@ def of_coverage(run: FinishedRun) -> Iterator[str]:
     yield f"compressed: {run.record.coverage}"
     before, after = (measure_size(find_source(name)) for name in (run.model, run.output))
     if after.compressed_weights:
-        yield f"bits per compressed weight: {before.bits_per_parameter:.2f} -> {after.bits_per_weight:.2f}"
+        given = before.bits_per_weight if before.compressed_weights else before.bits_per_parameter
+        yield f"bits per compressed weight: {given:.2f} -> {after.bits_per_weight:.2f}"
 
 
 def of_loss(run: FinishedRun) -> Iterator[str]:

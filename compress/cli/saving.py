@@ -117,7 +117,11 @@ def too_little(saving: "Saving", output: str, reason: str) -> None:
 
 def why(record: "RunRecord") -> str:
     """The reasons why a run saved little, and the ways out."""
+    from compress.checkpoint.write.record import ROUNDED
+
     covered = record.coverage
+    if any(ROUNDED in note for note in record.notes):
+        return "the model came in codes already, and these take as many bytes or more"
     if covered is None or (record.structure is not None and not covered.compressed_parameters):
         return "a larger share or more blocks have to go"
     rest = [(reason, count / covered.parameters) for reason, count in covered.rest.items()]

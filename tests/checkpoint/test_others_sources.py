@@ -5,16 +5,19 @@ gpt-oss, bitsandbytes' formula written out, and float8 and E2M1 by their definit
 """
 
 import json
+import re
 from pathlib import Path
 
 import mixtures
 import pytest
 import torch
-from commands import make_llama, save
+from commands import command, last_line, make_llama, save
 from models import tokens
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.api.teachers import Teachers
+from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError
 from compress.weights.levels import NF4
 
@@ -242,3 +245,24 @@ def test_a_plan_of_a_rounded_checkpoint_tells_the_bytes_that_a_run_writes(made, 
     told = compress.plan(folder, **asked)
     done = compress.quantize(folder, **asked, output=tmp_path / "out", verify=False)
     assert (told.saving.before, told.saving.after) == (done.record.saving.before, done.record.saving.after)
+
+
+def test_a_run_that_saves_no_bytes_of_a_rounded_checkpoint_says_why(tmp_path):
+    folder, out = of_modelopt(tmp_path / "model")[0], tmp_path / "out"
+    asked = ("quantize", folder, "--method", "rtn", "--scheme", "w8a16", "--group-size", 32, "--output", out, "--quiet")
+    outcome = command(*asked)
+    assert outcome.code == 1
+    assert "the model came in codes already, and these take as many bytes or more" in last_line(outcome)
+    allowed = command(*asked[:-1], "--overwrite", "--allow-little")
+    assert allowed.code == 0
+    # 12,288 weights in 8 bits, and 18,432 in 4 with a float8 scale for each 16.
+    before = re.search(r"bits per compressed weight: ([\d.]+) -> 8.5", allowed.out)
+    assert 5.9 < float(before[1]) < 6.1
+
+
+def test_a_model_is_taught_by_the_values_that_it_began_with(tmp_path):
+    folder, values = of_modelopt(tmp_path / "model")
+    source = find_source(str(folder))
+    teacher = Teachers(source, None, torch.device("cpu"), False, False, {}).named("original")
+    for name, value in values.items():
+        assert torch.equal(teacher.get_parameter(name), value.float())

@@ -84,6 +84,10 @@ class RangeRecord:
         return cls(**{**noted, "histogram": None if histogram is None else HistogramRecord(**histogram)})
 
 
+# In the note of a run that began with the values of codes.
+ROUNDED = "was rounded before"
+
+
 @dataclass
 class RunRecord:
     """The results of a run, for the report.

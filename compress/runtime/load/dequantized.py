@@ -13,6 +13,7 @@ from compress.checkpoint.read.names import names_in
 from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import reading, stored_in, weight_of
+from compress.checkpoint.write.record import ROUNDED
 from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
 from compress.model.disk_names import places_in
@@ -42,7 +43,7 @@ def load_as_original(source: Source, notes: list[str]) -> nn.Module:
         *(["key-value caches"] if stored.caches is not None else []),
     ]
     notes.append(
-        f"{shown(source.name)} was rounded before ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
+        f"{shown(source.name)} {ROUNDED} ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
         "this run begins with the values of its codes, and what it tells of errors is measured against these"
         + (f"; the rounding of {' and '.join(dropped)} is left out" if dropped else "")
     )
