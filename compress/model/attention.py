@@ -145,7 +145,7 @@ def head_sizes(model: nn.Module) -> set[int]:
     device = next(model.parameters()).device
     with seeing_caches(dict.fromkeys(attentions(model).values(), see)):
         try:
-            with without_data() as mode:
+            with without_data(model) as mode:
                 model(input_ids=mode.from_tensor(torch.zeros(1, 2, dtype=torch.long, device=device)), use_cache=False)
         except Exception:  # noqa: BLE001 - tracing may fail in any way; sizes seen before it count
             pass

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from compress.model.convolution import elements, samples
 from compress.model.layers import Layer
 
 Batch = Mapping[str, Any]
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,40 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 @contextmanager
-def without_data() -> Iterator[FakeTensorMode]:
-    """Runs the body on tensors with shapes but no data. An operation that needs data raises; torch logs nothing."""
+def without_data(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Runs the body, which calls a model, on tensors with shapes but no data. An operation that needs data raises;
+    torch logs nothing. What modules keep of the call (LeViT its attention biases) is forgotten."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with unmarked(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """Restores the attributes of a model's modules afterwards, and the entries of those that are dictionaries or lists.
+    Parameters, modules and hooks are left to the body."""
+    before = [(module, _attributes(module)) for module in model.modules()]
+    held = [(value, copy(value)) for _, found in before for value in found.values() if type(value) in (dict, list)]
+    try:
+        yield
+    finally:
+        for value, entries in held:
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(entries)
+        for module, found in before:
+            for name in _attributes(module).keys() - found.keys():
+                del module.__dict__[name]
+            module.__dict__.update(found)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are its own, and its buffers."""
+    return {name: value for name, value in vars(module).items() if name == "_buffers" or name not in _OF_ANY_MODULE}
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,18 @@ def disk_names(model: nn.Module, stored: Collection[str] | None = None) -> DiskN
     if not steps:
         return DiskNames()
     if stored is not None:
-        found = ((name if name in known else _forward(steps, name), name) for name in stored)
+        files = {*stored, *map(_dense, stored)}
+        found = ((name if name in known else _forward(steps, name), name) for name in files)
         return DiskNames((own, file) for own, file in found if own in known)
     back = [step.reverse_transform() for step in reversed(_written(steps))]
     found = ((name, _forward(back, name)) for name in known)
     return DiskNames((own, file) for own, file in found if _forward(steps, file) == own)
+
+
+def _dense(name: str) -> str:
+    """The name that a stored tensor had before its weight was compressed: `a.weight` of `a.weight_packed`."""
+    head, dot, last = name.rpartition(".")
+    return f"{head}{dot}weight" if last.startswith("weight_") else name
 
 
 def renamings(model: nn.Module) -> "list[WeightRenaming]":
@@ -102,8 +109,10 @@ def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:
 
 
 def _place(base: str, steps: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
-    """The name in a model of the checkpoint's `name`: transformers renames some, and lets a base model and one with a
-    head read each other's checkpoints. `name` itself where the model knows no variant of it."""
-    renamed = _forward(steps, name)
-    candidates = (f for n in (name, renamed) for f in (n, n.removeprefix(f"{base}."), f"{base}.{n}"))
+    """The name in a model of the checkpoint's `name`, of a tensor or a module: transformers renames some, and lets a
+    base model and one with a head read each other's checkpoints. `name` itself where the model knows no variant of it.
+    """
+    of_module = _forward(steps, f"{name}.weight").removesuffix(".weight")  # patterns may end in a module's dot
+    names = (name, _forward(steps, name), of_module)
+    candidates = (f for n in names for f in (n, n.removeprefix(f"{base}."), f"{base}.{n}"))
     return next((found for found in candidates if found in known), name)

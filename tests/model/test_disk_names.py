@@ -3,6 +3,7 @@
 import json
 
 import torch
+import transformers
 from commands import command
 from mixtures import made, tokens
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,7 @@ import compress
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.experts_apart import split_experts
 from compress.passes.protocol.where import but, only
+from compress.recipes.studies.models.small import small
 
 PAIRS = [
     ("a.mlp.gate.weight", "a.moe.gate.weight"),
@@ -87,3 +89,16 @@ def test_records_configurations_and_older_files_go_with_the_names_of_the_hub(tmp
     (tmp_path / "out" / "config.json").write_text(text)
     with torch.no_grad():
         assert torch.equal(compress.load(tmp_path / "out")(tokens(1)).logits, expected)
+
+
+def test_renamings_that_end_in_a_dot_place_modules(tmp_path):
+    """A file's `self_attn.q_b_proj.` is the model's `self_attn.q_gate_proj.`."""
+    model, batch = small(transformers.AXK2ForCausalLM, "causal")
+    model.save_pretrained(tmp_path / "model")
+    compress.quantize(tmp_path / "model", compress.RTN(scheme="w8a16"), output=tmp_path / "out")
+    assert any("q_b_proj.weight_packed" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    found, expected = (
+        compress.load(tmp_path / "out")(**batch),
+        compress.load(tmp_path / "out", dequantize=True)(**batch),
+    )
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)

@@ -132,6 +132,10 @@ class _Capture:
             raise StopError
         if self.shape is None:
             self.shape = self.output_of_first(args, kwargs)
+            if not _has_hidden_first(self.shape):
+                raise ChainBrokenError(f"a block returns a {type(self.shape).__name__}")
+            if _tells_sizes(self.shape, call.hidden):
+                raise ChainBrokenError("a block returns the sizes that it has changed")
         self.hidden = call.hidden
         return self.handed_on(call.hidden)
 
@@ -160,6 +164,20 @@ def check_hidden_alone(calls: Sequence[Sequence[Call]]) -> None:
     that."""
     if any(call.links for of_block in calls for call in of_block):
         raise ChainBrokenError("a block's second output feeds the next block")
+
+
+def _has_hidden_first(output: Any) -> bool:
+    """True for a tensor, and for a plain tuple or list of one and others: what a model may read by place alone."""
+    by_place = type(output) in (tuple, list) and len(output) > 0
+    return isinstance(output[0] if by_place else output, Tensor)
+
+
+def _tells_sizes(output: Any, hidden: Tensor) -> bool:
+    """True for a block that changes the shape of the hidden state and returns more than tensors beside it, as the
+    stages of Swin return height and width: the other blocks' are not known before they run."""
+    if isinstance(output, Tensor) or output[0].shape == hidden.shape:
+        return False
+    return any(o is not None and not isinstance(o, Tensor) for o in output[1:])
 
 
 def capture(
@@ -218,7 +236,7 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
     stand_ins = [Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
     with swapped(stack.container, stand_ins):
         try:
-            with without_data() as mode:
+            with without_data(model) as mode:
                 model(**tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, dict(batch)))
         except Exception:  # noqa: BLE001 - a head that cannot be traced says nothing about the blocks before it
             pass
@@ -229,7 +247,7 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
 def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The block's output on tensors without data; of a block that cannot be traced, its real output."""
     try:
-        with without_data() as mode:
+        with without_data(block) as mode:
             fake = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))
             return block(*fake[0], **fake[1])
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can

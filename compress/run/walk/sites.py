@@ -81,7 +81,7 @@ def _seen(
     call = calls[0]
     if all(layer.is_called for layer in layers):
         try:
-            with without_data() as mode:
+            with without_data(block) as mode:
                 fake = tree_map(
                     lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (call.args, dict(call.kwargs))
                 )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import compress
+from compress.api.verify import verify
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.recipes.studies.figures import asked, made_by, stored
@@ -61,6 +62,7 @@ def tried(model: nn.Module, folder: Path, method: str, batch: Mapping[str, Tenso
     out = folder.parent / method.split()[0]
     try:
         made = compress.quantize(folder, METHODS[method](), calibration=[dict(batch)], output=out, verify=False)
+        verify(out)  # as in a process of its own, which would take seconds to start
         with torch.no_grad():
             computed = first(compress.load(out)(**batch))
             if method.startswith("w4"):  # what rounds its inputs has no dequantized form

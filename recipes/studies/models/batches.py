@@ -13,6 +13,8 @@ SHORT = 24  # tokens
 SOUND = 4000  # samples of a waveform
 FRAMES = 200
 SIDES = (64, 32, 224)
+PLACES = ("image_token_id", "image_token_index")
+IN_TEXT = (16, 17, 4, 1, 15, 64, 65)  # tokens of an image
 ROWS = 4  # of patches, in a batch of these
 
 Batch = dict[str, Tensor]
@@ -43,10 +45,24 @@ def batches_of(model: Any, task: str) -> Iterator[Batch]:
             yield sound | {"input_ids": ids[:2]}
     words = {"input_ids": ids, "decoder_input_ids": ids} if task == "seq2seq" else {"input_ids": ids}
     yield words
-    if "encoder_hidden_states" in inspect.signature(model.forward).parameters:  # the decoder of an encoder-decoder
+    takes = inspect.signature(model.forward).parameters
+    if "pixel_values" in takes:
+        yield from (words | batch for batch in images_in_text(config, normal, ids))
+    if "encoder_hidden_states" in takes:  # the decoder of an encoder-decoder
         for name in ("cross_attention_hidden_size", "hidden_size", "d_model"):
             if isinstance(width := getattr(config, name, None), int):
                 yield words | {"encoder_hidden_states": normal(SAMPLES, SHORT, width)}
+
+
+def images_in_text(config: Any, normal: Normal, ids: Tensor) -> Iterator[Batch]:
+    """Batches of an image to a text, whose place is held by tokens of its own, as many as the image becomes."""
+    place = next((found for name in PLACES if isinstance(found := getattr(config, name, None), int)), None)
+    for batch in images(config, normal):
+        if place is None:
+            yield batch
+            continue
+        for count in IN_TEXT:
+            yield batch | {"input_ids": torch.cat([ids.new_full((SAMPLES, count), place), ids], 1)}
 
 
 def sounds(main: str, config: Any, normal: Normal) -> Iterator[Batch]:

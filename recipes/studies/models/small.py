@@ -55,7 +55,8 @@ CAPS: dict[str, float] = {
     **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers", "attn_layer_offset", "expert_layer_offset"), 1),
     **dict.fromkeys(("attn_layer_period", "expert_layer_period", "layer_group_size"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), LENGTH),
-    **dict.fromkeys(("depth_coefficient",), 1.0),
+    "depth_coefficient": 1.0,
+    "mm_tokens_per_image": 4,
 }
 FIRST_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 FILLED: dict[str, Any] = {
@@ -126,7 +127,7 @@ def random(kind: Any, config: Any) -> nn.Module:
     model: nn.Module = kind(config).eval()
     for p in model.parameters():
         if p.ndim > 1:
-            nn.init.normal_(p, 0, 0.1)
+            nn.init.normal_(p, 0, p[0].numel() ** -0.5)
     return model
 
 

@@ -1,5 +1,7 @@
 """Capture and suspended forward: same numbers as the model itself, one forward per block and micro-batch."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from combinations import each, every
@@ -12,7 +14,7 @@ import compress
 from compress.api import lack
 from compress.data.text import batches_of
 from compress.errors import CompressError
-from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache
+from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache, without_data
 from compress.model.layers import find_stacks, layers_of
 from compress.run.installed import Versions
 from compress.run.residency import Local
@@ -296,6 +298,102 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_runs_as_one_block(
     assert any("one block" in note for note in result.record.notes)
     assert len(result.record.layers) == 2
     assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "named tuple"])
+def test_a_model_that_reads_what_its_blocks_return_by_name_runs_as_one_block(kind):
+    """SqueezeBERT's blocks return dictionaries, Reformer's named tuples."""
+    Named = namedtuple("Named", ["inner"])
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            found = torch.relu(self.linear(x))
+            return {"inner": found} if kind == "dictionary" else Named(found)
+
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)["inner"] if kind == "dictionary" else layer(x).inner
+            return x
+
+    torch.manual_seed(0)
+    model, x = ByName(), torch.randn(64, 8)
+    expected = model(x)
+    result = compress.quantize(model, compress.GPTQ(scheme="w8a16", group_size=-1), calibration=[{"x": x}])
+    assert any("one block" in note for note in result.record.notes)
+    assert len(result.record.layers) == 2
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_what_a_block_keeps_of_a_call_without_data_is_forgotten():
+    """LeViT's attention keeps its biases for the next call."""
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+            self.kept, self.calls = {}, [0]
+
+        def forward(self, x):
+            self.latest = self.kept.setdefault("bias", 2 * self.bias)
+            self.calls.append(len(x))
+            return x + self.linear(x) + self.latest
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Keeping() for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(64, 8)
+    with without_data(model) as mode:
+        model(mode.from_tensor(x))
+    assert all((block.kept, block.calls, hasattr(block, "latest")) == ({}, [0], False) for block in model.layers)
+    result = compress.quantize(model, compress.GPTQ(scheme="w8a16", group_size=-1), calibration=[{"x": x}])
+    assert len(result.record.layers) == 2
+    assert torch.isfinite(model(x)).all()
+
+
+def test_a_block_that_tells_the_sizes_it_has_made_is_not_stood_in_for():
+    """The stages of Swin halve the image, and tell the next one its height and width."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 8)
+
+        def forward(self, x, size):
+            halved = self.linear(x.view(len(x), size // 2, 16))
+            return halved, size // 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Stage() for _ in range(3))
+
+        def forward(self, x):
+            size = x.shape[1]
+            for layer in self.layers:
+                x, size = layer(x, size)
+            return x
+
+    torch.manual_seed(0)
+    result = compress.quantize(Model(), compress.GPTQ(group_size=-1), calibration=[{"x": torch.randn(16, 8, 8)}])
+    assert len(result.record.layers) == 3
+    assert any("one block" in note for note in result.record.notes)
 
 
 def test_comm_of_one_process_changes_nothing():
