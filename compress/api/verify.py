@@ -30,6 +30,7 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
 from compress.model.experts import Experts, SortedExperts
+from compress.model.experts_apart import joins
 from compress.model.layers import transposed_weights
 from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
 from compress.runtime.check.streamed import streamed
@@ -145,7 +146,9 @@ def _unknown_layers(source: Source) -> str:
     empty = empty_model(source)
     if any(isinstance(module, Experts) for module in empty.modules()):
         return "single experts"
-    return "a Conv1D" if transposed_weights(empty) else ""
+    if transposed_weights(empty):
+        return "a Conv1D"
+    return "a model whose weights it joins or splits while it loads them" if joins(empty) else ""
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

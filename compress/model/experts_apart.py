@@ -126,6 +126,13 @@ def loading_steps(model: nn.Module) -> list[Any]:
     return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
 
 
+def joins(model: nn.Module) -> bool:
+    """True where transformers joins or splits tensors of a checkpoint for a model."""
+    from transformers.core_model_loading import WeightConverter
+
+    return any(isinstance(step, WeightConverter) for step in loading_steps(model))
+
+
 def leaves_of(model: nn.Module) -> tuple[str, ...]:
     """The names of an expert's layers (gate, up, down) on the hub: those from which transformers joins its
     parameters."""
