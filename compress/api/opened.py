@@ -76,8 +76,10 @@ class OpenedModel:
         return self.source.fingerprint() if self.source is not None else model_fingerprint(self.model)
 
     def earlier(self, drop_zeros: bool) -> Earlier:
-        """The pruning that the model comes with."""
-        return Earlier(not drop_zeros, {} if drop_zeros else recorded(self.source))
+        """The pruning that the model comes with. Zeros of codes are none, unless a record says so."""
+        known = {} if drop_zeros else recorded(self.source)
+        coded = self.source is not None and self.source.quantization is not None
+        return Earlier(not drop_zeros and (bool(known) or not coded), known)
 
 
 def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
