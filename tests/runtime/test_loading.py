@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    WavLMForSequenceClassification,
 )
 
 import compress
@@ -27,6 +28,7 @@ from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
+from compress.recipes.studies.models.small import small
 from compress.runtime.layers.fused import FusedLinear
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers
@@ -646,3 +648,17 @@ def test_a_layers_own_name_goes_before_patterns():
     groups = {target: group(bits, target) for bits, target in zip((2, 4, 8), targets, strict=True)}
     quantization = {"format": "pack-quantized", "config_groups": groups}
     assert [scheme_for(layer, quantization).weights.bits for layer in ("a.down", "b.down", "a.up")] == [8, 4, 2]
+
+
+def test_a_model_whose_initialization_asks_a_layer_for_its_sizes_loads(tmp_path):
+    """WavLM scales the first values of its projection by the root of its inputs."""
+    model, batch = small(WavLMForSequenceClassification, "audio")
+    model.save_pretrained(tmp_path / "model")
+    p = compress.GPTQ(scheme="w4a16", group_size=-1)
+    compress.quantize(tmp_path / "model", p, calibration=[batch], output=tmp_path / "out", one_block=True)
+    assert any("projection.weight_packed" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    found, expected = (
+        compress.load(tmp_path / "out")(**batch),
+        compress.load(tmp_path / "out", dequantize=True)(**batch),
+    )
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)

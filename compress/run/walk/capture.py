@@ -198,6 +198,8 @@ def capture(
         return [[Call((), b, None, token_mask(b)) for b in (moved_to(b, residency.device) for b in batches)]]
     noted = _Capture(len(stack.blocks), output_of_first)
     blocks = [block for _, block in stack.blocks]
+    if any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks):  # PVT calls what is in them
+        raise ChainBrokenError("a block is a list of modules")
     stand_ins = [Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
     others = {block for other in (*(each.stack for each in passed), *later) for _, block in other.blocks}
     with torch.no_grad(), residency.open(model, {*blocks, *others}):

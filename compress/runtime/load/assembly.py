@@ -45,6 +45,7 @@ class Unread(nn.Module):
     ) -> None:
         super().__init__()
         self.stored, self.dtype, self.shares = stored, dtype, shares
+        self.out_features, self.in_features = stored.shape  # initializations scale by them (WavLM)
         _hold(self, stored)
         self.register_parameter("bias", bias)
         self.complete = True

@@ -396,6 +396,23 @@ def test_a_block_that_tells_the_sizes_it_has_made_is_not_stood_in_for():
     assert any("one block" in note for note in result.record.notes)
 
 
+def test_blocks_that_are_lists_of_modules_are_called_one_by_one_by_the_model():
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+
+        def forward(self, x):
+            for stage in self.stages:
+                for layer in stage:
+                    x = torch.relu(layer(x))
+            return x
+
+    torch.manual_seed(0)
+    made = compress.quantize(Lists(), compress.GPTQ(group_size=-1), calibration=[{"x": torch.randn(64, 8)}])
+    assert len(made.record.layers) == 4
+
+
 def test_comm_of_one_process_changes_nothing():
     comm, x = Comm(), torch.arange(6.0).view(3, 2)
     assert comm.all_reduce(x.clone()).equal(x)
