@@ -18,7 +18,7 @@ from compress.passes.protocol.recipe import PASSES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/guides.md"),
-    *("docs/formats.md", "docs/troubleshooting.md"),
+    *("docs/formats.md", "docs/models.md", "docs/troubleshooting.md"),
     *("compress/passes/README.md", "compress/train/README.md", "compress/runtime/README.md"),
     *("evaluation/README.md", "kernels/README.md", "recipes/README.md"),
 )
