@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from commands import command, last_line, make_llama, save
+from mixtures import made
+from safetensors.torch import load_file
 
 import compress
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.files import RECORD
 from compress.errors import CheckpointError, CompressError
 from compress.passes.protocol.recipe import make_pass
+from compress.passes.protocol.where import but, only
 
 TOKENS = torch.randint(2048, (4, 16), generator=torch.Generator().manual_seed(1))
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -251,3 +254,66 @@ def test_a_template_gets_the_codes_of_its_layers(tmp_path):
     assert refused.code == 2
     assert "the template has no tensor of the rows of model.layers.0" in last_line(refused)
     assert not (tmp_path / "no").exists()
+
+
+def template_of(dense, path, arch):
+    """A file of a mixture's dense weights as llama.cpp's converter lays it out: experts in one tensor for each matrix,
+    in another order of rows."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
+    tensors = load_file(dense / "model.safetensors")
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda n: [int(part) if part.isdecimal() else part for part in n.split(".")]):
+        block, _, rest = name.partition(".experts.")
+        number, _, leaf = rest.partition(".")
+        stacks.setdefault(f"{block}.experts.{leaf}" if number.isdecimal() else name, []).append(tensors[name])
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(2)
+    for name, held in stacks.items():
+        whole = held[0] if ".experts." not in name else torch.stack(held).flip(1)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), whole.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_experts_go_into_one_tensor_of_a_template(tmp_path):
+    wide = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 5}
+    made("qwen3-moe", **wide).half().save_pretrained(tmp_path / "model")
+    out = compress.quantize(
+        tmp_path / "model", compress.RTN(scheme="w4a16", group_size=32), output=tmp_path / "out", verify=False
+    ).output
+    dense = compress.export(out, tmp_path / "dense").output
+    template_of(dense, tmp_path / "t.gguf", "qwen3moe")
+    words = ("export", out, "--to", "gguf", "--template", tmp_path / "t.gguf", "--output")
+    done = command(*words, tmp_path / "there")
+    assert done.code == 0, done.err
+    found = {tensor.name: tensor for tensor in read(tmp_path / "there").tensors}
+    weights = load_file(dense / "model.safetensors")
+    for i in range(2):
+        for leaf in ("gate", "up", "down"):
+            tensor = found[f"blk.{i}.ffn_{leaf}_exps.weight"]
+            assert tensor.tensor_type.name == "Q4_0"
+            each = [weights[f"model.layers.{i}.mlp.experts.{e}.{leaf}_proj.weight"] for e in range(5)]
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            assert torch.equal(values.half(), torch.stack(each).flip(1))
+        assert found[f"blk.{i}.ffn_gate_inp.weight"].tensor_type.name == "F16"
+    assert compress.verify(tmp_path / "there")["layers"] == 2 * (4 + 3 * 5)
+    # Experts that are not all compressed, or not alike, cannot lie in one tensor.
+    for name, passes, why in (
+        ("some", but(compress.RTN(group_size=32), "*.experts.3.up_proj"), "number 3 is not compressed"),
+        (
+            "unlike",
+            [
+                only(compress.RTN(scheme="w8a16", group_size=32), "*.experts.3.*"),
+                but(compress.RTN(group_size=32), "*.experts.3.*"),
+            ],
+            "have blocks of Q4_0 and Q8_0",
+        ),
+    ):
+        other = compress.quantize(tmp_path / "model", passes, output=tmp_path / name, verify=False).output
+        template_of(compress.export(other, tmp_path / f"{name}-dense").output, tmp_path / f"{name}.gguf", "qwen3moe")
+        given = ("export", other, "--to", "gguf", "--template", tmp_path / f"{name}.gguf", "--output", tmp_path / "no")
+        refused = command(*given)
+        assert refused.code == 2
+        assert why in last_line(refused), refused.err

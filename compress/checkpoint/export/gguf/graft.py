@@ -5,13 +5,14 @@
     compress export OUT --to gguf --template TEMPLATE.gguf --output DIR
 
 The template gives names, metadata, tokenizer and every tensor that is not compressed. A layer's tensor is the one that
-holds the rows which its codes stand for, in whatever order: the same order is given to its blocks. A template of the
-original model holds other rows, and is refused: passes also change weights that they do not compress.
+holds the rows which its codes stand for, in whatever order: the same order is given to its blocks. Of a tensor of all
+experts (`ffn_down_exps`, [E, N, K]) every matrix is one of a layer. A template of the original model holds other rows,
+and is refused: passes also change weights that they do not compress.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,16 @@ HOW = (
     "convert_hf_to_gguf.py DENSE --outtype bf16 (or f16, f32)"
 )
 OF_HEADER = "GGUF."
+MATRIX, STACK = 2, 3  # dimensions
 # Keys that say how the file itself is made.
 REPLACED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+
+
+class Slot(NamedTuple):
+    """A matrix of a template: a tensor, or the one of an expert in it."""
+
+    name: str
+    expert: int | None = None
 
 
 class Template:
@@ -59,10 +68,22 @@ class Template:
                 kinds = field.types
                 writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
 
-    def values(self, name: str) -> Tensor:
-        """The numbers of a tensor, float32."""
+    def values(self, name: str, expert: int | None = None) -> Tensor:
+        """The numbers of a tensor, or of an expert's matrix in it, float32."""
         tensor = self.tensors[name]
-        return torch.from_numpy(gguf().quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        data = tensor.data if expert is None else tensor.data[expert]
+        return torch.from_numpy(gguf().quants.dequantize(data, tensor.tensor_type).copy())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The sizes of a tensor, rows before inputs."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def slots(self, name: str) -> list[Slot]:
+        """The matrices of a tensor that holds floats; none of another."""
+        shape = self.shape(name)
+        if self.tensors[name].tensor_type.name not in DTYPES or len(shape) not in (MATRIX, STACK):
+            return []
+        return [Slot(name)] if len(shape) == MATRIX else [Slot(name, i) for i in range(shape[0])]
 
     def copied(self, name: str) -> Entry:
         """A tensor as it lies in the template."""
@@ -81,58 +102,55 @@ def _rows(values: Tensor) -> list[bytes]:
     return [row.tobytes() for row in values.contiguous().view(torch.uint8).numpy()]
 
 
-def _candidates(template: Template) -> dict[tuple[str, bytes], list[str]]:
-    """{(type, bytes of a first row): names} of the template's matrices, for finding a layer's. A row is among those of
-    a tensor wherever it lies."""
-    found: dict[tuple[str, bytes], list[str]] = {}
+def _candidates(template: Template) -> dict[tuple[str, int], list[Slot]]:
+    """{(type, hash of a first row): matrices of the template}, for finding a layer's. A row is among those of a matrix
+    wherever it lies."""
+    found: dict[tuple[str, int], list[Slot]] = {}
     for name, tensor in template.tensors.items():
         kind = tensor.tensor_type.name
-        if kind in DTYPES and len(tensor.shape) == 2:
-            for row in set(_rows(template.values(name).to(DTYPES[kind]))):
-                found.setdefault((kind, row), []).append(name)
+        for slot in template.slots(name):
+            for row in set(_rows(template.values(*slot).to(DTYPES[kind]))):
+                found.setdefault((kind, hash(row)), []).append(slot)
     return found
 
 
-def matched(source: Source, template: Template) -> dict[str, tuple[str, Tensor]]:
-    """{layer: (the template's tensor, the layer's row that is each row of it)}. Raises InputError, which names the
-    first layer that has none."""
+def matched(source: Source, template: Template) -> dict[Slot, tuple[str, Tensor]]:
+    """{matrix of the template: (layer, the row of it that is each row of the matrix)}. Raises InputError, which names
+    the first layer that has none."""
     candidates = _candidates(template)
-    found: dict[str, tuple[str, Tensor]] = {}
-    taken: set[str] = set()
+    found: dict[Slot, tuple[str, Tensor]] = {}
     for layer, stored in stored_in(source).layers.items():
         if stored.shares is not None:
             continue
         values = weight_of(source, layer).dequantize()
-        pairs = ((name, _order(values, template, name)) for name in _of(values, candidates) if name not in taken)
-        match = next(((name, order) for name, order in pairs if order is not None), None)
+        pairs = ((slot, _order(values, template, slot)) for slot in _of(values, candidates) if slot not in found)
+        match = next(((slot, order) for slot, order in pairs if order is not None), None)
         if match is None:
             raise InputError(
-                f"the template has no tensor of the rows of {layer} that {source.name} stores; {HOW}. (Experts in one "
-                "tensor, and layers whose inputs the converter reorders, cannot be exported so.)"
+                f"the template has no tensor of the rows of {layer} that {source.name} stores; {HOW}. (Layers of which "
+                "the converter joins the rows with those of others, or reorders inputs, cannot be exported so.)"
             )
-        found[layer] = match
-        taken.add(match[0])
+        found[match[0]] = (layer, match[1])
     return found
 
 
-def _of(values: Tensor, candidates: Mapping[tuple[str, bytes], list[str]]) -> Iterator[str]:
-    """Names of the template's tensors that have the first row of a layer."""
+def _of(values: Tensor, candidates: Mapping[tuple[str, int], list[Slot]]) -> Iterator[Slot]:
+    """The matrices of the template that have the first row of a layer."""
     for kind, dtype in DTYPES.items():
         (row,) = _rows(values[:1].to(dtype))
-        yield from candidates.get((kind, row), ())
+        yield from candidates.get((kind, hash(row)), ())
 
 
-def _order(values: Tensor, template: Template, name: str) -> Tensor | None:
-    """The row of a layer that is each row of a template's tensor; None where they do not hold the same rows."""
-    tensor = template.tensors[name]
-    if tuple(int(size) for size in reversed(tensor.shape)) != tuple(values.shape):
+def _order(values: Tensor, template: Template, slot: Slot) -> Tensor | None:
+    """The row of a layer that is each row of a template's matrix; None where they do not hold the same rows."""
+    if template.shape(slot.name)[-MATRIX:] != tuple(values.shape):
         return None
-    dtype = DTYPES[tensor.tensor_type.name]
+    dtype = DTYPES[template.tensors[slot.name].tensor_type.name]
     places: dict[bytes, list[int]] = {}
     for place, row in enumerate(_rows(values.to(dtype))):
         places.setdefault(row, []).append(place)
     order = []
-    for row in _rows(template.values(name).to(dtype)):
+    for row in _rows(template.values(*slot).to(dtype)):
         if not places.get(row):
             return None
         order.append(places[row].pop(0))
@@ -141,14 +159,38 @@ def _order(values: Tensor, template: Template, name: str) -> Tensor | None:
 
 def entries_of(source: Source, template: Template) -> list[Entry]:
     """The tensors of the file, in the order of the template: the layers' in blocks, others as they are. Last, factors
-    of layers with a global scale."""
-    layers = {name: (layer, order) for layer, (name, order) in matched(source, template).items()}
+    of layers with a global scale. Raises InputError for experts that do not go into one tensor."""
+    layers = matched(source, template)
+    names = {slot.name for slot in layers}
     entries = [
-        _grafted(source, name, *layers[name]) if name in layers else template.copied(name) for name in template.tensors
+        _grafted(source, name, template, layers) if name in names else template.copied(name)
+        for name in template.tensors
     ]
-    factors = (factor for name, (layer, _) in layers.items() for factor in factors_of(source, layer, name))
+    factors = (factor for slot, (layer, _) in layers.items() for factor in factors_of(source, layer, slot.name))
     return [*entries, *(entry_of(factor, source) for factor in factors)]
 
 
-def _grafted(source: Source, name: str, layer: str, order: Tensor) -> Entry:
-    return entry_of(FileTensor(name, f"{layer}.weight", layer, order), source)
+def _grafted(source: Source, name: str, template: Template, layers: Mapping[Slot, tuple[str, Tensor]]) -> Entry:
+    """A tensor of the template in blocks."""
+    slots = template.slots(name)
+    if lost := [slot.expert for slot in slots if slot not in layers]:
+        raise InputError(f"{name} holds all experts, and number {lost[0]} is not compressed; compress all, or none")
+    held = [layers[slot] for slot in slots]
+    made = [entry_of(FileTensor(name, f"{layer}.weight", layer, order), source) for layer, order in held]
+    if slots == [Slot(name)]:
+        return made[0]
+    if len(kinds := sorted({entry.type for entry in made})) > 1:
+        raise InputError(
+            f"{name} holds all experts, and these have blocks of {' and '.join(kinds)}; give them one scheme"
+        )
+    if any(list(factors_of(source, layer, name)) for layer, _ in held):
+        raise InputError(f"{name} holds all experts, and each has a global scale of its own; use another scheme")
+    return Entry(
+        name,
+        made[0].type,
+        (len(made), *made[0].shape),
+        sum(entry.nbytes for entry in made),
+        made[0].of,
+        lambda: torch.stack([entry.data() for entry in made]),
+        lambda: torch.stack([entry.values() for entry in made]),
+    )
