@@ -9,7 +9,7 @@ from compress.model.convolution import is_convolution
 from compress.model.experts import GATE, gates
 from compress.model.layers import is_fused, is_linear, output_head
 
-UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
+UNASKED_CONVOLUTION = "convolution; --convolutions includes it (in Python convolutions=True)"
 UNASKED_EXPERTS = "fused experts: compress.split_experts(model) makes linear layers of those that transformers marks"
 
 

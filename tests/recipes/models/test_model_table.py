@@ -56,7 +56,7 @@ def test_nine_in_ten_are_compressed_and_none_ends_in_a_traceback() -> None:
 
 
 def test_reasons_are_put_in_words_for_a_user() -> None:
-    convolution = {"why": "convolution; --convolutions includes it (Python: convolutions=True)", "share": 0.05}
+    convolution = {"why": "convolution; --convolutions includes it (in Python convolutions=True)", "share": 0.05}
     own = {"why": "ViTEmbeddings: not a linear layer", "share": 0.002}
     partly = {"result": "partly", "share": 0.948, "dense": [convolution, own]}
     words = "convolutions stay dense (5.0%), a weight of `ViTEmbeddings`, which is no linear layer (0.2%)"
