@@ -16,7 +16,8 @@ from compress.model.convolution import elements, samples
 from compress.model.layers import Layer
 
 Batch = Mapping[str, Any]
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+# Of any module, and transformers' mark of modules that record what they return: the mark goes with its hooks.
+_KEPT = {*vars(nn.Module()), "_output_capturing_hooks_installed"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are its own, and its buffers."""
-    return {name: value for name, value in vars(module).items() if name == "_buffers" or name not in _OF_ANY_MODULE}
+    return {name: value for name, value in vars(module).items() if name == "_buffers" or name not in _KEPT}
 
 
 @dataclass(frozen=True)
