@@ -5,8 +5,8 @@ from functools import partial
 
 from compress.api.forecast.forecast import Outline, outline
 from compress.api.forecast.memory import weights_in
+from compress.api.forecast.room import counts_of, lack_of_memory
 from compress.api.job import Job
-from compress.api.lack import counts_of, lack_of_memory
 from compress.api.opened import FoundModel, OpenedModel, check_group, found_model, opened_model, residency_of, widened
 from compress.api.planned import Planned, planned_work
 from compress.api.request import Request

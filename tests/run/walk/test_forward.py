@@ -11,7 +11,7 @@ from replay_helper import replay
 from torch import nn
 
 import compress
-from compress.api import lack
+from compress.api.forecast import room
 from compress.data.text import batches_of
 from compress.errors import CompressError
 from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache, without_data
@@ -165,7 +165,7 @@ def test_forwards_that_are_repeated_for_lack_of_memory_give_the_same_values(make
     kept, repeated = make(), make()
     asked = {"calibration": tokens(6), "batch_size": 2}
     before = compress.quantize(kept, p, **asked).record
-    monkeypatch.setattr(lack, "available_bytes", lambda _: 0)
+    monkeypatch.setattr(room, "available_bytes", lambda _: 0)
     after = compress.quantize(repeated, p, **asked).record
     (note,) = [note for note in after.notes if note not in before.notes]
     assert note.startswith("memory: to keep all forwards of a block would take ")
