@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 from safetensors.torch import save_file
 
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import say_what_is_lost
+from compress.checkpoint.export.integers import say_what_is_lost, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.leftovers import COMPANIONS
-from compress.checkpoint.read.pretrained import embeddings_of
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in
 from compress.onnx.graph import Form, graph_of, why_no_graph
@@ -51,9 +50,8 @@ class MatMulNBitsGraph(Exporter):
         stored = stored_in(checkpoint)
         if not stored.layers:
             return ["it holds no codes"]
-        tables = sorted(embeddings_of(checkpoint) & stored.layers.keys())
-        if tables:
-            return [f"its embedding {tables[0]} is compressed; quantize without --embeddings"]
+        if reasons := why_no_tables(checkpoint):
+            return reasons
         for name, layer in stored.layers.items():
             if (reason := why_not(layer.scheme, self.form.portable)) is not None:
                 return [f"{name} {reason}"]

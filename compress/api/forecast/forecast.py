@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compress.api.forecast.duration import seconds_of
-from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of, unrounded_bytes
+from compress.api.forecast.memory import PeakMemory, TokenCounts, loaded_bytes, memory_of, stored_dtype, unrounded_bytes
 from compress.api.forecast.reading import Kernel, engines_for, kernels_for
 from compress.api.opened import FoundModel, compute_dtype, found_model
 from compress.api.request import Data, Delivery, Extent, Request, Work, several
@@ -186,7 +186,7 @@ def outline(
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
     counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
-    worked_in = compute_dtype(model, device, None) or _stored_dtype(model)
+    worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
     if counted is not None:
         memory = memory_of(plan, counted, worked_in.itemsize, available_bytes(device), loaded)
@@ -212,16 +212,12 @@ def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -
     """An outline, with what the result runs on."""
     coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
-    kernels = kernels_for(model, coded, tables, _stored_dtype(model), torch.device(told.device))
+    kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
     return Forecast(**vars(told), engines=engines_for(plan.recipe), kernels=kernels)
 
 
 def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
     return stored_layers(plan, plan.treated if store == TWO_OF_FOUR else plan.halved)
-
-
-def _stored_dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _told(layer: WrittenLayer) -> LayerForecast:

@@ -142,10 +142,15 @@ def unrounded_bytes(source: Source, model: nn.Module) -> int:
     count in `loaded_bytes`."""
     if source.quantization is None:
         return 0
-    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    width = stored_dtype(model).itemsize
     apart = any(ONE_EXPERT.search(name) for name in source.headers)
     layers = stored_in(source).layers.items()
     return sum(width * prod(s.shape) for name, s in layers if not (apart and ONE_EXPERT.search(f"{name}.")))
+
+
+def stored_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's first parameter of floats; float32 where it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def looks_beyond(p: Pass) -> bool:

@@ -1,10 +1,10 @@
-"""Room for the forwards of a run: whether all of a block's can wait in memory at once."""
+"""Finds out where a run lacks the memory to keep all forwards of a block at once, and says so."""
 
 from collections.abc import Sequence
 
 import torch
 
-from compress.api.forecast.memory import PeakMemory, TokenCounts, peak_of
+from compress.api.forecast.memory import PeakMemory, TokenCounts, peak_of, stored_dtype
 from compress.api.opened import OpenedModel
 from compress.model.calls import Batch
 from compress.run.plan.batches import tokens_of
@@ -23,9 +23,8 @@ def lack_of_memory(opened: OpenedModel, plan: Plan, batches: Sequence[Batch], sp
     counts = counts_of(batches)
     if not plan.calibrated or counts is None or (spills and opened.device.type == "cpu"):
         return None
-    stored = next((p.dtype for p in opened.model.parameters() if p.is_floating_point()), torch.float32)
     available = available_bytes(opened.device)
-    memory = peak_of(plan, counts, (opened.dtype or stored).itemsize, available)
+    memory = peak_of(plan, counts, (opened.dtype or stored_dtype(opened.model)).itemsize, available)
     return None if memory is None or available is None else said(memory, available, opened.device)
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import copied, say_what_is_lost, uncompressed
+from compress.checkpoint.export.integers import copied, say_what_is_lost, uncompressed, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import check_values, summary
 from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, halves_exchanged
 from compress.checkpoint.read.checked import check_tensors
-from compress.checkpoint.read.pretrained import embeddings_of, empty_model, read_config
+from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import CheckpointError
@@ -42,9 +42,8 @@ class BitsandbytesLayout(Exporter):
         stored = stored_in(checkpoint)
         if not stored.layers:
             return ["it holds no codes"]
-        tables = sorted(embeddings_of(checkpoint) & stored.layers.keys())
-        if tables:
-            return [f"its embedding {tables[0]} is compressed; quantize without --embeddings"]
+        if reasons := why_no_tables(checkpoint):
+            return reasons
         for name, layer in stored.layers.items():
             if not isinstance(layer.scheme.codes, NF4):
                 return [f"{name} is stored as {layer.scheme}; quantize with --scheme nf4a16"]

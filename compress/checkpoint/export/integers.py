@@ -74,8 +74,7 @@ def why_not_integers(source: Source, bits: Collection[int], groups: Collection[i
     stored = stored_in(source)
     if not stored.layers:
         return ["it holds no codes"]
-    tables = sorted(embeddings_of(source) & stored.layers.keys())
-    found = [f"its embedding {tables[0]} is compressed; quantize without --embeddings"] if tables else []
+    found = why_no_tables(source)
     for name, layer in stored.layers.items():
         if (why := _why_not(layer)) is not None:
             return [*found, f"{name} {why}"]
@@ -92,6 +91,13 @@ def why_not_integers(source: Source, bits: Collection[int], groups: Collection[i
     if size not in groups:
         found.append(f"{name} has groups of {size}; allowed: {_listed(groups)}; quantize with --group-size")
     return found or why_not_float16(source)
+
+
+def why_no_tables(source: Source) -> list[str]:
+    """The reason why a layout of linear layers alone cannot hold a checkpoint; empty where no embedding is
+    compressed."""
+    tables = sorted(embeddings_of(source) & stored_in(source).layers.keys())
+    return [f"its embedding {tables[0]} is compressed; quantize without --embeddings"] if tables else []
 
 
 def grid_of(layer: StoredLayer) -> Grid:
