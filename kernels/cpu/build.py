@@ -21,6 +21,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
@@ -47,16 +48,14 @@ class CompileUnit(NamedTuple):
 
 
 class Library(NamedTuple):
-    """A library: a few words about it, its files with the macros of each of their compilations, the headers that they
-    include, and the approximate CPU seconds of a build."""
+    """A library: a few words about it, its files with the macros of each of their compilations, and the approximate CPU
+    seconds of a build."""
 
     about: str
     files: dict[str, tuple[str, ...]]
-    headers: tuple[str, ...]
     seconds: int
 
 
-NUMBERS = ("numbers", "vectors")
 ONCE = ("",)
 LIBRARIES = {
     "gemm": Library(
@@ -69,16 +68,12 @@ LIBRARIES = {
             "strip_pairs": ("UNIT_BITS=4", "UNIT_BITS=8"),
             "sparse24": ("UNIT_BITS=4", "UNIT_BITS=8", "UNIT_BITS=16"),
         },
-        (
-            *("attention", "floats", "ints", "products", "sparse", "sparse24", "strip_ints", "strip_lines", "strips"),
-            *("tiles", "work", *NUMBERS),
-        ),
         36,
     ),
-    "columns": Library("rounding column by column", {"columns": ONCE}, NUMBERS, 2),
-    "operators": Library("calls of layers", {"operators": ONCE}, ("attention", "work", *NUMBERS), 4),
-    "spill": Library("tensors on disk", {"spill": ONCE}, (), 2),
-    "trellis": Library("paths through a trellis", {"trellis": ONCE}, ("vectors",), 2),
+    "columns": Library("rounding column by column", {"columns": ONCE}, 2),
+    "operators": Library("calls of layers", {"operators": ONCE}, 4),
+    "spill": Library("tensors on disk", {"spill": ONCE}, 2),
+    "trellis": Library("paths through a trellis", {"trellis": ONCE}, 2),
 }
 LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
 COMPILERS = ("c++", "g++", "clang++")
@@ -91,6 +86,7 @@ TARGETS = {"native": ("-march=native",), "avx2": AVX2, "avx2-vnni": (*AVX2, "-ma
 NEEDED = ("avx2", "fma", "f16c")
 VNNI = "avx_vnni"
 PRIVATE_FOLDER = "kernels"
+INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 STILL_COMPILING_SECONDS = 60.0
 
 
@@ -150,9 +146,12 @@ def units(name: str) -> list[CompileUnit]:
 
 
 def sources(name: str) -> list[Path]:
-    """Every file that a library is made of."""
-    headers = [Path(__file__).resolve().with_name(f"cpu_{header}.h") for header in LIBRARIES[name].headers]
-    return [*dict.fromkeys(unit.source for unit in units(name)), *headers]
+    """Every file that a library is made of: its units, and what they include, for any processor."""
+    found = list(dict.fromkeys(unit.source for unit in units(name)))
+    for source in found:  # which grows
+        included = [source.with_name(header) for header in INCLUDED.findall(source.read_text(encoding="utf-8"))]
+        found += [header for header in dict.fromkeys(included) if header not in found]
+    return found
 
 
 def target() -> str:

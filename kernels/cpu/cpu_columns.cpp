@@ -5,11 +5,10 @@
 // are one vector, and nothing passes between lanes, so that a row has the same codes whatever rows are solved with it.
 // Arithmetic is that of `weights.grid`, operation by operation, in fp32.
 
-#include <omp.h>
-
 #include <limits>
 
 #include "cpu_numbers.h"
+#include "cpu_threads.h"
 
 namespace {
 
@@ -18,15 +17,6 @@ constexpr int VECTORS = WIDE ? 4 : 2;
 constexpr int64_t TILE = LANES * VECTORS;
 // Ranges that are tried at once.
 constexpr int AT_ONCE = 4;
-
-INLINE Int greater(Float a, Float b) {
-#if WIDE
-  return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ));
-#else
-  return {_mm256_castps_si256(_mm256_cmp_ps(a.a, b.a, _CMP_GT_OQ)),
-          _mm256_castps_si256(_mm256_cmp_ps(a.b, b.b, _CMP_GT_OQ))};
-#endif
-}
 
 INLINE Float magnitude(Float v) { return bits_to_float(both(float_to_bits(v), every(0x7fffffff))); }
 INLINE Float clamped(Float v, float low, float high) { return least(largest(v, every(low)), every(high)); }
@@ -264,18 +254,15 @@ void search_tile(const Search& a, int64_t n) {
 }  // namespace
 
 extern "C" void sweep_columns(const Columns* a) {
-#pragma omp parallel for num_threads(a->threads)
-  for (int64_t n = 0; n < a->N; n += TILE) sweep_tile(*a, n);
+  in_parallel((a->N + TILE - 1) / TILE, a->threads, [a](int64_t i, int) { sweep_tile(*a, i * TILE); });
 }
 
 extern "C" void descend_columns(const Columns* a) {
-#pragma omp parallel for num_threads(a->threads)
-  for (int64_t n = 0; n < a->N; n += TILE) descend_tile(*a, n);
+  in_parallel((a->N + TILE - 1) / TILE, a->threads, [a](int64_t i, int) { descend_tile(*a, i * TILE); });
 }
 
 extern "C" void search_ranges(const Search* a) {
-#pragma omp parallel for num_threads(a->threads)
-  for (int64_t n = 0; n < a->N; n += LANES) search_tile(*a, n);
+  in_parallel((a->N + LANES - 1) / LANES, a->threads, [a](int64_t i, int) { search_tile(*a, i * LANES); });
 }
 
-extern "C" const char* instructions() { return WIDE ? "avx512" : "avx2"; }
+extern "C" const char* instructions() { return INSTRUCTIONS; }

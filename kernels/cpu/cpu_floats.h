@@ -40,7 +40,7 @@ struct F32Words {
 
 #if BF16_DOT
 struct Bf16Dot {
-  static INLINE Float dot(Float sums, Int w, Int x) { return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x); }
+  static INLINE Float dot(Float sums, Int w, Int x) { return dot_pairs(sums, w, x); }
 };
 
 // bf16: the 32 words of a block give the 32 columns of a plane in order.
@@ -56,29 +56,23 @@ struct Bf16Words {
 
   struct Decoder {
     Float zero, scale;
-    Int table;  // of 4-bit values, twice: a permutation of words reads five bits of an index
+    WordTable table;  // of 4-bit values
 
     INLINE Decoder() {}
     INLINE Decoder(float z, float s, Type) : zero(every(z)), scale(every(s)) {
-      if constexpr (BITS == 4) {
-        const __m256i values = (__m256i)_mm512_cvtneps_pbh(times(minus(to_float(lanes()), zero), scale));
-        table = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
-      }
+      if constexpr (BITS == 4) table = WordTable(value(lanes()));
     }
     template <int PART>
     INLINE Int decode(Int words) const {
       static_assert(PART == 0);
       if constexpr (BITS == 4) {
-        return _mm512_permutexvar_epi16(words, table);
+        return table.of(words);
       } else {
-        const Int bytes = both(words, _mm512_set1_epi16(0xff));
-        const Float low = value(_mm512_castsi512_si256(bytes)), high = value(_mm512_extracti64x4_epi64(bytes, 1));
-        return (Int)_mm512_cvtne2ps_pbh(high, low);
+        const Int bytes = both(words, every(0x00ff00ff));
+        return to_bf16s(value(low_words(bytes)), value(high_words(bytes)));
       }
     }
-    INLINE Float value(__m256i codes) const {
-      return times(minus(to_float(_mm512_cvtepu16_epi32(codes)), zero), scale);
-    }
+    INLINE Float value(Int codes) const { return times(minus(to_float(codes), zero), scale); }
   };
 };
 #endif

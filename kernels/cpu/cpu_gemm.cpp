@@ -109,4 +109,4 @@ extern "C" int32_t attend(const Attention* a) {
   return 0;
 }
 
-extern "C" const char* instructions() { return BF16_DOT ? "avx512-bf16" : WIDE ? "avx512" : VNNI ? "avx2-vnni" : "avx2"; }
+extern "C" const char* instructions() { return INSTRUCTIONS; }

@@ -15,7 +15,7 @@ constexpr float INT8_HALF_RANGE = 127.5f, INT8_STEPS = 255;
 // Bytes of planar words: a word holds columns 64 apart (4 bits) or 32 apart (8 bits), so that the bytes of two planes
 // alternate. Sorted within 16 bytes, every dword is four consecutive columns of one plane.
 INLINE Int sorted(Int bytes) {
-  return within_lanes(bytes, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  return within_lanes(bytes, order<0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15>());
 }
 
 struct Nibbles {
@@ -40,11 +40,11 @@ struct Bytes {
   static INLINE Int block(const char* row, int64_t offset, int64_t) { return load(row + offset); }
   template <int>
   static INLINE Int decode(Int words) {
-    return sorted(words);
+    return code_bytes(sorted(words));
   }
 };
 
-// int8 [N, K] without padding: raised by 128 to be unsigned, which a zero point of 128 takes back.
+// int8 [N, K] without padding, whose zero point as codes is 128.
 struct Plain {
   static constexpr int BLOCK = 64, PARTS = 1, BITS = 8;
   static constexpr bool PADDED = false;
@@ -57,7 +57,7 @@ struct Plain {
   }
   template <int>
   static INLINE Int decode(Int codes) {
-    return differ(codes, every(static_cast<int32_t>(0x80808080)));
+    return int8_bytes(codes);
   }
 };
 
@@ -67,6 +67,7 @@ struct Activations {
   Memory<int32_t> weight_group, input_group;  // of every segment
   Memory<int32_t> packed, sums, zero;         // sums [M][segments], zero [M]
   Memory<float> scale;                        // [M][scales]
+  int32_t lowered;                            // what bytes of the weight are less in dot products than their codes
 
   // Columns that share their scales; 0: all.
   static int64_t segment_of(const Arguments& a) {
@@ -76,6 +77,7 @@ struct Activations {
   // Columns in blocks; `by_plane`: every plane is a segment.
   Activations(const Arguments& a, int64_t block, bool by_plane) {
     columns = (a.K + block - 1) / block * block;
+    lowered = LOWERED != 0 && a.bits == 8 ? LOWERED : 0;
     segment = by_plane ? PLANE : segment_of(a) == 0 ? columns : segment_of(a);
     // A chunk is made of whole blocks and, unless there is only one, of whole segments.
     if (segment < columns && segment > CHUNK * 4) segment = std::gcd(segment, CHUNK * 4);
@@ -147,7 +149,7 @@ void int_rows(const Work& work, const Activations& x, int64_t m0) {
     for (int64_t s = 0; s < x.segments; ++s) {
       const int64_t g = static_cast<int64_t>(x.weight_group[s]) * ROWS + r0;
       each<TILE>([&](auto r) {
-        each<T>([&](auto t) { sums[r][t] = only(-work.zero[g + r] * x.sums[(m0 + t) * x.segments + s], 0); });
+        each<T>([&](auto t) { sums[r][t] = only(-(work.zero[g + r] - x.lowered) * x.sums[(m0 + t) * x.segments + s], 0); });
       });
       const int64_t end = std::min((s + 1) * x.segment, x.columns);
       for (int64_t k = s * x.segment; k < end; k += F::BLOCK) {
@@ -215,7 +217,8 @@ void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
           const int32_t* of_plane = &x.sums[(m0 + t) * x.segments];
           const Float scale = every(x.scale[(m0 + t) * x.scales + x.input_group[one]]);
           each<TILE>([&](auto r) {
-            const Int start = only(-work.zero[g + r] * of_plane[one], -work.zero[h + r] * of_plane[other]);
+            const int32_t zero = work.zero[g + r] - x.lowered, other_zero = work.zero[h + r] - x.lowered;
+            const Int start = only(-zero * of_plane[one], -other_zero * of_plane[other]);
             const Int sums = dot_bytes<F::BITS == 4>(start, F::template decode<part>(words[r]), given);
             const Float weight_scale = halves(work.scale[g + r], work.scale[h + r]);
             totals[r][t] = fma(times(to_float(sums), scale), weight_scale, totals[r][t]);
@@ -270,9 +273,9 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
   int32_t* kept = &work.sums[m0 * ROWS];
   int64_t s = first / x.segment;
   const auto dot_bytes_of = [](Int a, Int u, Int b) __attribute__((always_inline)) { return dot_bytes<false>(a, u, b); };
-  const auto dot_nibbles_of = [](Int a, Int u, Int b) __attribute__((always_inline)) { return dot_nibbles(a, u, b); };
+  const auto dot_nibbles_of = [](Part a, Int u, Int b) __attribute__((always_inline)) { return dot_nibbles(a, u, b); };
   // The dots of one dword of every row and token, so many steps on.
-  const auto add = [&](int step, Int(&to)[T][VECTORS], auto dot) __attribute__((always_inline)) {
+  const auto add = [&](int step, auto(&to)[T][VECTORS], auto dot) __attribute__((always_inline)) {
     Int weights[VECTORS];
     each<VECTORS>([&](auto v) { weights[v] = load(slab + (step * VECTORS + v) * VECTOR_BYTES); });
     each<T>([&](auto t) {
@@ -288,14 +291,14 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
     } else {
       each<T>([&](auto t) {
         const Int given = every(-x.sums[(m0 + t) * x.segments + s]);
-        each<VECTORS>([&](auto v) { sums[t][v] = times(load(&work.zero[g + v * LANES]), given); });
+        each<VECTORS>([&](auto v) { sums[t][v] = times(minus(load(&work.zero[g + v * LANES]), every(x.lowered)), given); });
       });
     }
     const int64_t steps = (std::min(start + x.segment, last) - start) / 4;
     if constexpr (NIBBLES) {
       for (int64_t k = 0; k < steps; k += PART_STEPS) {
-        Int parts[T][VECTORS];
-        each<T>([&](auto t) { each<VECTORS>([&](auto v) { parts[t][v] = every(0); }); });
+        Part parts[T][VECTORS];
+        each<T>([&](auto t) { each<VECTORS>([&](auto v) { parts[t][v] = no_part(); }); });
         each<PART_STEPS>([&](auto i) { add(i, parts, dot_nibbles_of); });
         from += PART_STEPS * T;
         slab += PART_STEPS * VECTORS * VECTOR_BYTES;

@@ -16,12 +16,7 @@ INLINE uint32_t nearest_bf16(uint32_t bits) {
 INLINE Float load_floats(const void* p, Type type) {
   if (type == F32) return bits_to_float(load(p));
   if (type == F16) return from_half(p);
-  const Int words = widen_words(p);
-#if WIDE
-  return bits_to_float(_mm512_slli_epi32(words, 16));
-#else
-  return bits_to_float({_mm256_slli_epi32(words.a, 16), _mm256_slli_epi32(words.b, 16)});
-#endif
+  return bits_to_float(shift_left<16>(widen_words(p)));
 }
 
 // Values of a type as fp32: rounded to it, nearest and ties to even.
@@ -62,8 +57,7 @@ INLINE void store_floats(void* p, Type type, Float v) {
     to_half(p, v);
   } else {
 #if BF16_DOT
-    const __m256bh narrow = _mm512_cvtneps_pbh(v);
-    memcpy(p, &narrow, sizeof narrow);
+    to_bf16s(p, v);
 #else
     const Int bits = float_to_bits(v), high = shift_right<16>(bits), odd = both(high, every(1));
     const Int nearest = shift_right<16>(plus(plus(bits, odd), every(0x7fff)));
@@ -91,7 +85,7 @@ INLINE float load_float(const void* p, Type type) {
   }
   uint16_t narrow;
   memcpy(&narrow, p, sizeof narrow);
-  if (type == F16) return _cvtsh_ss(narrow);
+  if (type == F16) return half_to_float(narrow);
   const uint32_t bits = static_cast<uint32_t>(narrow) << 16;
   memcpy(&value, &bits, sizeof value);
   return value;

@@ -28,8 +28,8 @@ struct Entries {
 
   // Entries that the next slab meets, which its chunks read a few of each row at a time.
   void fetch(int64_t e, int64_t end) const {
-    for (const char* p = columns(e); p < columns(end); p += VECTOR_BYTES) _mm_prefetch(p, _MM_HINT_T1);
-    for (const char* p = values(e); p < values(end); p += VECTOR_BYTES) _mm_prefetch(p, _MM_HINT_T1);
+    for (const char* p = columns(e); p < columns(end); p += VECTOR_BYTES) fetch_far(p);
+    for (const char* p = values(e); p < values(end); p += VECTOR_BYTES) fetch_far(p);
   }
 
   // Columns and values of the entries from e on, 16 of them; zeros from `end` on.
@@ -41,8 +41,8 @@ struct Entries {
       weights = leading(load_floats(values(e), a.value_type, a.entries - e), end - e);
       return;
     }
-    _mm_prefetch(columns(e + ENTRIES_AHEAD), _MM_HINT_T0);
-    _mm_prefetch(values(e + ENTRIES_AHEAD), _MM_HINT_T0);
+    ::fetch(columns(e + ENTRIES_AHEAD));
+    ::fetch(values(e + ENTRIES_AHEAD));
     at = a.short_columns ? widen_words(columns(e)) : load(columns(e));
     weights = leading(load_floats(values(e), a.value_type), end - e);
   }

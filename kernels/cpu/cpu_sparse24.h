@@ -37,9 +37,9 @@ INLINE void over_quads(const Work& work, int64_t columns, int64_t first, int64_t
   const char* position = positions_of(work, columns, v) + first / BLOCK_COLUMNS * VECTOR_BYTES;
   for (int64_t k = first; k < last; k += BLOCK_COLUMNS, position += VECTOR_BYTES) {
     Int at = load(position);
-    _mm_prefetch(position + AHEAD, _MM_HINT_T0);
+    fetch(position + AHEAD);
     for (int i = 0; i < BLOCK_QUADS / QUADS; ++i, line += bytes) {
-      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      fetch(line + AHEAD);
       each<QUADS>([&](auto quad) {
         body(line, quad, at);
         at = shift_right<QUAD>(at);
@@ -71,13 +71,14 @@ template <int BITS, int T>
 void halved_floats(const Work& work, const int32_t* packed, int64_t columns, int64_t group, int64_t m0, int v) {
   const auto product = [&](int64_t of_group, int64_t k, int64_t end, const int32_t* x, Float(&sums)[T]) {
     const Float zero = BITS == NUMBER_BITS ? every(0.0f) : bits_to_float(load(&work.float_zero[of_group]));
+    LineCodes<BITS == NUMBER_BITS ? 4 : BITS> codes;
     over_quads<BITS>(work, columns, k, end, v, [&](const char* line, auto quad, Int at) __attribute__((always_inline)) {
       each<2>([&](auto second) {
         Float value;
         if constexpr (BITS == NUMBER_BITS)
           value = load_floats(line + second * LANES * size_of(work.a.value_type), work.a.value_type);
         else
-          value = minus(code_of<BITS, quad + second * quads_of_line(BITS)>(load(line)), zero);
+          codes.take(load(line)), value = minus(codes.template value<quad + second * quads_of_line(BITS)>(), zero);
         const Int place = shift_right<2 * second>(at);
         each<T>([&](auto t) { sums[t] = fma(value, of_quad(x + t * QUAD, place), sums[t]); });
       });
@@ -90,10 +91,7 @@ void halved_floats(const Work& work, const int32_t* packed, int64_t columns, int
 #if BF16_DOT
 template <int BITS, int T, Zeros ZEROS>
 void halved_pairs(const Work& work, const int32_t* packed, int64_t columns, int64_t group, int64_t m0, int v) {
-  // Of positions p, q in bits p | q << 2: bytes 2 p, 2 p + 1, 2 q, 2 q + 1.
-  const Int low = times(both(lanes(), every(QUAD - 1)), every(0x0202));
-  const Int high = times(shift_right<2>(lanes()), every(0x0202));
-  const Int bytes = either(plus(low, every(0x0100)), shift_left(plus(high, every(0x0100)), 16));
+  const QuadPairs pairs;
   PairDecoder<BITS == NUMBER_BITS ? 4 : BITS, ZEROS> decoder(work.a);
   const auto product = [&](int64_t of_group, int64_t k, int64_t end, const int32_t* x, Float(&sums)[T]) {
     if (BITS != NUMBER_BITS) decoder.begin(&work.zero[of_group]);
@@ -102,13 +100,9 @@ void halved_pairs(const Work& work, const int32_t* packed, int64_t columns, int6
       if constexpr (BITS == NUMBER_BITS)
         pair = in_pairs(load(line));
       else
-        pair = decoder.template decode<quad>(load(line));
-      const Int taken = _mm512_permutexvar_epi32(at, bytes);
-      each<T>([&](auto t) {
-        int64_t given;
-        memcpy(&given, x + t * 2, sizeof given);
-        sums[t] = Bf16Dot::dot(sums[t], pair, _mm512_shuffle_epi8(_mm512_set1_epi64(given), taken));
-      });
+        decoder.take(load(line)), pair = decoder.template pair<quad>();
+      const Int taken = pairs.taken(at);
+      each<T>([&](auto t) { sums[t] = dot_pairs(sums[t], pair, pairs.of(x + t * 2, taken)); });
       x += T * 2;
     });
   };

@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int STRIP_INT_TOKENS = std::min(STRIP_TOKENS, PART_TOKENS);
+
 // T tokens times a strip: codes of x as dwords [columns / 4][T].
 template <int T>
 void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
@@ -20,12 +22,12 @@ void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
     Int sums[T];
     each<T>([&](auto t) { sums[t] = times(load(&work.zero[at]), every(-x.sums[(m0 + t) * x.segments + s])); });
     for (const int64_t end = std::min(k + x.segment, x.columns); k < end; k += STRIP_BLOCK) {
-      Int parts[SETS][T];
-      each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = every(0); }); });
+      Part parts[SETS][T];
+      each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = no_part(); }); });
       each<STRIP_BLOCK / LINE>([&](auto) {
         const Int words = load(line);
-        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-        const Int low = both(words, every(0x0f0f0f0f)), high = both(shift_right<4>(words), every(0x0f0f0f0f));
+        fetch(line + AHEAD);
+        const Int low = low_nibbles(words), high = high_nibbles(words);
         each<T>([&](auto t) { parts[0][t] = dot_nibbles(parts[0][t], low, every(from[t])); });
         each<T>([&](auto t) { parts[SETS - 1][t] = dot_nibbles(parts[SETS - 1][t], high, every(from[T + t])); });
         line += VECTOR_BYTES;
@@ -49,9 +51,9 @@ void int_strip_slab(const Work& work, int64_t first, int64_t last) {
     char* to = work.slab.get() + v * VECTOR_BYTES;
     for (int64_t k = first; k < last; k += LINE, line += VECTOR_BYTES, to += 2 * VECTORS * VECTOR_BYTES) {
       const Int words = load(line);
-      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-      store(to, both(words, every(0x0f0f0f0f)));
-      store(to + VECTORS * VECTOR_BYTES, both(shift_right<4>(words), every(0x0f0f0f0f)));
+      fetch(line + AHEAD);
+      store(to, low_nibbles(words));
+      store(to + VECTORS * VECTOR_BYTES, high_nibbles(words));
     }
   }
 }
@@ -60,13 +62,13 @@ void strip_int_product(const Arguments& a) {
   Activations x(a, STRIP_BLOCK, false);
   const int64_t chunk = x.chunk(STRIP_BLOCK);
   const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
-  const TokenTiles tiles(a.M, a.by_rows ? STRIP_TOKENS : PART_TOKENS);
+  const TokenTiles tiles(a.M, a.by_rows ? STRIP_INT_TOKENS : PART_TOKENS);
   const auto prepare = prepare_codes(a, x, natural.get(), [&](const int32_t* codes, int64_t m) {
     tiles.arrange(codes, x.packed.get(), m, x.columns / 4, (a.by_rows ? x.columns : chunk) / 4);
   });
   run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
     if (a.by_rows)
-      return over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
+      return over_strips<STRIP_INT_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
     int_chunks<true>(work, x, chunk, int_strip_slab);
   });
 }

@@ -18,6 +18,9 @@
 #pragma once
 
 #include "cpu_work.h"
+#if NEON
+#include "cpu_lines_neon.h"
+#endif
 
 namespace {
 
@@ -26,7 +29,7 @@ constexpr int LINE = 8;
 // Columns of strips are padded to whole segments, which are as many as a part of a sum takes.
 constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 // Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
-constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = 8;
+constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = WIDE ? 8 : 4;
 // Bytes between a line that is decoded and the one that is fetched.
 constexpr int AHEAD = 2048;
 
@@ -34,15 +37,38 @@ INLINE const char* strip_of(const Work& work, int v) {
   return static_cast<const char*>(work.a.weight) + (work.n0 / LANES + v) * LANES * work.a.row_bytes;
 }
 
-// The column of a line's code i, counted from the lowest bits; and its number, of every row.
+// The column of a line's code i, counted from the lowest bits.
 template <int BITS>
 constexpr int column_of(int i) {
   return BITS == 4 ? i / 2 + i % 2 * (LINE / 2) : i;
 }
-template <int BITS, int CODE>
-INLINE Float code_of(Int words) {
-  return to_float(both(shift_right<BITS * CODE>(words), every((1 << BITS) - 1)));
-}
+
+#if !NEON
+// Code i of a line as a number of every row.
+template <int BITS>
+struct LineCodes {
+  Int held;
+
+  INLINE void take(Int words) { held = words; }
+  template <int CODE>
+  INLINE Float value() const {
+    return to_float(both(shift_right<BITS * CODE>(held), every((1 << BITS) - 1)));
+  }
+};
+
+// The number that it names in a table of 16.
+struct LineTable {
+  Float table;
+  Int held;
+
+  INLINE explicit LineTable(Float table) : table(table) {}
+  INLINE void take(Int words) { held = words; }
+  template <int CODE>
+  INLINE Float value() const {
+    return lookup(table, shift_right<4 * CODE>(held));
+  }
+};
+#endif
 
 // body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
 template <int MOST, class Body>

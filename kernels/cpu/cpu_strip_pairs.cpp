@@ -1,5 +1,7 @@
 // Nothing where the processor multiplies no pairs of bf16.
-#ifdef __AVX512BF16__
+#include "cpu_vectors.h"
+
+#if BF16_DOT
 
 #include "cpu_products.h"
 #include "cpu_strips.h"

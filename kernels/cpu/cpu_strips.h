@@ -26,50 +26,41 @@ void add_entries(const Work& work, const GatheredX& gathered, int64_t m0, int v,
 
 // Values of the codes of a line, before they are scaled, in units of UNIT: codes less their zero point.
 template <int WIDTH>
-struct CodeValues {
+struct CodeValues : LineCodes<WIDTH> {
   static constexpr int BITS = WIDTH;
   static constexpr float UNIT = 1;
   Float zero;
-  Int held;
 
   INLINE explicit CodeValues(const Work&) {}
   INLINE void begin(const Work& work, int64_t at) { zero = bits_to_float(load(&work.float_zero[at])); }
-  INLINE void take(Int words) { held = words; }
   template <int CODE>
   INLINE Float value() const {
-    return minus(code_of<BITS, CODE>(held), zero);
+    return minus(LineCodes<BITS>::template value<CODE>(), zero);
   }
 };
 
 // The same from a table of 16.
-struct TableValues {
+struct TableValues : LineTable {
   static constexpr int BITS = 4;
   static constexpr float UNIT = 1;
-  Float table;
-  Int held;
 
-  INLINE explicit TableValues(const Work& work) : table(bits_to_float(load(work.a.table))) {}
+  INLINE explicit TableValues(const Work& work) : LineTable(bits_to_float(load(work.a.table))) {}
   INLINE void begin(const Work&, int64_t) {}
-  INLINE void take(Int words) { held = words; }
-  template <int CODE>
-  INLINE Float value() const {
-    return lookup(table, shift_right<4 * CODE>(held));
-  }
 };
 
-#if !WIDE
+#if BYTE_TABLES
 // The same of whole numbers: a table of bytes, of which two shuffles find those of all codes of a line, and another each
 // puts them on top of their lanes. Where registers have eight lanes, numbers take two permutations and a choice.
 struct ByteValues {
   static constexpr int BITS = 4;
   static constexpr float UNIT = 0x1p-24f;
-  __m128i table;
+  ByteTable table;
   Int low, high;
 
   INLINE explicit ByteValues(const Work& work) {
     int8_t bytes[LANES];
     for (int i = 0; i < LANES; ++i) bytes[i] = static_cast<int8_t>(work.a.table[i]);
-    table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+    table = byte_table(bytes);
   }
   INLINE void begin(const Work&, int64_t) {}
   INLINE void take(Int words) {
@@ -110,7 +101,7 @@ void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x,
     const int64_t end = std::min(k + group, columns);
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
       values.take(load(line));
-      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      fetch(line + AHEAD);
       each<COLUMNS>([&](auto i) {
         const Float value = values.template value<i>();
         each<T>([&](auto t) {
@@ -141,7 +132,7 @@ struct Bf16Strips {
 };
 
 // Columns of 16 bytes of x in the order of their codes.
-INLINE void natural_pairs(const Arguments& a, int64_t m, int64_t dwords, int32_t* to, __m128i order) {
+INLINE void natural_pairs(const Arguments& a, int64_t m, int64_t dwords, int32_t* to, Order order) {
   memset(to, 0, dwords * sizeof *to);
   memcpy(to, static_cast<const char*>(a.x) + m * a.K * 2, a.K * 2);
   for (int64_t k = 0; k < dwords; k += LANES) store(to + k, within_lanes(load(to + k), order));
@@ -149,43 +140,26 @@ INLINE void natural_pairs(const Arguments& a, int64_t m, int64_t dwords, int32_t
 template <>
 void natural_dwords<Bf16Strips<4>>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
   // (0, 2), (4, 6), (1, 3), (5, 7)
-  natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  natural_pairs(a, m, dwords, to, order<0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15>());
 }
 template <>
 void natural_dwords<Bf16Strips<8>>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
   // (0, 2), (1, 3)
-  natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  natural_pairs(a, m, dwords, to, order<0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15>());
 }
 
 // Pairs of bf16: codes less their zero point, or where that is a number, codes; or values of a table.
 template <int BITS, Zeros ZEROS>
-struct PairDecoder {
-  Int table, zeros;  // of 4 bits
-
-  INLINE explicit PairDecoder(const Arguments& a) {
-    if constexpr (ZEROS == TABLE) {
-      const Float given = bits_to_float(load(a.table));
-      table = (Int)_mm512_cvtne2ps_pbh(given, given);
-      return;
-    }
-    const Float low = minus(to_float(lanes()), every(ZEROS == MIDDLE ? 8.0f : 0.0f));
-    // Indices are five bits: of a code and one bit more of its word, or of a number from -15 on.
-    const Float high = ZEROS == CODES ? minus(low, every(16.0f)) : low;
-    table = (Int)_mm512_cvtne2ps_pbh(high, low);
-  }
-  INLINE void begin(const int32_t* zero) {
-    if constexpr (ZEROS == CODES) zeros = either(load(zero), shift_left(load(zero), 16));
-  }
-  template <int PAIR>
-  INLINE Int decode(Int words) const {
-    Int codes = shift_right<4 * PAIR>(words);
-    if constexpr (ZEROS == CODES) codes = _mm512_sub_epi16(both(codes, every(0x000f000f)), zeros);
-    return _mm512_permutexvar_epi16(codes, table);
+struct PairDecoder : PairTable<ZEROS == CODES> {
+  INLINE explicit PairDecoder(const Arguments& a) : PairTable<ZEROS == CODES>(values(a)) {}
+  static INLINE Float values(const Arguments& a) {
+    if constexpr (ZEROS == TABLE) return bits_to_float(load(a.table));
+    return minus(to_float(lanes()), every(ZEROS == MIDDLE ? 8.0f : 0.0f));
   }
 };
 
 template <Zeros ZEROS>
-struct PairDecoder<8, ZEROS> {
+struct PairDecoder<8, ZEROS> : LineCodes<8> {
   Float zero;
 
   INLINE explicit PairDecoder(const Arguments&) : zero(every(ZEROS == MIDDLE ? 128.0f : 0.0f)) {}
@@ -193,10 +167,8 @@ struct PairDecoder<8, ZEROS> {
     if constexpr (ZEROS == CODES) zero = to_float(load(zeros));
   }
   template <int PAIR>
-  INLINE Int decode(Int words) const {
-    const Int low = float_to_bits(minus(code_of<8, PAIR>(words), zero));
-    const Int high = float_to_bits(minus(code_of<8, PAIR + 2>(words), zero));
-    return either(both(high, every(static_cast<int32_t>(0xffff0000))), shift_right<16>(low));
+  INLINE Int pair() const {
+    return upper_halves(minus(value<PAIR>(), zero), minus(value<PAIR + 2>(), zero));
   }
 };
 
@@ -221,11 +193,11 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
     }
     const int64_t end = std::min(k + group, columns);
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
-      const Int words = load(line);
-      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      decoder.take(load(line));
+      fetch(line + AHEAD);
       each<PAIRS>([&](auto i) {
-        const Int pair = decoder.template decode<i>(words);
-        each<T>([&](auto t) { sums[i % SETS][t] = Bf16Dot::dot(sums[i % SETS][t], pair, every(x[i * T + t])); });
+        const Int pair = decoder.template pair<i>();
+        each<T>([&](auto t) { sums[i % SETS][t] = dot_pairs(sums[i % SETS][t], pair, every(x[i * T + t])); });
       });
     }
     const Float scale = bits_to_float(load(&work.scale[of_group]));
@@ -249,7 +221,7 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
     each<VECTORS>([&](auto v) { pairs[v] = load(slab + v * VECTOR_BYTES); });
     each<T>([&](auto t) {
       const Int given = every(x[t]);
-      each<VECTORS>([&](auto v) { sums[t][v] = Bf16Dot::dot(sums[t][v], pairs[v], given); });
+      each<VECTORS>([&](auto v) { sums[t][v] = dot_pairs(sums[t][v], pairs[v], given); });
     });
   }
   each<VECTORS>([&](auto v) {
@@ -269,10 +241,10 @@ INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t f
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
   const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
   for (int64_t k = first; k < last; k += COLUMNS, line += VECTOR_BYTES) {
-    const Int words = load(line);
-    _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+    decoder.take(load(line));
+    fetch(line + AHEAD);
     each<PAIRS>([&](auto i) {
-      store(to, stored(decoder.template decode<i>(words)));
+      store(to, stored(decoder.template pair<i>()));
       to += VECTORS * VECTOR_BYTES;
     });
   }
@@ -302,11 +274,6 @@ void strip_pair_slabs(Work& work, const int32_t* packed, int64_t columns, int64_
   work.finish(0, static_cast<int>(work.a.M), nullptr);
 }
 
-// Words of 16 rows and 16 more, next to each other.
-INLINE Int in_pairs(Int words) {
-  return _mm512_permutexvar_epi16(either(lanes(), shift_left(plus(lanes(), every(LANES)), 16)), words);
-}
-
 // Slabs of values rounded to bf16, for `float_tile`: where entries are added, and where zero points are numbers.
 template <int BITS, Zeros ZEROS>
 void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
@@ -323,7 +290,7 @@ void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
       };
       const auto valued = [&](Int pairs) __attribute__((always_inline)) {
         const Float high = value(both(pairs, every(static_cast<int32_t>(0xffff0000))));
-        return in_pairs((Int)_mm512_cvtne2ps_pbh(high, value(shift_left(pairs, 16))));
+        return in_pairs(to_bf16s(value(shift_left(pairs, 16)), high));
       };
       char* to = work.slab.get() + ((k - first) / 2 * VECTORS + v) * VECTOR_BYTES;
       pair_strip_slab<BITS>(work, decoder, v, k, end, to, valued);
@@ -345,7 +312,7 @@ void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
       values.begin(work, at);
       for (const int64_t end = std::min((k / group + 1) * group, last); k < end; k += COLUMNS) {
         values.take(load(line));
-        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+        fetch(line + AHEAD);
         each<COLUMNS>([&](auto i) {
           const Float value = times(values.template value<i>(), scale);
           store(to + column_of<BITS>(i) * (VECTORS * VECTOR_BYTES), float_to_bits(value));
@@ -448,7 +415,7 @@ void strip_float_product(const Arguments& a) {
 void strip_float_products(const Arguments& a) {
   if (a.bits == 8) return strip_float_product<CodeValues<8>>(a);
   if (a.table == nullptr) return strip_float_product<CodeValues<4>>(a);
-#if !WIDE
+#if BYTE_TABLES
   if (ByteValues::holds(a.table)) return strip_float_product<ByteValues>(a);
 #endif
   strip_float_product<TableValues>(a);

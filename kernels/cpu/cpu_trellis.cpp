@@ -7,18 +7,16 @@
 //
 // Costs are float32, computed as the reference does (`solvers.trellis.viterbi`): m + d (x - level)^2, no contraction.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_eights.h"
+#include "cpu_threads.h"
 
 namespace {
 
-constexpr int EIGHT = 8;
 constexpr int64_t REST = 256;  // steps after which the least cost is taken off all of them
 
 struct Freed {
@@ -30,55 +28,57 @@ Floats floats(int64_t count) {
   return Floats(static_cast<float*>(aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)));
 }
 
-INLINE __m256 cost_of(__m256 m, float x, float d, const float* level) {
-  const __m256 off = _mm256_sub_ps(_mm256_set1_ps(x), _mm256_loadu_ps(level));
-  return _mm256_add_ps(m, _mm256_mul_ps(_mm256_set1_ps(d), _mm256_mul_ps(off, off)));
+INLINE Eight cost_of(Eight m, float x, float d, const float* level) {
+  const Eight off = minus(eight(x), load_eight(level));
+  return plus(m, times(eight(d), times(off, off)));
 }
 
 // best[p] = the least of cost[p + j P] over j < 2^k, from[p] = its j, the first of several.
 void best_of_windows(const float* cost, float* best, uint8_t* from, int64_t windows, int choices) {
   for (int64_t p = 0; p < windows; p += EIGHT) {
-    __m256 least = _mm256_loadu_ps(cost + p);
-    __m256i which = _mm256_setzero_si256();
+    Eight fewest = load_eight(cost + p);
+    EightInts which = eight(0);
     for (int j = 1; j < choices; j++) {
-      const __m256 other = _mm256_loadu_ps(cost + p + j * windows);
-      const __m256 less = _mm256_cmp_ps(other, least, _CMP_LT_OQ);
-      least = _mm256_blendv_ps(least, other, less);
-      which = _mm256_blendv_epi8(which, _mm256_set1_epi32(j), _mm256_castps_si256(less));
+      const Eight other = load_eight(cost + p + j * windows);
+      const EightInts fewer = below(other, fewest);
+      fewest = where(fewer, other, fewest);
+      which = where(fewer, eight(j), which);
     }
-    _mm256_storeu_ps(best + p, least);
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(which, which), 0x08);
-    const __m128i narrow = _mm256_castsi256_si128(words);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(from + p), _mm_packus_epi16(narrow, narrow));
+    store(best + p, fewest);
+    store_bytes(from + p, which);
   }
 }
 
 // cost[s] = best[s >> k] + d (x - level[s])^2 for the 2^k states of each of eight windows at a time.
 void costs_of_states(const float* best, float* cost, int64_t windows, int k, float x, float d, const float* level) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const int choices = 1 << k;
   for (int64_t p = 0; p < windows; p += EIGHT) {
-    const __m256 eight = _mm256_loadu_ps(best + p);
+    const Eight of_windows = load_eight(best + p);
     for (int j = 0; j < choices; j++) {
-      const __m256i at = _mm256_srli_epi32(_mm256_add_epi32(lanes, _mm256_set1_epi32(EIGHT * j)), k);
+      const EightInts at = shift_right(plus(multiples(1), eight(EIGHT * j)), eight(k));
       const int64_t s = (p << k) + EIGHT * j;
-      _mm256_storeu_ps(cost + s, cost_of(_mm256_permutevar8x32_ps(eight, at), x, d, level + s));
+      store(cost + s, cost_of(permuted(of_windows, at), x, d, level + s));
     }
   }
 }
 
 float least_of(const float* values, int64_t count) {
-  __m256 least = _mm256_loadu_ps(values);
-  for (int64_t i = EIGHT; i < count; i += EIGHT) least = _mm256_min_ps(least, _mm256_loadu_ps(values + i));
+  Eight fewest = load_eight(values);
+  for (int64_t i = EIGHT; i < count; i += EIGHT) fewest = least(fewest, load_eight(values + i));
   float lanes[EIGHT];
-  _mm256_storeu_ps(lanes, least);
+  store(lanes, fewest);
   return *std::min_element(lanes, lanes + EIGHT);
 }
 
 void take_off(float* values, int64_t count, float least) {
-  for (int64_t i = 0; i < count; i += EIGHT)
-    _mm256_storeu_ps(values + i, _mm256_sub_ps(_mm256_loadu_ps(values + i), _mm256_set1_ps(least)));
+  for (int64_t i = 0; i < count; i += EIGHT) store(values + i, minus(load_eight(values + i), eight(least)));
 }
+
+// What a thread searches with.
+struct Searched {
+  Floats cost, best;
+  std::vector<uint8_t> from;
+};
 
 }  // namespace
 
@@ -95,29 +95,27 @@ extern "C" void best_paths(const Paths* of) {
   const int64_t states = int64_t{1} << of->state_bits, windows = states >> of->bits;
   const int choices = 1 << of->bits;
   const int64_t sequences = (of->count + of->length - 1) / of->length;
-#pragma omp parallel num_threads(static_cast<int>(std::min<int64_t>(of->threads, sequences)))
-  {
-    const Floats cost = floats(states), best = floats(windows);
-    std::vector<uint8_t> from(of->length * windows);
-#pragma omp for schedule(dynamic)
-    for (int64_t sequence = 0; sequence < sequences; sequence++) {
-      const int64_t first = sequence * of->length, steps = std::min(of->length, of->count - first);
-      const float *x = of->x + first, *d = of->d + first;
-      for (int64_t s = 0; s < states; s += EIGHT)
-        _mm256_storeu_ps(cost.get() + s, cost_of(_mm256_setzero_ps(), x[0], d[0], of->level + s));
-      for (int64_t t = 1; t < steps; t++) {
-        best_of_windows(cost.get(), best.get(), from.data() + t * windows, windows, choices);
-        if (t % REST == 0) take_off(best.get(), windows, least_of(best.get(), windows));
-        costs_of_states(best.get(), cost.get(), windows, of->bits, x[t], d[t], of->level);
-      }
-      int64_t state = std::min_element(cost.get(), cost.get() + states) - cost.get();
-      for (int64_t t = steps - 1; t >= 0; t--) {
-        of->states[first + t] = static_cast<int16_t>(state);
-        const int64_t window = state >> of->bits;
-        if (t > 0) state = window + from[t * windows + window] * windows;
-      }
+  const int threads = static_cast<int>(std::min<int64_t>(of->threads, sequences));
+  std::vector<Searched> searched(threads);
+  in_runs(sequences, threads, 1, [&](int64_t sequence, int thread) {
+    Searched& own = searched[thread];
+    if (own.cost == nullptr) own = {floats(states), floats(windows), std::vector<uint8_t>(of->length * windows)};
+    const int64_t first = sequence * of->length, steps = std::min(of->length, of->count - first);
+    const float *x = of->x + first, *d = of->d + first;
+    float *cost = own.cost.get(), *best = own.best.get();
+    for (int64_t s = 0; s < states; s += EIGHT) store(cost + s, cost_of(eight(0.0f), x[0], d[0], of->level + s));
+    for (int64_t t = 1; t < steps; t++) {
+      best_of_windows(cost, best, own.from.data() + t * windows, windows, choices);
+      if (t % REST == 0) take_off(best, windows, least_of(best, windows));
+      costs_of_states(best, cost, windows, of->bits, x[t], d[t], of->level);
     }
-  }
+    int64_t state = std::min_element(cost, cost + states) - cost;
+    for (int64_t t = steps - 1; t >= 0; t--) {
+      of->states[first + t] = static_cast<int16_t>(state);
+      const int64_t window = state >> of->bits;
+      if (t > 0) state = window + own.from[t * windows + window] * windows;
+    }
+  });
 }
 
 // Decoding. A row has the symbols of 8 columns in k bytes. Each row appends its symbols to the states of all columns; the
@@ -128,42 +126,30 @@ namespace {
 
 constexpr int64_t TOGETHER = 256;
 constexpr int MOST_TOKENS = 4;
-constexpr int MIDDLE = 510;
+constexpr float MIDDLE = 510;
 
 template <int K>
-INLINE __m256i symbols_of(const uint8_t* p) {
+INLINE EightInts symbols_of(const uint8_t* p) {
   uint32_t word = 0;
   memcpy(&word, p, K);
-  const __m256i shifts = _mm256_setr_epi32(0, K, 2 * K, 3 * K, 4 * K, 5 * K, 6 * K, 7 * K);
-  const __m256i all = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int32_t>(word)), shifts);
-  return _mm256_and_si256(all, _mm256_set1_epi32((1 << K) - 1));
+  return both(shift_right(eight(static_cast<int32_t>(word)), multiples(K)), eight((1 << K) - 1));
 }
 
 struct Scattering {
-  __m256i mask, multiplier;
+  EightInts mask, multiplier;
 };
 
 // The states of eight columns with a row's symbols appended.
 template <int K>
-INLINE __m256i appended(int32_t* states, const uint8_t* p, const Scattering& by) {
-  const __m256i before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states));
-  const __m256i now = _mm256_and_si256(_mm256_or_si256(_mm256_slli_epi32(before, K), symbols_of<K>(p)), by.mask);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(states), now);
+INLINE EightInts appended(int32_t* states, const uint8_t* p, const Scattering& by) {
+  const EightInts now = both(either(shift_left(load_eight(states), K), symbols_of<K>(p)), by.mask);
+  store(states, now);
   return now;
 }
 
 // 128 times the levels of states: whole numbers.
-INLINE __m256 levels_of(__m256i states, const Scattering& by) {
-  const __m256i product = _mm256_mullo_epi32(states, by.multiplier);
-  const __m256i pairs = _mm256_maddubs_epi16(product, _mm256_set1_epi8(1));
-  const __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  return _mm256_cvtepi32_ps(_mm256_sub_epi32(sums, _mm256_set1_epi32(MIDDLE)));
-}
-
-INLINE float total(__m256 v) {
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+INLINE Eight levels_of(EightInts states, const Scattering& by) {
+  return minus(sums_of_bytes(times(states, by.multiplier)), eight(MIDDLE));
 }
 
 }  // namespace
@@ -183,7 +169,7 @@ namespace {
 // take(row, column, levels of eight columns from there), for the rows of a run and some columns.
 template <int K, class Take, class End>
 void decode_run(const Decoded* of, int64_t run, int64_t first, int64_t last, Take take, End end) {
-  const Scattering by{_mm256_set1_epi32((1 << of->state_bits) - 1), _mm256_set1_epi32(static_cast<int32_t>(of->multiplier))};
+  const Scattering by{eight((1 << of->state_bits) - 1), eight(static_cast<int32_t>(of->multiplier))};
   int32_t states[TOGETHER] = {};
   const uint8_t* row = of->symbols + run * (of->run + of->head) * of->stride + first / EIGHT * K;
   for (int64_t n = 0; n < of->head; n++, row += of->stride)
@@ -201,18 +187,17 @@ void multiply_run(const Decoded* of, int64_t run, int64_t block, int64_t token) 
   const int64_t first = block * TOGETHER, last = std::min(first + TOGETHER, of->columns);
   const float* x = of->x + token * of->columns;
   float* out = of->out + (block * of->tokens + token) * of->rows;
-  __m256 sums[TOKENS];
-  for (auto& sum : sums) sum = _mm256_setzero_ps();
+  Eight sums[TOKENS];
+  for (auto& of_token : sums) of_token = eight(0.0f);
   decode_run<K>(
       of, run, first, last,
-      [&](int64_t, int64_t column, __m256 levels) {
-        for (int t = 0; t < TOKENS; t++)
-          sums[t] = _mm256_fmadd_ps(levels, _mm256_loadu_ps(x + t * of->columns + column), sums[t]);
+      [&](int64_t, int64_t column, Eight levels) {
+        for (int t = 0; t < TOKENS; t++) sums[t] = fma(levels, load_eight(x + t * of->columns + column), sums[t]);
       },
       [&](int64_t row) {
         for (int t = 0; t < TOKENS; t++) {
-          out[t * of->rows + row] = total(sums[t]);
-          sums[t] = _mm256_setzero_ps();
+          out[t * of->rows + row] = sum(sums[t]);
+          sums[t] = eight(0.0f);
         }
       });
 }
@@ -229,15 +214,14 @@ void write_levels(const Decoded* of, int64_t run, int64_t block) {
   const int64_t first = block * TOGETHER, last = std::min(first + TOGETHER, of->columns);
   decode_run<K>(
       of, run, first, last,
-      [&](int64_t row, int64_t column, __m256 levels) { _mm256_storeu_ps(of->out + row * of->columns + column, levels); },
+      [&](int64_t row, int64_t column, Eight levels) { store(of->out + row * of->columns + column, levels); },
       [](int64_t) {});
 }
 
 template <class Body>
 void each_part(const Decoded* of, Body body) {
   const int64_t runs = (of->rows + of->run - 1) / of->run, blocks = (of->columns + TOGETHER - 1) / TOGETHER;
-#pragma omp parallel for schedule(dynamic) num_threads(of->threads)
-  for (int64_t part = 0; part < runs * blocks; part++) body(part / blocks, part % blocks);
+  in_runs(runs * blocks, of->threads, 1, [&](int64_t part, int) { body(part / blocks, part % blocks); });
 }
 
 }  // namespace

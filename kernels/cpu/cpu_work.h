@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "cpu_numbers.h"
+#include "cpu_threads.h"
 
 // Mirrored field by field in gemm.py.
 struct Arguments {
@@ -35,13 +34,13 @@ struct Arguments {
 namespace {
 
 constexpr int PLANE = 32;
-// Vectors of a slab and tokens of a tile: sums, weights and one broadcast fill the registers, 32 of AVX-512 or 16 of
-// AVX2.
+// Vectors of a slab and tokens of a tile: sums, weights and one broadcast fill the registers, 32 of AVX-512, 16 of AVX2 or
+// 32 of NEON, which hold as much as AVX2's.
 constexpr int VECTORS = WIDE ? 2 : 1;
 constexpr int ROWS = LANES * VECTORS;
 constexpr int TOKENS = WIDE ? 12 : 6;
 // The same of parts of sums, which need registers of their own.
-constexpr int PART_TOKENS = VNNI ? TOKENS : 4;
+constexpr int PART_TOKENS = VNNI ? TOKENS : NEON ? 2 : 4;
 // Rows and, at most, tokens that the row loop takes at once.
 constexpr int ROW_TILE = WIDE ? 4 : 2;
 constexpr int ROW_TOKENS = WIDE ? 4 : 2;
@@ -106,18 +105,6 @@ Memory<T> allocate(int64_t count) {
 constexpr int64_t WORTH_A_THREAD = 1 << 17;
 INLINE int useful_threads(int64_t multiplications, int threads) {
   return static_cast<int>(std::clamp<int64_t>(multiplications / WORTH_A_THREAD, 1, std::max(threads, 1)));
-}
-
-// body(i, thread) for every i below count, in their order on each thread. A single one needs no team: the barriers of
-// one ask the kernel to wake nobody, which takes longer than a small product.
-template <class Body>
-void in_parallel(int64_t count, int threads, Body body) {
-  if (threads == 1) {
-    for (int64_t i = 0; i < count; ++i) body(i, 0);
-    return;
-  }
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; ++i) body(i, omp_get_thread_num());
 }
 
 // body with the compile-time constant that equals value, of 1 ... MOST.
@@ -217,8 +204,8 @@ struct Work {
 
   // Fetches what is decoded later, in the order of memory, which the rows being decoded side by side are not in:
   // 64-byte pieces from row r on, near for the next rows, far for the next slab.
-  INLINE void fetch_near(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T0); }
-  INLINE void fetch_far(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T1); }
+  INLINE void fetch_near(int64_t r, int64_t piece) const { fetch(piece_of(r, piece)); }
+  INLINE void fetch_far(int64_t r, int64_t piece) const { ::fetch_far(piece_of(r, piece)); }
   INLINE const char* piece_of(int64_t r, int64_t piece) const {
     return static_cast<const char*>(a.weight) + (n0 + r) * a.row_bytes + piece * VECTOR_BYTES;
   }
@@ -305,18 +292,7 @@ void run_together(const Arguments& a, int64_t slab_bytes, int64_t most, int64_t 
     for (int64_t i = 0; i < count; ++i) own[i].begin((first + i) * ROWS);
     body(own, count);
   };
-  if (threads == 1) {
-    in_parallel(tiles, 1, prepare);
-    return in_parallel(teams, 1, take);
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tiles; ++i) prepare(i, thread);
-#pragma omp for schedule(dynamic, run_length)
-    for (int64_t team = 0; team < teams; ++team) take(team, thread);
-  }
+  in_turn(tiles, prepare, teams, threads, run_length, take);
 }
 
 // Runs body(work) for every ROWS rows, by the threads that are asked for; prepare(m, thread) before, for every token.
