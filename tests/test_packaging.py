@@ -24,7 +24,7 @@ import compress
 from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.cli.cards import card_of, summary_of
 from compress.cli.main import cli, quantize
-from compress.kernels.cpu import build
+from compress.kernels.cpu import libraries
 from compress.passes.protocol.recipe import BUILT_IN, PASSES, options_of, pass_class
 from compress.weights.scheme import BY_NAME
 
@@ -79,9 +79,9 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
-    assert {f"compress/kernels/cpu/{source.name}" for name in build.LIBRARIES for source in build.sources(name)} <= set(
-        wheel
-    )
+    assert {
+        f"compress/kernels/cpu/{source.name}" for name in libraries.LIBRARIES for source in libraries.sources(name)
+    } <= set(wheel)
     assert {f"compress/recipes/{name}.yaml" for name in BUILT_IN} <= set(wheel)
 
 

@@ -9,6 +9,7 @@ from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu.libraries import LIBRARIES, PARTS
 from compress.kernels.routes import TOKENS
 from compress.model.disk_names import places_in
 from compress.runtime.layers.experts import one_by_one, route_among
@@ -40,11 +41,13 @@ class LibraryRow:
 
 
 def library_rows(device: torch.device) -> list[LibraryRow]:
-    """The compiled loops of this machine, for a CPU; built where they are not there yet."""
+    """The compiled loops of this machine, for a CPU, parts of products left out; built where they are not there yet."""
     if device.type != "cpu":
         return []
     rows = []
-    for name, made in cpu.LIBRARIES.items():
+    for name, made in LIBRARIES.items():
+        if name in PARTS:
+            continue
         reasons = cpu.why_not() or cpu.why_not(name)
         rows.append(LibraryRow(made.about, None if reasons else cpu.library().instructions().decode(), reasons))
     return rows

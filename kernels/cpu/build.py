@@ -1,6 +1,5 @@
-"""Builds a library for the processor at hand, once, and loads it: products (`cpu_gemm.cpp` and the units that it
-chooses from), loops over columns (`cpu_columns.cpp`), or what is linked to torch: operators (`cpu_operators.cpp`), an
-allocator (`cpu_spill.cpp`). `cpu_trellis.cpp` searches paths.
+"""Builds the libraries of `libraries.py` for the processor at hand, each once, and loads them. A part of the products
+is built when a call first needs it: `gemm` asks for it.
 
 Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
 build, or the reason why there is none, is logged once (`compress.kernels.notes`).
@@ -21,61 +20,24 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.kernels.cpu import compiled_libraries
 from compress.kernels.cpu.compiling import CompileError, jobs, run_all
+from compress.kernels.cpu.libraries import LIBRARIES, LINKED_TO_TORCH, sources, units
 from compress.kernels.notes import note_once
 from compress.kernels.private import candidates, make_private, why_not_private
 
-
-class CompileUnit(NamedTuple):
-    """A file to compile, and the macros defined for it."""
-
-    source: Path
-    defined: tuple[str, ...] = ()
-
-
-class Library(NamedTuple):
-    """A library: a few words about it, its files with the macros of each of their compilations, and the approximate CPU
-    seconds of a build."""
-
-    about: str
-    files: dict[str, tuple[str, ...]]
-    seconds: int
-
-
-ONCE = ("",)
-LIBRARIES = {
-    "gemm": Library(
-        "products of compressed weights",
-        {
-            "gemm": ONCE,
-            "floats": ONCE,
-            "ints": ONCE,
-            "strips": ONCE,
-            "strip_pairs": ("UNIT_BITS=4", "UNIT_BITS=8"),
-            "sparse24": ("UNIT_BITS=4", "UNIT_BITS=8", "UNIT_BITS=16"),
-        },
-        36,
-    ),
-    "columns": Library("rounding column by column", {"columns": ONCE}, 2),
-    "operators": Library("calls of layers", {"operators": ONCE}, 4),
-    "spill": Library("tensors on disk", {"spill": ONCE}, 2),
-    "trellis": Library("paths through a trellis", {"trellis": ONCE}, 2),
-}
-LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
 COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found"
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
@@ -85,9 +47,10 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 TARGETS = {"native": ("-march=native",), "avx2": AVX2, "avx2-vnni": (*AVX2, "-mavxvnni")}
 NEEDED = ("avx2", "fma", "f16c")
 VNNI = "avx_vnni"
+PAIRS = (frozenset({"avx512_bf16"}), frozenset({"bf16", "i8mm"}))  # of processors that multiply pairs of bfloat16
 PRIVATE_FOLDER = "kernels"
-INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 STILL_COMPILING_SECONDS = 60.0
+NO_MEMORY, NO_PART = 1, 2  # as in cpu_gemm.cpp
 
 
 def why_not(name: str = "gemm") -> tuple[str, ...]:
@@ -113,6 +76,18 @@ def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     return found, reasons
 
 
+def build_all(names: Iterable[str]) -> None:
+    """Build and load libraries, several at a time."""
+    with ThreadPoolExecutor(jobs()) as pool:
+        list(pool.map(why_not, names))
+
+
+def names_here() -> list[str]:
+    """The libraries of use to this processor, and to COMPRESS_CPU."""
+    pairs = target() == "native" and any(flags <= cpu_flags() for flags in PAIRS)
+    return [name for name, made in LIBRARIES.items() if pairs or not made.pairs]
+
+
 def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     """A library, from the first folder that only this user can write to; or None and the reasons. flags: for another
     processor than COMPRESS_CPU says."""
@@ -130,28 +105,45 @@ def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[
             note_once(f"{'; '.join(refused)}: compiled kernels lie in {folder} instead")
         found, reasons = build_and_load(folder, flags or flags_for(target()), name)
         if found is not None or os.access(folder, os.W_OK):
+            if found is not None and name == "gemm":
+                _give_parts(found, flags)
             return found, reasons
         refused.extend(reasons)
     return None, tuple(refused)
 
 
-def units(name: str) -> list[CompileUnit]:
-    """The compilations that make a library."""
-    here = Path(__file__).resolve()
-    return [
-        CompileUnit(here.with_name(f"cpu_{file}.cpp"), (f"-D{defined}",) if defined else ())
-        for file, times in LIBRARIES[name].files.items()
-        for defined in times
-    ]
+# Of a part, its function; 0 where there is none.
+ASK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+# Answers that libraries of products call, which must live as long, and the reasons against parts that were asked for.
+_answers: list[object] = []
+_lacking: dict[str, tuple[str, ...]] = {}
 
 
-def sources(name: str) -> list[Path]:
-    """Every file that a library is made of: its units, and what they include, for any processor."""
-    found = list(dict.fromkeys(unit.source for unit in units(name)))
-    for source in found:  # which grows
-        included = [source.with_name(header) for header in INCLUDED.findall(source.read_text(encoding="utf-8"))]
-        found += [header for header in dict.fromkeys(included) if header not in found]
-    return found
+def _give_parts(gemm: ctypes.CDLL, flags: tuple[str, ...] | None) -> None:
+    """Let the products find parts that they lack."""
+
+    def give(asked: bytes) -> int | None:
+        name = asked.decode()
+        try:
+            part, _lacking[name] = load_from_a_place(name, flags)
+        except KeyboardInterrupt:  # which cannot pass through C++: `raise_for` raises it again
+            return None
+        return None if part is None else ctypes.cast(getattr(part, name), ctypes.c_void_p).value
+
+    _answers.append(answer := ASK(give))
+    gemm.ask_for_parts(answer)
+
+
+def raise_for(outcome: int, no_memory: str) -> None:
+    """Raise what a product returned that did not succeed: MemoryError with these words, CompressError where a part
+    cannot be built, KeyboardInterrupt where its build was interrupted."""
+    if outcome == NO_MEMORY:
+        raise MemoryError(no_memory)
+    said = [f"{LIBRARIES[name].about}: {'; '.join(reasons)}" for name, reasons in _lacking.items() if reasons]
+    if not said:
+        raise KeyboardInterrupt
+    without = "COMPRESS_CPU_KERNELS=0 computes without compiled kernels"
+    raise CompressError(f"kernels that cannot be compiled: {', '.join(said)} ({without})")
 
 
 def target() -> str:
@@ -256,14 +248,13 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
     if compiled_libraries.is_whole(path):
         return path
     waiting = "another process compiles kernels for this CPU: waiting for it"
-    with compiled_libraries.locked(directory, lambda: note_once(waiting)) as beat:
+    with compiled_libraries.locked(path.with_suffix(".lock"), lambda: note_once(waiting)) as beat:
         if compiled_libraries.is_whole(path):
             return path
         earlier = compiled_libraries.failure(path)
         if earlier is not None and os.environ.get("COMPRESS_CPU_KERNELS") != "retry":
             raise CompileError(earlier)
-        seconds = -(-LIBRARIES[name].seconds // jobs())
-        note_once(f"compiling kernels for this CPU, once: {LIBRARIES[name].about} (about {seconds} s)")
+        note_once(f"compiling for this CPU, once: {LIBRARIES[name].about} (about {LIBRARIES[name].seconds} s)")
         try:
             with compiled_libraries.scratch(directory) as folder:
                 compiled_libraries.keep(_compiled(folder, command, flags, name, beat), path)

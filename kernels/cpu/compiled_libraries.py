@@ -2,7 +2,7 @@
 
 NAME.so      the library
 NAME.json    {"sha256"} of a library that was compiled, or {"failed", "date"}; a library without it is not there
-build.lock   held by the process that compiles, and touched by it while its compiler gets on
+NAME.lock    held by the process that compiles it, and touched by it while its compiler gets on
 build-*      a compiler's own folder, gone when it is done
 """
 
@@ -51,11 +51,11 @@ def keep_failure(library: Path, reason: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Hold the lock of a folder; yields a function that shows other processes that work goes on. waiting: called where
+def locked(lock: Path, waiting: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Hold the lock of a library; yields a function that shows other processes that work goes on. waiting: called where
     another process holds the lock. A process that ends in any way releases it; one that makes no progress is not waited
     for: two processes that compile the same library do no harm, each puts a whole one in its place."""
-    with (folder / "build.lock").open("a") as file:
+    with lock.open("a", encoding="utf-8") as file:
         seen, since, said = -1.0, time.monotonic(), False
         while not _try_lock(file.fileno()):
             if not said:

@@ -139,6 +139,7 @@ void attend_heads(const Attention& a, const Scratch& own, int64_t b, int64_t h) 
   whole ? attend_heads<HEADS, TYPE, true>(a, own, b, h) : attend_heads<HEADS, TYPE, false>(a, own, b, h);
 }
 
+template <Type TYPE>
 void attend_all(const Attention& a) {
   const int64_t share = a.heads / a.key_heads, most = std::min<int64_t>(share, HEADS_SIDE_BY_SIDE);
   const int64_t tiles = (share + most - 1) / most, work = a.batch * a.key_heads * tiles;
@@ -153,11 +154,7 @@ void attend_all(const Attention& a) {
     const int64_t first = i % tiles * most;
     with_constant<HEADS_SIDE_BY_SIDE>(std::min(most, share - first), [&](auto heads) {
       const int64_t h = i / tiles % a.key_heads * share + first;
-      const Scratch& own = scratch[thread];
-      const int64_t b = i / tiles / a.key_heads;
-      if (a.type == F32) return attend_heads<heads, F32>(a, own, b, h);
-      if (a.type == F16) return attend_heads<heads, F16>(a, own, b, h);
-      attend_heads<heads, BF16>(a, own, b, h);
+      attend_heads<heads, TYPE>(a, scratch[thread], i / tiles / a.key_heads, h);
     });
   });
 }

@@ -2,10 +2,8 @@
 
 #include "cpu_products.h"
 
-void planar_floats(const Arguments& a) {
-#if BF16_DOT
-  if (a.x_type == BF16 && a.scale_type == BF16)
-    return a.bits == 4 ? float_product<Bf16Words<4>>(a) : float_product<Bf16Words<8>>(a);
+#if !UNIT_PAIRS
+void UNIT(const void* given) { float_product<F32Words<UNIT_BITS>>(*static_cast<const Arguments*>(given)); }
+#elif BF16_DOT
+void UNIT(const void* given) { float_product<Bf16Words<UNIT_BITS>>(*static_cast<const Arguments*>(given)); }
 #endif
-  a.bits == 4 ? float_product<F32Words<4>>(a) : float_product<F32Words<8>>(a);
-}

@@ -71,6 +71,12 @@ Tensor empty(const Tensor& x, const int64_t* sizes, int64_t dims) {
 
 Tensor whole(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
 
+void check_done(int32_t outcome, const char* what, int64_t count, const char* of) {
+  STD_TORCH_CHECK(outcome != NO_PART, "kernels that this takes cannot be compiled (`compress doctor --build` says why); "
+                                      "COMPRESS_CPU_KERNELS=0 computes without compiled kernels");
+  STD_TORCH_CHECK(outcome == DONE, "no memory ", what, count, of);
+}
+
 // [..., N], which a loop makes of x and arguments that lack no more than the result.
 Tensor product(Product loop, Arguments& a, const Tensor& x) {
   const int64_t dims = x.dim();
@@ -79,7 +85,7 @@ Tensor product(Product loop, Arguments& a, const Tensor& x) {
   sizes[dims - 1] = a.N;
   const Tensor out = empty(x, sizes, dims);
   a.out = out.data_ptr();
-  STD_TORCH_CHECK(loop(&a) == 0, "no memory to pack ", a.M, " tokens of ", a.K, " columns");
+  check_done(loop(&a), "to pack ", a.M, " tokens");
   return out;
 }
 
@@ -258,7 +264,7 @@ Tensor by_expert(Product loop, Arguments a, const Weight& w, const Tensor& x, co
       if (row_of != nullptr) a.x = gathered.get();
       a.out = to + first[e] * out_row;
       a.by_rows = a.M <= limit;
-      STD_TORCH_CHECK(loop(&a) == 0, "no memory to pack ", a.M, " tokens of ", a.K, " columns");
+      check_done(loop(&a), "to pack ", a.M, " tokens");
     }
     advance(a.weight, words), advance(a.scale, scale), advance(a.zero, zero), advance(a.bias, bias);
     advance(a.row_sum, sum);
@@ -326,7 +332,7 @@ Tensor cpu_attention(const Tensor& query, const Tensor& key, const Tensor& value
   const int64_t sizes[] = {a.batch, 1, a.heads, a.value_size};
   const Tensor out = empty(query, sizes, 4);
   a.query = query.data_ptr(), a.key = key.data_ptr(), a.value = value.data_ptr(), a.out = out.data_ptr();
-  STD_TORCH_CHECK(loops.attend(&a) == 0, "no memory for the scores of ", a.keys, " keys");
+  check_done(loops.attend(&a), "for the scores of ", a.keys, " keys");
   return out;
 }
 

@@ -10,7 +10,14 @@
 
 #include "cpu_work.h"
 
+// Parts without entries are compiled without the loops over them.
+#ifndef UNIT_ENTRIES
+#define UNIT_ENTRIES 0
+#endif
+
 namespace {
+
+constexpr bool ENTRIES = UNIT_ENTRIES;
 
 // Entries between those that are multiplied and those that are fetched: a few rows of one in a hundred.
 constexpr int64_t ENTRIES_AHEAD = 512;
@@ -54,10 +61,10 @@ struct GatheredX {
   Memory<float> values;
 
   explicit GatheredX(const Arguments& a)
-      : a(a), values(allocate<float>(a.row_start == nullptr || !a.by_rows ? 0 : a.M * a.K)) {}
+      : a(a), values(allocate<float>(ENTRIES && a.by_rows ? a.M * a.K : 0)) {}
 
   void prepare(int64_t m) const {
-    if (a.row_start == nullptr || !a.by_rows) return;
+    if (!ENTRIES || !a.by_rows) return;
     const char* from = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
     for (int64_t k = 0; k < a.K; k += LANES)
       store_floats(&values[m * a.K + k], F32, load_floats(from + k * size_of(a.x_type), a.x_type, a.K - k), a.K - k);
@@ -67,25 +74,26 @@ struct GatheredX {
 // The entries of rows r0 ... r0 + TILE times tokens m0 ... m0 + T, added to the sums of these.
 template <int TILE, int T>
 INLINE void add_entries(const Work& work, const GatheredX& x, int64_t m0, int r0, Float (&sums)[TILE][T]) {
-  const Arguments& a = work.a;
-  if (a.row_start == nullptr) return;
-  const Entries entries{a};
-  each<TILE>([&](auto r) {
-    const int64_t n = std::min(work.n0 + r0 + r, a.N - 1), end = a.row_start[n + 1];
-    for (int64_t e = a.row_start[n]; e < end; e += LANES) {
-      Int at;
-      Float weights;
-      entries.read(e, end, at, weights);
-      each<T>([&](auto t) { sums[r][t] = fma(weights, gather(&x.values[(m0 + t) * a.K], at), sums[r][t]); });
-    }
-  });
+  if constexpr (ENTRIES) {
+    const Arguments& a = work.a;
+    const Entries entries{a};
+    each<TILE>([&](auto r) {
+      const int64_t n = std::min(work.n0 + r0 + r, a.N - 1), end = a.row_start[n + 1];
+      for (int64_t e = a.row_start[n]; e < end; e += LANES) {
+        Int at;
+        Float weights;
+        entries.read(e, end, at, weights);
+        each<T>([&](auto t) { sums[r][t] = fma(weights, gather(&x.values[(m0 + t) * a.K], at), sums[r][t]); });
+      }
+    });
+  }
 }
 
 // The entries of columns first ... last, added to a slab of dwords that hold D::STEP columns; place(column): where it
 // has a column, counted from the first.
 template <class D, class Place>
 void add_entries(Work& work, int64_t first, int64_t last, Place place) {
-  if (work.a.row_start == nullptr) return;
+  if (!ENTRIES) return;
   const Entries entries{work.a};
   if (first == 0) entries.fetch(work.a.row_start[std::min(work.n0 + ROWS, work.a.N)],
                                 work.a.row_start[std::min(work.n0 + 2 * ROWS, work.a.N)]);

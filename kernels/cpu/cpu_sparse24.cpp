@@ -2,9 +2,8 @@
 
 #include "cpu_products.h"
 
-template <int BITS>
-void halved(const Arguments& a) {
-  halved_product<BITS>(a);
-}
-
-template void halved<UNIT_BITS>(const Arguments& a);
+#if !UNIT_PAIRS
+void UNIT(const void* given) { halved_float_product<UNIT_BITS>(*static_cast<const Arguments*>(given)); }
+#elif BF16_DOT
+void UNIT(const void* given) { halved_pair_product<UNIT_BITS>(*static_cast<const Arguments*>(given)); }
+#endif

@@ -132,16 +132,19 @@ void over_halves(const Arguments& a, Product product) {
   });
 }
 
-template <int BITS>
-void halved_product(const Arguments& a) {
 #if BF16_DOT
-  if (a.x_type == BF16 && (BITS != NUMBER_BITS || a.value_type == BF16))
-    return over_halves<Bf16Words<4>>(a, [&](const Work& work, const int32_t* x, int64_t columns, int64_t group,
-                                            int64_t m, auto t, int v) {
-      a.zero == nullptr ? halved_pairs<BITS, t, MIDDLE>(work, x, columns, group, m, v)
-                        : halved_pairs<BITS, t, BITS == NUMBER_BITS ? MIDDLE : CODES>(work, x, columns, group, m, v);
-    });
+template <int BITS>
+void halved_pair_product(const Arguments& a) {
+  over_halves<Bf16Words<4>>(a, [&](const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m,
+                                   auto t, int v) {
+    a.zero == nullptr ? halved_pairs<BITS, t, MIDDLE>(work, x, columns, group, m, v)
+                      : halved_pairs<BITS, t, BITS == NUMBER_BITS ? MIDDLE : CODES>(work, x, columns, group, m, v);
+  });
+}
 #endif
+
+template <int BITS>
+void halved_float_product(const Arguments& a) {
   over_halves<F32Words<4>>(a, [](const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m, auto t,
                                  int v) {
     halved_floats<BITS, t>(work, x, columns, group, m, v);

@@ -1,8 +1,9 @@
 #include "cpu_strips.h"
 
 #include "cpu_products.h"
-#include "cpu_strip_ints.h"
 
-void strip_floats(const Arguments& a) { strip_float_products(a); }
-
-void strip_ints(const Arguments& a) { strip_int_product(a); }
+#if UNIT_TABLE
+void UNIT(const void* given) { table_float_product(*static_cast<const Arguments*>(given)); }
+#else
+void UNIT(const void* given) { strip_float_product<CodeValues<UNIT_BITS>>(*static_cast<const Arguments*>(given)); }
+#endif

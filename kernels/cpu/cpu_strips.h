@@ -13,15 +13,16 @@ namespace {
 // Of the entries beside a strip, what they add to its outputs of T tokens.
 template <int T>
 void add_entries(const Work& work, const GatheredX& gathered, int64_t m0, int v, Float (&totals)[T]) {
-  if (work.a.row_start == nullptr) return;
-  float found[T][LANES];
-  for (int r = 0; r < LANES; ++r) {
-    Float sums[1][T];
-    each<T>([&](auto t) { sums[0][t] = every(0.0f); });
-    add_entries<1, T>(work, gathered, m0, v * LANES + r, sums);
-    each<T>([&](auto t) { found[t][r] = sum(sums[0][t]); });
+  if constexpr (ENTRIES) {
+    float found[T][LANES];
+    for (int r = 0; r < LANES; ++r) {
+      Float sums[1][T];
+      each<T>([&](auto t) { sums[0][t] = every(0.0f); });
+      add_entries<1, T>(work, gathered, m0, v * LANES + r, sums);
+      each<T>([&](auto t) { found[t][r] = sum(sums[0][t]); });
+    }
+    each<T>([&](auto t) { totals[t] = plus(totals[t], bits_to_float(load(found[t]))); });
   }
-  each<T>([&](auto t) { totals[t] = plus(totals[t], bits_to_float(load(found[t]))); });
 }
 
 // Values of the codes of a line, before they are scaled, in units of UNIT: codes less their zero point.
@@ -369,13 +370,14 @@ void strip_pair_product(const Arguments& a) {
   const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
   using Held = Bf16Strips<BITS>;
   if (!a.by_rows) {
-    if (ZEROS == NUMBERS || a.row_start != nullptr)
+    if constexpr (ZEROS == NUMBERS || ENTRIES)
       return strip_value_slabs<Held, Bf16Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
         value_strip_slab<BITS, ZEROS>(work, group, first, last);
       });
-    return run_slabs<Held>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
-      for (int64_t i = 0; i < count; ++i) strip_pair_slabs<BITS, ZEROS>(works[i], packed, columns, group);
-    });
+    else
+      return run_slabs<Held>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
+        for (int64_t i = 0; i < count; ++i) strip_pair_slabs<BITS, ZEROS>(works[i], packed, columns, group);
+      });
   }
   const TokenTiles tiles(a.M, STRIP_PAIR_TOKENS);
   const Memory<float> x_sums = allocate<float>(ZEROS == NUMBERS ? a.M * a.G : 0);
@@ -412,9 +414,8 @@ void strip_float_product(const Arguments& a) {
       });
 }
 
-void strip_float_products(const Arguments& a) {
-  if (a.bits == 8) return strip_float_product<CodeValues<8>>(a);
-  if (a.table == nullptr) return strip_float_product<CodeValues<4>>(a);
+// Of codes of a table of 16.
+void table_float_product(const Arguments& a) {
 #if BYTE_TABLES
   if (ByteValues::holds(a.table)) return strip_float_product<ByteValues>(a);
 #endif

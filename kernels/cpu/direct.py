@@ -48,12 +48,18 @@ class _Loops(ctypes.Structure):
 
 def why_not() -> tuple[str, ...]:
     """Reasons why there is no such operator on this machine; empty when there is. The first call builds."""
+    _build()
     reasons = build.why_not() or build.why_not("operators")
     if os.environ.get("TRITON_INTERPRET") == "1":
         reasons = (*reasons, "TRITON_INTERPRET=1 asks for Triton's kernels")
     if not reasons:
         _register()
     return reasons
+
+
+@cache
+def _build() -> None:
+    build.build_all(("gemm", "operators"))
 
 
 @cache

@@ -182,8 +182,8 @@ def call(
     """[M, N] in the dtype of x: the result of a loop on arguments that live until it returns."""
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
-    if getattr(cpu.library(), name)(ctypes.byref(filled)):
-        raise MemoryError(f"no memory to pack {filled.M} tokens of {filled.K} columns")
+    if outcome := getattr(cpu.library(), name)(ctypes.byref(filled)):
+        cpu.raise_for(outcome, f"no memory to pack {filled.M} tokens of {filled.K} columns")
     return out_MN
 
 

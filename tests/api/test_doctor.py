@@ -63,7 +63,7 @@ def test_kernels_are_there_or_not_yet_or_cannot_be_built() -> None:
     states = {"gemm": "there", "columns": "not yet", "operators": "c++ failed"}
     failed, waiting = computing.of_kernels((), states)
     assert failed.said == "calls of layers: c++ failed; torch computes in their place"
-    assert "not compiled yet: columns (about 2 s" in waiting.said
+    assert "1 of 3 not compiled yet (about 1 s" in waiting.said
     assert [each.state for each in computing.of_kernels((), {"gemm": "there"})] == ["good"]
     assert words(computing.of_kernels(("no AVX2",), {})) == "kernels: no AVX2: torch computes in their place"
 

@@ -34,8 +34,10 @@ def kernels(build: bool) -> tuple[dict[str, Any], Iterator[Observation]]:
     """(Facts, findings) about compiled kernels. build: compile those that are not there yet."""
     from compress.kernels.cpu import build as cpu
 
-    reasons = cpu.machine_reasons()
-    states = {name: "off" if reasons else compiled(name, build) for name in cpu.LIBRARIES}
+    reasons, names = cpu.machine_reasons(), cpu.names_here()
+    if build and not reasons:
+        cpu.build_all(names)
+    states = {name: "off" if reasons else compiled(name, build) for name in names}
     facts = {"compilers": [shlex.join(words) for words in cpu.compilers()], "target": cpu.target(), "libraries": states}
     return facts, of_kernels(reasons, states)
 
@@ -51,7 +53,7 @@ def compiled(name: str, build: bool) -> str:
 
 def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Observation]:
     """Findings about compiled kernels. reasons: against building any on this machine."""
-    from compress.kernels.cpu import build as cpu
+    from compress.kernels.cpu.libraries import LIBRARIES
 
     about = "kernels"
     if reasons:
@@ -59,17 +61,20 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
         return
     for name, state in states.items():
         if state not in ("there", "not yet"):
-            said = f"{cpu.LIBRARIES[name].about}: {state}; torch computes in their place"
+            said = f"{LIBRARIES[name].about}: {state}; torch computes in their place"
             yield Observation(
                 about, "slow", said, "install g++ or clang++, then COMPRESS_CPU_KERNELS=retry compress doctor"
             )
     waiting = [name for name, state in states.items() if state == "not yet"]
     if waiting:
-        seconds = sum(cpu.LIBRARIES[name].seconds for name in waiting)
-        said = f"not compiled yet: {', '.join(waiting)} (about {seconds} s of CPU time, once, at first use)"
+        seconds = sum(LIBRARIES[name].seconds for name in waiting)
+        said = (
+            f"{len(waiting)} of {len(states)} not compiled yet (about {seconds} s of CPU time together; each once, "
+            "when a model needs it)"
+        )
         yield Observation(about, "slow", said, "`compress doctor --build` compiles them now")
     elif all(state == "there" for state in states.values()):
-        yield Observation(about, "good", f"compiled for this processor: {', '.join(states)}")
+        yield Observation(about, "good", "all compiled for this processor")
 
 
 def gpu() -> tuple[dict[str, Any], Iterator[Observation]]:

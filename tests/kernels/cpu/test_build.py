@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from compress.errors import CompressError
 from compress.kernels import private
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import compiled_libraries, compiling
+from compress.kernels.cpu import compiled_libraries, compiling, gemm
+from compress.kernels.cpu.libraries import HERE, PARTS, CompileUnit
 from compress.kernels.notes import note_once
 
 FLAGS = ("-fPIC",)
@@ -39,9 +43,10 @@ def small(monkeypatch, tmp_path):
     source = tmp_path / "small.cpp"
     source.write_text(
         'extern "C" int answer() { return 42; }\nextern "C" const char* instructions() { return "none"; }\n'
+        'extern "C" void ask_for_parts(void*) {}\n'
     )
     monkeypatch.setattr(cpu, "sources", lambda name: [source])
-    monkeypatch.setattr(cpu, "units", lambda name: [cpu.CompileUnit(source)])
+    monkeypatch.setattr(cpu, "units", lambda name: [CompileUnit(source)])
     return source
 
 
@@ -174,22 +179,21 @@ def test_several_may_build_at_the_same_time_and_one_does(small, calls, notes, tm
         (path,) = set(pool.map(lambda _: cpu.built(tmp_path / "cache", command, FLAGS), range(4)))
     assert calls.count() == 2  # compiled and linked
     left = {each.name for each in (tmp_path / "cache").iterdir()}
-    assert left == {path.name, path.with_suffix(".json").name, "build.lock"}
+    assert left == {path.with_suffix(ending).name for ending in (".so", ".json", ".lock")}
     assert cpu.build_and_load(tmp_path / "cache", FLAGS)[0].answer() == 42
-    assert [note for note in notes() if note.startswith("compiling kernels for this CPU, once: products")] == notes()[
-        :1
-    ]
+    assert [note for note in notes() if note.startswith("compiling for this CPU, once: ")] == notes()[:1]
     small.write_text('extern "C" int answer() { return 43; }\n')
     assert cpu.built(tmp_path / "cache", command, FLAGS) != path
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Another process, which holds the lock of the cache."""
+def holder(small, tmp_path):
+    """Another process, which holds the lock of the library."""
     cache = tmp_path / "cache"
     cache.mkdir()
+    path = cpu.path_of(cache, cpu.compilers()[0], FLAGS, "gemm")
     hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
-    words = [sys.executable, "-S", "-c", f"{hold}; time.sleep(60)", cache / "build.lock"]
+    words = [sys.executable, "-S", "-c", f"{hold}; time.sleep(60)", path.with_suffix(".lock")]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         yield process
@@ -356,6 +360,30 @@ def test_a_fallback_is_said_once(fresh, calls, notes, tmp_path):
     slow = [note for note in notes() if note.startswith("no compiled kernels: ")]
     assert len(slow) == 1
     assert slow[0].endswith("torch computes instead, which is slower")
+
+
+def test_a_part_that_cannot_be_built_is_said_by_the_product_that_needs_it(fresh, calls, tmp_path):
+    """The script compiles what chooses among products, and no part of them."""
+    if cpu.machine_reasons():
+        pytest.skip("; ".join(cpu.machine_reasons()))
+    script = the_compiler()
+    fresh.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
+    calls(f"case \"$*\" in *-DUNIT=*) echo 'error: no such thing' >&2; exit 1;; esac\n{script}")
+    assert cpu.why_not() == ()
+    x_MK, weight_NK, scale_N = torch.ones(1, 64), torch.ones(16, 64, dtype=torch.int8), torch.ones(16)
+    with pytest.raises(CompressError, match=r"int8 weights, int8 inputs: .*no such thing.*COMPRESS_CPU_KERNELS=0"):
+        gemm.w8a8(x_MK, weight_NK, scale_N, None, None, None, None, True)
+    cpu._lacking.clear()
+    fresh.setattr(cpu, "load_from_a_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        gemm.w8a8(x_MK, weight_NK, scale_N, None, None, None, None, True)
+
+
+def test_parts_are_those_that_the_products_choose_from():
+    header = (HERE / "cpu_products.h").read_text().split("#define EACH_PART(DO)")[1]
+    both = re.findall(r"BOTH\(DO, (\w+)\)", header)
+    names = {*re.findall(r" DO\((\w+)\)", header), *both, *(f"{name}_entries" for name in both)}
+    assert names == set(PARTS)
 
 
 def test_where_libraries_lie(monkeypatch):
