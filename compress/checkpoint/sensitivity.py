@@ -25,8 +25,9 @@ class Tried:
     """The figures of a unit under a candidate.
 
     loss: |X W^T - X Q^T|^2, a mean over tokens, summed over the outputs of its layers. relative_loss: loss over
-    |X W^T|^2. kl: nats per token between the original and the original with this unit replaced; None where not
-    measured. bytes: of the unit's tensors in the checkpoint. header_bytes: upper bound for their header entries.
+    |X W^T|^2. kl: nats per token between the original and the original with this unit replaced; fisher: an estimate
+    of that (`search.fisher`); None where not measured. bytes: of the unit's tensors in the checkpoint. header_bytes:
+    upper bound for their header entries.
     """
 
     loss: float
@@ -34,6 +35,7 @@ class Tried:
     bytes: int
     header_bytes: int
     kl: float | None = None
+    fisher: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -27,7 +27,8 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
 from compress.solvers.allocation import UnitOption, choose
 
-By = Literal["kl", "loss"]
+By = Literal["kl", "fisher", "loss"]
+SCORES: tuple[By, ...] = get_args(By)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB (the weight files)"
 TINY = 1e-30
@@ -90,19 +91,23 @@ def allocate(
     """Choose a candidate for every unit: the least sum of scores within the budget, or, with `max_kl`, the fewest bytes
     at which the predicted KL is at most `max_kl` (nats per token).
 
-    budget: a Budget, or words like 3.5bpw and 2.1GB. by: the score, kl (of a model with that unit alone replaced; the
-    default where it was measured) or loss (the relative squared error of the layers' outputs). Raises InputError for a
-    budget or KL that cannot be reached; the message names the closest that can.
+    budget: a Budget, or words like 3.5bpw and 2.1GB. by: the score, kl (of a model with that unit alone replaced),
+    fisher (an estimate of it) or loss (the relative squared error of the layers' outputs); by default the first of them
+    that was measured. Raises InputError for a budget or KL that cannot be reached; the message names the closest that
+    can.
     """
     if (budget is None) == (max_kl is None):
         raise InputError("give a budget or max_kl, one of them")
     budget = parse_budget(budget) if isinstance(budget, str) else budget
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise InputError(f"max_kl {max_kl}; allowed: above 0, nats per token (0.02 is close to the original)")
-    measured = all(tried.kl is not None for unit in found.units for tried in unit.tried.values())
-    by = by or ("kl" if measured else "loss")
-    if by == "kl" and not measured:
-        raise InputError("these sensitivities have no KL of each unit; measure with score=kl, or allocate by loss")
+    measured = [score for score in SCORES if _has(found, score)]
+    by = by or measured[0]
+    if by not in measured:
+        raise InputError(
+            f"these sensitivities have no {by} of each unit; measure with score={by}, or allocate by "
+            f"{' or '.join(measured)}"
+        )
     names = {unit.name: list(unit.tried) for unit in found.units}
     scores = {unit.name: [_score(tried, by) for tried in unit.tried.values()] for unit in found.units}
     files = budget is None or budget.bytes is not None  # sizes are of weight files, and so include their headers
@@ -130,10 +135,18 @@ def allocate(
     )
 
 
+def _has(found: Sensitivity, by: By) -> bool:
+    return all(_figure(tried, by) is not None for unit in found.units for tried in unit.tried.values())
+
+
 def _score(tried: Tried, by: By) -> float:
-    value = tried.kl if by == "kl" else tried.relative_loss
+    value = _figure(tried, by)
     assert value is not None
     return value
+
+
+def _figure(tried: Tried, by: By) -> float | None:
+    return {"kl": tried.kl, "fisher": tried.fisher, "loss": tried.relative_loss}[by]
 
 
 def _within(

@@ -56,7 +56,7 @@ from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
 
-Score = Literal["kl", "loss"]
+Score = Literal["kl", "fisher", "loss"]
 HELD_OUT = 16  # windows
 LEAST = 4  # windows of calibration data for each held-out window, at least
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
@@ -78,12 +78,13 @@ def measure_sensitivity(
     *,
     calibration: Calibration,
     text: str | Tensor | None = None,
-    score: Score = "kl",
+    score: Score = "fisher",
     fused: bool = True,
     samples: int | None = None,
     length: int | None = None,
     batch_size: int = 8,
     ignore: Sequence[str] = (),
+    run_once: bool = True,
     device: str | torch.device | None = None,
     cached: bool = True,
     trust_remote_code: bool = False,
@@ -94,12 +95,14 @@ def measure_sensitivity(
     calibration, samples, length, batch_size, ignore, device: as in `quantize`. text: held-out text, or token ids
     [samples, length], of which up to 16 windows are used. By default the last windows of the calibration data are held
     out, at most 16 and at most a fifth; no candidate sees them. score: `kl` measures, for each unit and candidate, the
-    KL (nats per token) of a model with that unit replaced; `loss` measures the error of each layer's output and the KL
-    of uniform models only. fused: layers that read one tensor get the same candidate. cached: reuse the result of an
-    earlier call with equal inputs.
+    KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's output
+    and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform models.
+    fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that predicted
+    KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a budget.
+    cached: reuse the result of an earlier call with equal inputs.
 
-    Raises InputError for candidates that suit no layer, for a model without a next token and score="kl", and for more
-    than one process.
+    Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss,
+    and for more than one process.
     """
     one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
@@ -107,7 +110,7 @@ def measure_sensitivity(
     data.check()
     Extent(ignore).check()
     study = _study(model, data, text, ignore, device, trust_remote_code, reporter or Silent())
-    if study.rows is None and score == "kl":
+    if study.rows is None and score != "loss":
         raise InputError(
             f"{type(study.model).__name__} predicts no next token, so that there is no KL; give score=loss"
         )
@@ -116,15 +119,15 @@ def measure_sensitivity(
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
         "held_out": None if study.rows is None else study.rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), score, fused, str(study.opened.dtype), VERSION],
+        "settings": [FORMAT, batch_size, list(ignore), score, fused, run_once, str(study.opened.dtype), VERSION],
         "candidates": words,
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
         return MeasuredSensitivity(found, study.rows)
-    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", fused))
-    if study.rows is not None:
+    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", score == "fisher", fused))
+    if study.rows is not None and run_once:
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
     return MeasuredSensitivity(found, study.rows)

@@ -1,12 +1,12 @@
 """The walk that measures sensitivities: block by block over the original model, every candidate on every layer.
 
-    capture -> each block: statistics -> candidates decide -> their losses, bytes -> KL of each swap on held-out rows
+    capture -> gradients -> each block: statistics -> candidates decide -> losses, bytes -> KL of each swap, held out
 
 Statistics are those of the original model: no candidate changes the inputs of later layers, so that all candidates
 share one forward. The decisions of a candidate are dropped after their block.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
 from compress.checkpoint.write.writer import halved
-from compress.model.calls import Arrival, Batch, without_cache
+from compress.model.calls import Arrivals, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.run.installed import Versions
@@ -31,6 +31,7 @@ from compress.run.walk.held_out import HeldOut, holding
 from compress.run.walk.sites import structure_of
 from compress.run.walk.state import Run, Streams
 from compress.search.candidate import Candidate
+from compress.search.fisher import Fisher, Weighted
 from compress.solvers.loss import quadratic
 from compress.weights.decision import Decision
 
@@ -38,10 +39,12 @@ from compress.weights.decision import Decision
 @dataclass(frozen=True)
 class Wanted:
     """The wanted parts of a measurement. held_out: rows for KL, none where losses are enough. each: KL of every unit
-    by every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
+    by every candidate, not only of the uniform models. fisher: the loss of every unit, weighted by Fisher information.
+    fused: layers that read one tensor are one unit."""
 
     held_out: Sequence[Batch]
     each: bool
+    fisher: bool
     fused: bool
 
 
@@ -57,13 +60,15 @@ class SwapResult:
 @dataclass(frozen=True)
 class Made:
     """A layer after a candidate. values: as the module stores them. loss: squared error of the output, energy: squared
-    norm of the original output, both means over tokens. bytes, header_bytes: in the checkpoint."""
+    norm of the original output, both means over tokens. fisher: the loss, weighted by Fisher information; None where
+    that is not known. bytes, header_bytes: in the checkpoint."""
 
     values: Tensor
     loss: float
     energy: float
     bytes: int
     header_bytes: int
+    fisher: float | None
 
 
 # {candidate: {layer: the layer after it}}
@@ -78,6 +83,7 @@ def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> SwapR
     with without_cache(run.model), ExitStack() as entered:
         calls = captured(run, stack)
         streams = Streams(calls[0], [])
+        fisher = Fisher(run, stack, calls) if wanted.fisher else None
         held = None
         whole = entered.enter_context(run.residency.open(run.model, keep=False)) if wanted.held_out else None
         if wanted.held_out:
@@ -88,13 +94,13 @@ def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> SwapR
         for index, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(calls[index])
             with _open(run, block, whole) as opened:
-                look = _Block(run, name, opened, candidates, wanted, found)
+                look = _Block(run, name, opened, candidates, wanted, found, fisher)
                 streams = look.walk(streams)
                 look.enter(index, held)
             run.steps.finish(name, usual=True)
         if held is not None:
             found.uniform_kl = held.uniform_kl()
-    return found
+    return replace(found, units=with_fisher(found.units)) if wanted.fisher else found
 
 
 @contextmanager
@@ -111,9 +117,17 @@ class _Block:
     """One block of the walk."""
 
     def __init__(
-        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], wanted: Wanted, found: SwapResult
+        self,
+        run: Run,
+        name: str,
+        opened: Opened,
+        candidates: Sequence[Candidate],
+        wanted: Wanted,
+        found: SwapResult,
+        fisher: Fisher | None,
     ) -> None:
         self.run, self.name, self.opened, self.wanted, self.found = run, name, opened, wanted, found
+        self.fisher = fisher
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
         self.candidates = [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
@@ -132,12 +146,13 @@ class _Block:
         self.run.record.block_forwards += passed.forwards
         return streams.after(passed.outputs, [])
 
-    def _visit(self, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+    def _visit(self, site: Sequence[Layer], arrivals: Arrivals) -> None:
         needs, names = _needs(self.candidates)
         statistics = collected(needs, site[0], arrivals, self.run.comm)
         if statistics is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return
+        weighted = {} if self.fisher is None else self.fisher.weighted(site, arrivals)
         for candidate in self.candidates:
             suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
             if suited:
@@ -145,7 +160,7 @@ class _Block:
                 decisions = self._decided(candidate, suited, of_passes)
                 for layer in suited:
                     self.made[candidate.name][layer.name] = self._made(
-                        candidate, layer, decisions[layer.name], statistics
+                        candidate, layer, decisions[layer.name], statistics, weighted.get(layer.name)
                     )
 
     def _decided(
@@ -166,7 +181,12 @@ class _Block:
         return earlier.decisions
 
     def _made(
-        self, candidate: Candidate, layer: Layer, decision: Decision, statistics: Sequence[Mapping[str, Any]]
+        self,
+        candidate: Candidate,
+        layer: Layer,
+        decision: Decision,
+        statistics: Sequence[Mapping[str, Any]],
+        weighted: Weighted | None,
     ) -> Made:
         weight, new = layer.weight.float(), decision.weight.dequantize().to(layer.weight.device).float()
         height, loss, energy = len(weight) // len(statistics), 0.0, 0.0
@@ -176,7 +196,8 @@ class _Block:
             loss += quadratic(self.run.comm, weight[rows] - new[rows], result.hessian)
             energy += quadratic(self.run.comm, weight[rows], result.hessian)
         stored = halved(layer, decision) if candidate.halved else decision
-        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored))
+        fisher = None if weighted is None else weighted.cost(weight - new)
+        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored), fisher)
 
     def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
         """(Bytes of a layer's tensors in the checkpoint, bytes of their header entries)."""
@@ -221,7 +242,22 @@ def _all_in(group: Sequence[Layer], made: Mapping[str, Made]) -> bool:
 def _tried(made: Sequence[Made], kl: float | None) -> Tried:
     loss, energy = sum(m.loss for m in made), sum(m.energy for m in made)
     size, headers = sum(m.bytes for m in made), sum(m.header_bytes for m in made)
-    return Tried(loss, loss / energy if energy else 0.0, size, headers, kl)
+    known = [m.fisher for m in made if m.fisher is not None]
+    fisher = sum(known) if len(known) == len(made) else None
+    return Tried(loss, loss / energy if energy else 0.0, size, headers, kl, fisher)
+
+
+def with_fisher(units: Sequence[Unit]) -> list[Unit]:
+    """Units with a Fisher-weighted loss of each. One that no gradient reached (an expert that few tokens use, say) has
+    its relative loss, times the mean of what the others have by theirs."""
+    tried = [each for unit in units for each in unit.tried.values()]
+    known = [(each.fisher, each.relative_loss) for each in tried if each.fisher is not None]
+    rate = sum(fisher for fisher, _ in known) / (sum(loss for _, loss in known) or 1.0)
+
+    def filled(each: Tried) -> Tried:
+        return each if each.fisher is not None else replace(each, fisher=rate * each.relative_loss)
+
+    return [replace(unit, tried={name: filled(each) for name, each in unit.tried.items()}) for unit in units]
 
 
 def _unit(block: str, group: Sequence[Layer], tried: dict[str, Tried]) -> Unit:

@@ -50,7 +50,7 @@ def quantize_within(
     output: str | Path,
     max_kl: float | None = None,
     text: str | Tensor | None = None,
-    by: By = "kl",
+    by: By = "fisher",
     fused: bool = True,
     ignore: Sequence[str] = (),
     samples: int | None = None,
@@ -74,7 +74,8 @@ def quantize_within(
     reporter = reporter or Silent()
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
-    measured = measure_sensitivity(model, candidates, **data, text=text, score=by, fused=fused, ignore=ignore, **shared)
+    how: dict[str, Any] = {"score": by, "fused": fused, "ignore": ignore, "run_once": max_kl is not None}
+    measured = measure_sensitivity(model, candidates, **data, text=text, **how, **shared)
     found, rows = measured.table, measured.rows
     aim = max_kl
     for rounds in range(1, ROUNDS + 1):

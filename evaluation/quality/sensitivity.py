@@ -26,6 +26,7 @@ def result_of(found: Sensitivity) -> SensitivityResult:
             unit.layers,
             {name: tried.relative_loss for name, tried in unit.tried.items()},
             {name: tried.kl for name, tried in unit.tried.items() if tried.kl is not None},
+            {name: tried.fisher for name, tried in unit.tried.items() if tried.fisher is not None},
         )
         for unit in found.units
     ]

@@ -14,6 +14,13 @@ KL = Mapped(
     "KL, nats per token, of the original with these layers alone replaced; layers that read one tensor together.",
     wording.number,
 )
+ESTIMATE = Mapped(
+    "KL of one layer replaced, estimated",
+    "estimated KL when one unit alone is replaced",
+    "KL, nats per token, of the original with these layers alone replaced, estimated by the layers' errors and the "
+    "Fisher information of their outputs; layers that read one tensor together.",
+    wording.number,
+)
 LOSS = Mapped(
     "Error of one layer replaced",
     "relative output error when one unit alone is replaced",
@@ -28,17 +35,21 @@ def section(found: Evaluation, stored: bool = True) -> Section | None:
     if measured is None or not measured.units:
         return None
     name = nearest(measured, None if found.size is None else found.size.bits_per_weight)
-    by_kl = {unit.name: unit.kl[name] for unit in measured.units if name in unit.kl}
-    values = by_kl or {unit.name: unit.loss[name] for unit in measured.units if name in unit.loss}
+    about = next((each for each in (KL, ESTIMATE) if any(name in _by(unit, each) for unit in measured.units)), LOSS)
+    values = {unit.name: _by(unit, about)[name] for unit in measured.units if name in _by(unit, about)}
     values = {unit: value for unit, value in values.items() if math.isfinite(value)}
-    about = KL if by_kl else LOSS
     records = last_of_each(found.run.layers) if stored and found.run is not None else {}
     blocks: list[Block] = [Words(_conditions(measured, name), "note")]
     if values:
         blocks += [heat_map(values, about), worst(measured, values, about, records)]
-    if not by_kl:
+    if about is LOSS:
         blocks.append(Words("KL of one layer replaced was not measured: the budget was shared out by loss.", "note"))
     return Section("Sensitivity of the original", blocks)
+
+
+def _by(unit: UnitSensitivity, about: Mapped) -> dict[str, float]:
+    """The figures of a unit that a map is about, by candidate."""
+    return {KL: unit.kl, ESTIMATE: unit.fisher, LOSS: unit.loss}[about]
 
 
 def nearest(measured: SensitivityResult, bits: float | None) -> str:
@@ -72,10 +83,10 @@ def worst(
     names = list(measured.bits)
     rows = []
     for unit in map(units.__getitem__, first):
-        found = unit.kl if about is KL else unit.loss
+        found = _by(unit, about)
         cells = [about.said(found[name], 3) if name in found else wording.NONE for name in names]
         rows.append((wording.name(unit.name), *cells, *([_stored(unit, records)] if records else [])))
-    what = "KL alone" if about is KL else "error"
+    what = {KL: "KL alone", ESTIMATE: "estimated KL alone", LOSS: "error"}[about]
     columns = ("layers", *(f"{wording.name(name)}" for name in names), *(["here"] if records else []))
     few = len(rows) if len(rows) < WORST else "ten"
     left = frozenset({len(columns) - 1}) if records else frozenset()

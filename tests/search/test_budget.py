@@ -158,8 +158,8 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
         compress.evaluate(tmp_path / "out", reference=model, cache=cache, **how) for cache in (True, False)
     )
     table = json.loads((tmp_path / "found.json").read_text())["sensitivity"]
-    assert [unit.kl for unit in known.sensitivity.units] == [
-        {name: tried["kl"] for name, tried in unit["tried"].items()} for unit in table["units"]
+    assert [unit.fisher for unit in known.sensitivity.units] == [
+        {name: tried["fisher"] for name, tried in unit["tried"].items()} for unit in table["units"]
     ]
     assert known.sensitivity.bits["w4 g32"] == pytest.approx(5, abs=0.05)  # scales of float32
     assert "sensitivity" not in known.missing

@@ -45,7 +45,7 @@ def divergence(model: torch.nn.Module, *passes: compress.Pass) -> float:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 def test_a_swap_costs_what_the_model_with_these_layers_alone_quantized_does(kind):
     model = strong(kind)
-    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT).table
+    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT, score="kl").table
     assert len(found.units) == 8
     for unit in found.units:
         alone = compress.only(rounding(3).passes[0], *unit.layers)

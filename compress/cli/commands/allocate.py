@@ -78,11 +78,11 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 )
 @click.option(
     "--by",
-    type=click.Choice(["kl", "loss"]),
-    default="kl",
+    type=click.Choice(["fisher", "kl", "loss"]),
+    default="fisher",
     show_default=True,
-    help="Cost of a scheme: kl (the model's, with that layer swapped) or loss (the layer's: faster, poor in deep "
-    "models).",
+    help="Cost of a scheme: fisher (the layer's error, weighted by what predictions make of it), kl (of the model with "
+    "that layer swapped: slow) or loss (the layer's error alone: poor in deep models).",
 )
 @click.option(
     "--fused/--no-fused",
@@ -173,7 +173,8 @@ def chosen(
 ) -> tuple["Sensitivity", "Allocation", "Mixed | None"]:
     """The measurements, the allocation, and the run of its recipe into the directory `run`, where there is one."""
     if run is None:
-        found = compress.measure_sensitivity(model, candidates, score=by, **options).table
+        once = by == "kl" or max_kl is not None  # a budget needs no predicted KL, which takes a run of its own
+        found = compress.measure_sensitivity(model, candidates, score=by, run_once=once, **options).table
         return found, compress.allocate(found, budget, max_kl=max_kl, by=by), None
     options |= {"max_kl": max_kl, "by": by, "resume": resume, "overwrite": overwrite, "verify": verify}
     mixed = compress.quantize_within(model, candidates, budget, output=run, **options)

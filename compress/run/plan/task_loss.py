@@ -60,6 +60,6 @@ def task_loss(output: Any, batch: Batch) -> Tensor:
 
 
 def check_finite(loss: Tensor) -> None:
-    """Raises CompressError for a loss that has no gradient worth anything."""
-    if not bool(torch.isfinite(loss)):
+    """Raises CompressError for a loss, or what stands for one, that has no gradient worth anything."""
+    if not bool(torch.isfinite(loss).all()):
         raise CompressError("the loss of a calibration batch is not finite; the model overflows in this dtype")

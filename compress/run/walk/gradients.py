@@ -32,6 +32,8 @@ from compress.run.walk.capture import Recorder, check_hidden_alone, instead, swa
 from compress.run.walk.state import Run
 from compress.system.comm import RowShard
 
+# What is differentiated, and the gradient by it (None: of a number, 1).
+Differentiated = tuple[Tensor, Tensor | None]
 UNREACHED = "no gradient of the loss reached it"
 
 
@@ -75,22 +77,22 @@ def with_gradients(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> di
     (stack,) = run.plan.stacks  # what is calibrated and has several is one block
     calls = capture(stack)
     check_hidden_alone(calls)
-    for part in _parts(run, stack, calls):
+    for part in in_memory(run, stack, MicroBatches(run.batches, calls)):
         _pass_through(run, stack, part, sums)
     return {p: each.settled() for p, each in sums.items()}
 
 
-def _parts(run: Run, stack: Stack, calls: list[list[Call]]) -> Iterator[MicroBatches]:
+def in_memory(run: Run, stack: Stack, whole: MicroBatches) -> Iterator[MicroBatches]:
     """The micro-batches in parts whose hidden states take no more than the blocks' weights; as many on every rank."""
     weights = sum(p.numel() * p.element_size() for _, block in stack.blocks for p in block.parameters())
-    first = calls[0][0]
+    first = whole.calls[0][0]
     each = 1 if first.key is None else first.hidden.nbytes * len(stack.blocks)
     length = max(1, weights // max(1, each))
-    most = torch.tensor([-length, len(calls[0])], device=run.residency.device)
+    most = torch.tensor([-length, len(whole.calls[0])], device=run.residency.device)
     length, longest = (abs(int(n)) for n in run.comm.all_reduce(most, "max"))
     for start in range(0, longest, length):
         some = slice(start, start + length)
-        yield MicroBatches(run.batches[some], [of_block[some] for of_block in calls])
+        yield MicroBatches(whole.batches[some], [of_block[some] for of_block in whole.calls])
 
 
 def _pass_through(run: Run, stack: Stack, part: MicroBatches, sums: Mapping[Pass, Sums]) -> None:
@@ -100,15 +102,15 @@ def _pass_through(run: Run, stack: Stack, part: MicroBatches, sums: Mapping[Pass
         with run.residency.open(block, keep=False) as opened:
             _backward(run, opened, name, part.calls[0], [partial(task_loss, batch=b) for b in part.batches], sums)
         return
-    kept, outputs = _forward(run, stack, part)
-    gradients = _of_the_end(run, stack, part.batches, outputs)
+    kept, outputs = forwards(run, stack, part)
+    gradients = of_the_end(run, stack, part.batches, outputs, _of_the_loss)
     for name, block in reversed(stack.blocks):
         with run.residency.open(block, keep=False) as opened:
             ends = [partial(_along, gradient=g) for g in gradients]
             gradients = _backward(run, opened, name, kept.pop(), ends, sums)
 
 
-def _forward(run: Run, stack: Stack, part: MicroBatches) -> tuple[list[list[Call]], list[Any]]:
+def forwards(run: Run, stack: Stack, part: MicroBatches) -> tuple[list[list[Call]], list[Any]]:
     """(the calls of every block on what goes into it, what the last block returned)."""
     kept: list[list[Call]] = []
     outputs: list[Any] = []
@@ -121,8 +123,15 @@ def _forward(run: Run, stack: Stack, part: MicroBatches) -> tuple[list[list[Call
     return kept, outputs
 
 
-def _of_the_end(run: Run, stack: Stack, batches: Sequence[Batch], outputs: Sequence[Any]) -> list[Tensor]:
-    """The gradient of each micro-batch's loss by what the last block returned, through what follows it."""
+def of_the_end(
+    run: Run,
+    stack: Stack,
+    batches: Sequence[Batch],
+    outputs: Sequence[Any],
+    differentiated: Callable[[Any, Batch], Differentiated],
+) -> list[Tensor]:
+    """The gradient by what the last block returned, for each micro-batch, through what follows it. differentiated: of
+    what the model returns."""
     assert stack.container is not None
     found, blocks = [], [block for _, block in stack.blocks]
     problem = None
@@ -133,11 +142,15 @@ def _of_the_end(run: Run, stack: Stack, batches: Sequence[Batch], outputs: Seque
             stand_ins = [Recorder(block, partial(instead, returned)) for block in blocks]
             moved = {k: v.to(leaf.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             with swapped(stack.container, stand_ins), named_failure(batch, i):
-                loss = task_loss(run.model(**moved), moved)
-                problem = problem or _problem(loss)
-                found.append(torch.autograd.grad(loss, [leaf])[0])
+                value, gradient = differentiated(run.model(**moved), moved)
+                problem = problem or _problem(value)
+                found.append(torch.autograd.grad(value, [leaf], gradient)[0])
     run.comm.fail_together(problem)
     return found
+
+
+def _of_the_loss(output: Any, batch: Batch) -> Differentiated:
+    return task_loss(output, batch), None
 
 
 def _along(output: Any, gradient: Tensor) -> Tensor:
