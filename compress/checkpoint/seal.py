@@ -113,7 +113,7 @@ def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
         if found in known:
             continue
         how = "is missing" if found == ABSENT else "is not what was written"
-        if not _is_document(name):
+        if not is_document(name):
             raise CheckpointError(f"{path} {how}; put it back")
         yield f"{name} {how}, which nothing reads"
     for name, header in expected["headers"].items():
@@ -121,15 +121,22 @@ def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
             raise CheckpointError(f"the header of {directory / name} is not what was written; put it back")
 
 
+def is_as_written(directory: Path, record: Mapping[str, Any], name: str) -> bool:
+    """True for a file of an output that a command wrote and nobody has changed since."""
+    known = record.get("checksums", {}).get("files", {}).get(name, ())
+    return (directory / name).is_file() and _of_file(directory / name) in known
+
+
 def _foreign(directory: Path, names: Iterable[str]) -> Iterator[Path]:
     """Files that a loader could read and that no command of ours has written."""
     own = {RECORD, *names}
     for path in sorted(directory.iterdir()):
-        if path.name not in own and not _is_document(path.name) and (path.name == TEMPLATES or not path.is_dir()):
+        if path.name not in own and not is_document(path.name) and (path.name == TEMPLATES or not path.is_dir()):
             yield path
 
 
-def _is_document(name: str) -> bool:
+def is_document(name: str) -> bool:
+    """True for the name of a file for people, which no loader reads."""
     return any(fnmatchcase(name, pattern) for pattern in DOCUMENTS)
 
 

@@ -19,6 +19,7 @@ from compress.cli.commands.inspect import inspect, verify
 from compress.cli.commands.methods import methods, recipes
 from compress.cli.commands.plan import plan
 from compress.cli.commands.prune import prune
+from compress.cli.commands.push import push
 from compress.cli.commands.quantize import quantize
 from compress.cli.commands.report import report
 from compress.cli.commands.sweep import sweep
@@ -73,6 +74,7 @@ def cli() -> None:
     compress report OUT... --output report.html
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
+    compress push OUT owner/name                              upload it, with a model card
     compress bench
     compress doctor                                            see what this machine can do, and what is slow
 
@@ -98,6 +100,7 @@ for command in (
     generate,
     verify,
     export,
+    push,
     methods,
     recipes,
     bench,

@@ -19,23 +19,28 @@ PIPELINES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "tex
 OPTIONS = ("scheme", "pattern")
 
 
-def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
-    """The whole file. own_words: True for a checkpoint that only `compress.load` can read, not transformers."""
-    front = yaml.safe_dump(front_matter(article.name, found, own_words), sort_keys=False, allow_unicode=True)
+def as_card(
+    article: Article, found: Evaluation, own_words: bool, place: str = "PATH", base_model: str | None = None
+) -> str:
+    """The whole file. own_words: True for a checkpoint that only `compress.load` can read, not transformers. place:
+    where the snippet loads it from. base_model: the original's name on the hub, where the reference has none."""
+    front = yaml.safe_dump(
+        front_matter(article.name, found, own_words, base_model), sort_keys=False, allow_unicode=True
+    )
     lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
     if found.reference is not None:
         lines += [
             f"Compressed from {plain(wording.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
             "",
         ]
-    lines += ["## Use", "", "```python", *_snippet(own_words), "```", ""]
+    lines += ["## Use", "", "```python", *_snippet(own_words, place), "```", ""]
     return "\n".join([*lines, *body(article, 2)]).rstrip("\n") + "\n"
 
 
-def front_matter(name: str, found: Evaluation, own_words: bool) -> dict[str, Any]:
+def front_matter(name: str, found: Evaluation, own_words: bool, base_model: str | None = None) -> dict[str, Any]:
     """The metadata that the hub reads. The base model is included where its name is a name of the hub."""
     front: dict[str, Any] = {"library_name": "compress" if own_words else "transformers"}
-    base = "" if found.reference is None else found.reference.name
+    base = base_model or ("" if found.reference is None else found.reference.name)
     if HUB_ID.fullmatch(base):
         front |= {"base_model": base, "base_model_relation": "quantized"}
     kind = next((task for end, task in PIPELINES.items() if found.model.architecture.endswith(end)), None)
@@ -77,13 +82,13 @@ def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict
     return results
 
 
-def _snippet(own_words: bool) -> list[str]:
-    own = ["import compress", "", 'model = compress.load("PATH")  # runs as it is stored, on our kernels']
+def _snippet(own_words: bool, place: str) -> list[str]:
+    own = ["import compress", "", f'model = compress.load("{place}")  # runs as it is stored, on our kernels']
     if own_words:
         return own
     theirs = [
         "from transformers import AutoModelForCausalLM",
         "",
-        'model = AutoModelForCausalLM.from_pretrained("PATH")  # with compressed-tensors installed',
+        f'model = AutoModelForCausalLM.from_pretrained("{place}")  # with compressed-tensors installed',
     ]
     return [*own, "", "# or", *theirs]

@@ -951,6 +951,12 @@ OTHERS: dict[str, Case] = {
         lambda d: command("report", "a", "--output", d.here / "x.svg"),
         ("quality against bytes over several runs", "give more"),
     ),
+    "push: no repository": (lambda d: command("push", d.model, "mine"), ("repository 'mine'", "owner/name")),
+    "push: no base model": (
+        lambda d: command("push", d.model, "me/a", "--base-model", "../x"),
+        ("base model '../x'", "owner/name"),
+    ),
+    "push: not ours": (lambda d: command("push", d.model, "me/a"), ("is not what compress wrote", "give such a")),
     "report: twice": (lambda d: command("report", d.model, d.model), ("are the same run", "give each once")),
     "report: no run": (lambda d: command("report", d.model), ("holds no compress.json", "that compress wrote")),
     "report: not there": (lambda d: command("report", "no/such"), ("'no/such' does not exist", "evaluate --json")),

@@ -1,0 +1,73 @@
+"""`compress push`: an output, with its model card, on the hub."""
+
+from dataclasses import asdict
+
+import click
+
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
+from compress.system.terminal import visible
+
+
+@click.command(short_help="Upload an output to the Hugging Face hub, with its model card.")
+@click.argument("directory", metavar="OUT")
+@click.argument("repo", metavar="REPO")
+@click.option("--private", is_flag=True, help="Make a repository that others cannot see.")
+@click.option(
+    "--base-model", metavar="ID", help="The original on the hub, for the card.  [default: the evaluation's reference]"
+)
+@click.option(
+    "--message", metavar="TEXT", default="Upload a compressed model", show_default=True, help="Of the commit."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded; ask the hub nothing.")
+@overwrite_option("Replace the model in a repository that holds one, and an existing --json file.")
+@json_option
+@quiet_option
+@exits_cleanly
+def push(
+    directory: str,
+    repo: str,
+    private: bool,
+    base_model: str | None,
+    message: str,
+    dry_run: bool,
+    overwrite: bool,
+    json_file: str | None,
+    quiet: bool,
+) -> None:
+    """Upload OUT, which a command wrote, to the repository REPO (owner/name) of the Hugging Face hub.
+
+    \b
+    compress push OUT me/model-w4 --dry-run
+    compress push OUT me/model-w4 --base-model them/model
+
+    Files are checked against the record first, and go in one commit. A README.md of yours in OUT is the card; otherwise
+    one is made of the run and of what `compress evaluate` found. The token is that of `hf auth login`, or HF_TOKEN.
+    """
+    begin()
+    from compress.evaluation.report.push import push as upload
+
+    made = upload(
+        *(directory, repo),
+        private=private,
+        base_model=base_model,
+        message=message,
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
+    write_report(json_file, asdict(made))
+    if quiet or json_file == "-":
+        return
+    for name, size in made.files.items():
+        click.echo(visible(f"{size:>15,}  {name}"))
+    for name in made.left:
+        click.echo(visible(f"not uploaded: {name}, which compress did not write"))
+    for name in made.removed:
+        click.echo(visible(f"removed from {repo}: {name}"))
+    total = sum(made.files.values())
+    if made.url is None:
+        for line in ["", *made.card.splitlines(), ""]:
+            click.echo(visible(line))
+        click.echo(visible(f"nothing was uploaded: {total:,} bytes would go to {repo}"))
+    else:
+        click.echo(visible(f"{total:,} bytes are in {repo}: {made.url}"))
