@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types docs release clean
+.PHONY: demo test documents check format lint types notebooks docs release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -28,6 +28,11 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The notebooks of docs/notebooks, from the first cell to the last; minutes.
+notebooks: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
+	$(BIN)/pytest -m "slow or not slow" tests/test_notebooks.py
 
 # The site, in build/site: searchable, without network at run time.
 docs: $(STAMP)

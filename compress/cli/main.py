@@ -29,6 +29,8 @@ from compress.cli.exit_codes import terminating
 from compress.cli.former import reworded
 from compress.system.terminal import spell_what_streams_lack, visible
 
+LONGEST_NAME = 100  # that is shown whole
+
 
 class Commands(click.Group):
     """The commands. Takes words of the former release, too. Errors of usage quote arguments, which may be names of
@@ -54,6 +56,10 @@ def _quoting() -> Iterator[None]:
         yield
     except click.UsageError as error:
         raise click.UsageError(visible(error.format_message()), error.ctx) from None
+    except OSError as error:  # of a name that the system cannot even look up
+        name = visible(str(error.filename))
+        short = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        raise click.UsageError(f"{short!r} cannot be looked up ({error.strerror}); give another name") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -21,6 +21,7 @@ DEFAULT_LENGTH = 2048
 LONG = 5_000_000  # characters of a text that takes seconds to tokenize, about one for each million
 LOGGER = logging.getLogger("compress.data.text")
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
+ALWAYS_TENSORS = (*TOKEN_INPUTS, "attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids")
 
 
 def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Tensor:
@@ -132,6 +133,20 @@ def _once(tokenizer: Any) -> Callable[[], PreTrainedTokenizerBase]:
     return (lambda: tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
 
 
+def _check_inputs(batch: Batch) -> None:
+    """Raises InputError for inputs of tokens that are no tensors, or hold nothing, and for a mask of other rows."""
+    for name in ALWAYS_TENSORS:
+        value = batch.get(name)
+        if value is not None and not (isinstance(value, Tensor) and value.numel()):
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"{name} of a calibration batch is {found}; give a tensor with a number for each token")
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is not None and mask is not None and mask.ndim == 2 and mask.shape[0] != ids.shape[0]:
+        raise InputError(
+            f"attention_mask of a calibration batch has {mask.shape[0]} rows and input_ids {ids.shape[0]}; give as many"
+        )
+
+
 def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None) -> list[Batch]:
     """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are.
 
@@ -153,6 +168,7 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabul
             )
         if batch.get("use_cache"):
             raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")
+        _check_inputs(batch)
         for name in TOKEN_INPUTS:
             ids = batch.get(name)
             if vocabulary is not None and isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel():

@@ -110,6 +110,35 @@ def test_only_regular_files_are_opened(
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "to", "says"),
+    [
+        ("generation_config.json", "eos_token_id", "end", "eos_token_id is 'end'; it must be a whole number or"),
+        (
+            "generation_config.json",
+            "output_hidden_states",
+            0.5,
+            "output_hidden_states is 0.5; it must be true or false",
+        ),
+        ("tokenizer_config.json", "model_max_length", [[]], "model_max_length is [[]]; it must be a number"),
+    ],
+)
+def test_settings_of_generation_and_of_tokenizers_have_their_types(
+    name: str, key: str, to: object, says: str, llama: Path, copy_of: Callable[..., Path]
+) -> None:
+    model = copy_of(llama)
+    changed(model / name, key, to=to)
+    refused(command("generate", model, "--prompt", "import", "--tokens", 2), says)
+
+
+@pytest.mark.parametrize("option", ["--json", "--output"])
+def test_a_name_that_is_too_long_is_one_line(option: str, llama: Path) -> None:
+    outcome = command("quantize", llama, "--method", "rtn", option, "x" * 5000)
+    assert outcome.code == 2
+    assert "too long" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
 def changed(path: Path, *keys: str | int, to: Any) -> None:
     """One value of a JSON file, replaced."""
     whole = json.loads(path.read_text(encoding="utf-8"))

@@ -252,6 +252,20 @@ def test_ready_made_batches_stay_as_they_are() -> None:
         batches_of([{}], 8)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"input_ids": 0.5}, "input_ids of a calibration batch is float"),
+        ({"attention_mask": True}, "attention_mask of a calibration batch is bool"),
+        ({"position_ids": torch.ones(0, 3)}, r"position_ids of a calibration batch is a tensor of shape \[0, 3\]"),
+        ({"attention_mask": torch.ones(2, 3)}, "attention_mask of a calibration batch has 2 rows and input_ids 1"),
+    ],
+)
+def test_inputs_of_tokens_are_tensors_of_as_many_rows(wrong: dict, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        batches_of([{"input_ids": torch.ones(1, 3), "attention_mask": torch.ones(1, 3), **wrong}], 8)
+
+
 # --- real data beside the project ----------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from safetensors import safe_open
 
 from compress.checkpoint.read.source import DEMO
 from compress.cli.main import cli
+from compress.passes.protocol.recipe import PASSES, options_of, pass_class
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,21 +118,54 @@ def records(things: Things, chance: random.Random) -> Made:
 
 
 def recipes(things: Things, chance: random.Random) -> Made:
-    """A recipe of ours with changed values, names or text."""
+    """A recipe of ours with other options, steps, names or text."""
     found = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("recipes/sweeps/*.yaml")])
     given = chance.choice(found).read_text(encoding="utf-8")
-    path = things.here / "recipe.yaml"
-    if chance.random() < 1 / 4:
+    path, parsed = things.here / "recipe.yaml", yaml.safe_load(given)
+    how = chance.random()
+    if how < 1 / 6:
         path.write_bytes(mutations.text(given, chance).encode("utf-8", "surrogatepass"))
     else:
-        parsed = yaml.safe_load(given)
         for _ in range(chance.randint(1, mutations.MANY)):
-            parsed = mutations.changed(parsed, chance)
+            if how < 2 / 6:
+                parsed = mutations.changed(parsed, chance)
+            elif isinstance(parsed, dict):
+                change_step(parsed["passes"], chance)
         path.write_bytes(yaml.safe_dump(parsed, allow_unicode=True).encode("utf-8", "surrogatepass"))
+    size = ["--group-size", 32] if chance.random() < 1 / 2 else []
     if chance.random() < 1 / 2:
-        return ["plan", things.model, "--recipe", path]
-    data = ["--calibration", things.tokens, "--training", things.tokens]
-    return ["quantize", things.model, "--recipe", path, *data, "--output", things.output, "--no-verify"]
+        return ["plan", things.model, "--recipe", path, *size]
+    data = ["--calibration", things.tokens]
+    data += ["--training", things.tokens] if "train" in path.read_text(encoding="utf-8", errors="replace") else []
+    return ["quantize", things.model, "--recipe", path, *data, *size, "--output", things.output, "--no-verify"]
+
+
+def change_step(passes: list[dict[str, Any]], chance: random.Random) -> None:
+    """Set an option of a step that its pass has, or add, remove or repeat a step."""
+    step = chance.choice(passes)
+    name = next(iter(step))
+    how = chance.randrange(8)
+    if how == 0:
+        passes.insert(chance.randrange(len(passes) + 1), {chance.choice(sorted(PASSES)): {}})
+    elif how == 1:
+        passes.append(json.loads(json.dumps(chance.choice(passes))))
+    elif isinstance(step[name], dict) and name in PASSES:
+        options = options_of(pass_class(name))
+        option = chance.choice(sorted(options))
+        step[name][option] = (
+            likely(options[option].default, chance) if chance.random() < 0.7 else mutations.value(chance)
+        )
+
+
+def likely(default: object, chance: random.Random) -> object:
+    """A value of the type of an option's default, often out of range."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return chance.choice((-1, 0, 1, 2, 3, 8, 32, 48, 10**6))
+    if isinstance(default, float):
+        return chance.choice((-0.1, 0.0, 1e-9, 0.05, 0.5, 0.999, 1.0, 3.0, 100.0, 1e9))
+    return chance.choice(POOL)
 
 
 def texts(things: Things, chance: random.Random) -> Made:
@@ -165,11 +199,21 @@ def texts(things: Things, chance: random.Random) -> Made:
         parquet.write_table(table, path)
         if chance.random() < 1 / 2:
             mutations.in_bytes(path, chance)
-    static = ["--scheme", "w8a8", "--activations", "static"]
+    static = [
+        "--method",
+        "rtn",
+        "--scheme",
+        "w8a8",
+        "--activations",
+        "static",
+        "--output",
+        things.output,
+        "--no-verify",
+    ]
     few = LITTLE if kind not in ("pt", "npy", "batches") else []
     return chance.choice(
         (
-            things.rounded(things.model, *static, "--calibration", path, *few),
+            ["quantize", things.model, *static, "--calibration", path, *few],
             ["evaluate", things.model, "--text", path, *few[:4]],
         )
     )

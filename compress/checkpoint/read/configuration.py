@@ -84,6 +84,46 @@ class SumsConfig(TypedDict):
     quantization_config: own_words.OwnQuantization
 
 
+Ids = int | list[int] | None
+
+
+class Generation(TypedDict, total=False):
+    """Settings of generation in generation_config.json, or in config.json, that one answer depends on."""
+
+    bos_token_id: Ids
+    eos_token_id: Ids
+    pad_token_id: Ids
+    decoder_start_token_id: Ids
+    forced_bos_token_id: Ids
+    forced_eos_token_id: Ids
+    suppress_tokens: list[int] | None
+    begin_suppress_tokens: list[int] | None
+    bad_words_ids: list[list[int]] | None
+    max_length: int | None
+    max_new_tokens: int | None
+    min_length: int | None
+    min_new_tokens: int | None
+    num_beams: int | None
+    num_return_sequences: int | None
+    no_repeat_ngram_size: int | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    temperature: float | None
+    repetition_penalty: float | None
+    length_penalty: float | None
+    max_time: float | None
+    do_sample: bool | None
+    use_cache: bool | None
+    cache_implementation: str | None
+    output_attentions: bool | None
+    output_hidden_states: bool | None
+    output_scores: bool | None
+    output_logits: bool | None
+    return_dict_in_generate: bool | None
+
+
 class Index(TypedDict):
     weight_map: dict[str, str]
 
@@ -96,6 +136,11 @@ def check_config(config: Any, path: Path) -> None:
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method in kinds:
         fits(config, kinds[method], path)
+
+
+def check_generation(settings: Any, path: Path) -> None:
+    """Raises CheckpointError, which names the key, for settings of generation of another type than they must have."""
+    fits(settings, Generation, path)
 
 
 def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:

@@ -230,7 +230,10 @@ def embeddings_of(source: Source) -> set[str]:
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises InputError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
+        found = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
+        if not isinstance(found.model_max_length, int | float):
+            raise CheckpointError(f"model_max_length is {found.model_max_length!r}; it must be a number")
+        return found
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         settings = source.path / "tokenizer_config.json"
         own = {**source.code} | (own_code(read_json(settings)) if settings.exists() else {})

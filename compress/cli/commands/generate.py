@@ -64,6 +64,7 @@ def generate(
     begin()
     import torch
 
+    from compress.checkpoint.read.configuration import check_generation
     from compress.checkpoint.read.pretrained import load_tokenizer
     from compress.checkpoint.read.source import find_source
     from compress.system.device import find_device
@@ -85,6 +86,7 @@ def generate(
         click.echo(f"compress: {visible(note)}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
+    check_generation(network.generation_config.to_diff_dict(), source.path / "generation_config.json")
     if compiled:
         compress.compile_steps(network)
     inputs = tokenized(tokenizer, prompt, network, tokens).to(target)
