@@ -12,7 +12,7 @@ from hub import TOKEN, Hub, serving
 
 import compress
 from compress.errors import InputError
-from compress.evaluation.report.push import push
+from compress.evaluation.push import push
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the hub's client about its own client
 REPO = "me/model-w4"

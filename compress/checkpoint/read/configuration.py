@@ -87,7 +87,7 @@ class SumsConfig(TypedDict):
 Ids = int | list[int] | None
 
 
-class Generation(TypedDict, total=False):
+class GenerationSettings(TypedDict, total=False):
     """Settings of generation in generation_config.json, or in config.json, that one answer depends on."""
 
     bos_token_id: Ids
@@ -140,7 +140,7 @@ def check_config(config: Any, path: Path) -> None:
 
 def check_generation(settings: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for settings of generation of another type than they must have."""
-    fits(settings, Generation, path)
+    fits(settings, GenerationSettings, path)
 
 
 def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:

@@ -45,7 +45,7 @@ def push(
     one is made of the run and of what `compress evaluate` found. The token is that of `hf auth login`, or HF_TOKEN.
     """
     begin()
-    from compress.evaluation.report.push import push as upload
+    from compress.evaluation.push import push as upload
 
     made = upload(
         *(directory, repo),
