@@ -5,6 +5,7 @@ cpu rows     C++, few tokens                            cpu slabs    C++, many t
 cpu strips   C++, of weights that are laid out in strips
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 cpu trellis  C++, few tokens multiplied as codes are decoded
+dense blocks C++ unpacks blocks of rows in the cache, torch multiplies: where that was measured to be faster here
 scaled_mm    torch's product of float8 matrices
 
 Where sparse rows are added to codes: "KERNEL with entries" is one pass over both, "KERNEL + entries" are two products.
@@ -16,9 +17,11 @@ from typing import NamedTuple
 import torch
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import dense
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu.gemm import Operation
-from compress.kernels.layouts.strips import NIBBLE, why_not_strips
+from compress.kernels.cpu.arguments import FEW_TOKENS, TYPES, Operation, strips_operation
+from compress.kernels.cpu.crossings import NEVER
+from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
 from compress.kernels.layouts.words import Planar
@@ -31,7 +34,10 @@ from compress.kernels.operators.pairs24 import NO_KERNEL
 from compress.kernels.operators.strips import why_not_lay_in_strips
 from compress.kernels.operators.tiles import MANY
 
-TOKENS = (1, 16, 512)  # at which tables show routes
+TOKENS = (1, 8, 64, 512)  # at which tables show routes
+DENSE_BLOCKS = "dense blocks"
+NOT_MEASURED = f"{DENSE_BLOCKS} for many tokens, if the first product of them finds that faster (measured once)"
+NUMBERS = 16  # bits of a weight that is no code
 
 
 class Route(NamedTuple):
@@ -60,7 +66,7 @@ def planar_route(
     """The route of a weight in planar words of 4 or 8 bits. int8_input: x is rounded to int8; zero: there are zero
     points."""
     if device.type == "cpu":
-        return _cpu_route("int8_activation" if int8_input else "weight_only", M, N, K, group_size, dtype)
+        return _cpu_route("int8_activation" if int8_input else "weight_only", M, (N, K), bits, group_size, dtype)
     meta = torch.device("meta")
     weight = Planar(
         torch.empty(N, 0, dtype=torch.int16, device=meta),
@@ -105,18 +111,18 @@ def strips_route(
     """The route of a weight that is in planar words, or in strips where those are faster."""
     if device.type != "cpu" or why_not_lay_in_strips(N, K, bits, group_size, int8_input):
         return planar_route(M, N, K, bits, group_size, dtype, device, int8_input, zero)
-    return _cpu_route(cpu_gemm.strips_operation(int8_input, dtype), M, N, K, group_size, dtype)
+    return _cpu_route(strips_operation(int8_input, dtype), M, (N, K), bits, group_size, dtype)
 
 
 def levels_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:
     """The route of codes of a table of 16 levels on a CPU."""
-    return _cpu_route("table_strips", M, N, K, group_size, dtype, why_not_strips(N, NIBBLE))
+    return _cpu_route("table_strips", M, (N, K), NIBBLE, group_size, dtype, why_not_strips(N, NIBBLE))
 
 
-def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """The route of codes in tiles."""
+def tiles_route(M: int, N: int, K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """The route of codes in tiles, in words of 4 or 8 bits."""
     if device.type == "cpu":
-        return _cpu_route("tiles", M, N, K, group_size, dtype, why_not_strips(N, NIBBLE))
+        return _cpu_route("tiles", M, (N, K), bits, group_size, dtype, why_not_strips(N, NIBBLE))
     ranges = torch.empty(0, dtype=dtype, device="meta")
     weight = TileWords(ranges, ranges, ranges, 0, group_size, 1)
     x_MK = _tokens(M, K, dtype, device)
@@ -129,24 +135,26 @@ def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, dev
 def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """The route of 2:4 codes of 4 bits."""
     if device.type == "cpu":
-        return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
+        return _cpu_route("sparse24", M, (N, K), NIBBLE, group_size, dtype, why_not_strips24(N))
     nothing = torch.empty(0, dtype=dtype, device="meta")
     weight = Words24(nothing, nothing, nothing, None, group_size)
     reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
     return Route("torch" if reasons else "triton", tuple(reasons))
 
 
-def pairs24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """The route of 2:4 pairs, of numbers or codes."""
+def pairs24_route(
+    M: int, N: int, K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
+) -> Route:
+    """The route of 2:4 pairs, of numbers (16 bits) or codes (8)."""
     if device.type == "cpu":
-        return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
+        return _cpu_route("sparse24", M, (N, K), bits, group_size, dtype, why_not_strips24(N))
     return Route("torch", (NO_KERNEL,))
 
 
 def sparse_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
     """The route of sparse rows alone."""
     if device.type == "cpu":
-        return _cpu_route("sparse_rows", M, N, K, -1, dtype)
+        return _cpu_route("sparse_rows", M, (N, K), NUMBERS, -1, dtype)
     reasons = sparse.why_not_sparse(_tokens(M, K, dtype, device), torch.empty(0, dtype=dtype, device="meta"))
     if reasons:
         return Route("reference", tuple(reasons))
@@ -157,7 +165,7 @@ def with_entries(codes: Route, M: int) -> Route:
     """The route of a weight whose codes have the given route and to which sparse rows are added. M: tokens."""
     if codes.kernel == "triton" and M > sparse.DECODE_TOKENS:
         return Route("dequantize with entries", (*codes.why_not, MANY))
-    if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs"):
+    if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs", DENSE_BLOCKS):
         return Route(f"{codes.kernel} with entries", codes.why_not)
     own = ("entries are added by a product of their own",)
     return Route(f"{codes.kernel} + entries", (*codes.why_not, *own))
@@ -166,7 +174,7 @@ def with_entries(codes: Route, M: int) -> Route:
 def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
     """The route of int8 rows, with x rounded to int8."""
     if device.type == "cpu":
-        return _cpu_route("w8a8", M, N, K, -1, dtype)
+        return _cpu_route("w8a8", M, (N, K), BYTE, -1, dtype)
     x_MK = _tokens(M, K, dtype, device)
     reasons = ops.why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"))
     return Route(ops.path_of(device, reasons), tuple(reasons))
@@ -186,11 +194,26 @@ def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.de
 
 
 def _cpu_route(
-    operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype, rows: Sequence[str] = ()
+    operation: Operation,
+    M: int,
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    rows: Sequence[str] = (),
 ) -> Route:
-    """The route of a loop on the CPU. rows: reasons why there is no loop for so many outputs."""
+    """The route of a product on the CPU. shape: (N, K); rows: reasons why there is no loop for so many outputs."""
+    N, K = shape
     name = "torch" if rows else cpu_gemm.cpu_route(operation, M, N, K, group_size)
     reasons = [*rows, *cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
-    if dtype not in cpu_gemm.TYPES:
+    if dtype not in TYPES:
         name, reasons = "torch", [f"x is {dtype}; allowed: float32, float16, bfloat16"]
-    return Route(f"cpu {name}" if name in ("rows", "strips", "slabs") else name, tuple(reasons))
+    if name not in ("rows", "strips", "slabs"):
+        return Route(name, tuple(reasons))
+    loop = f"cpu {name}"
+    first = dense.taken_from(operation, N, K, bits, dtype) if M > FEW_TOKENS else NEVER
+    if first is None:
+        return Route(loop, (*reasons, NOT_MEASURED))
+    if first > M:
+        return Route(loop, tuple(reasons))
+    return Route(DENSE_BLOCKS, (*reasons, f"{DENSE_BLOCKS} from {first} tokens on, measured to be faster here"))

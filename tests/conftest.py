@@ -11,6 +11,8 @@ from types import SimpleNamespace
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
+# Tests of loops are not to measure what is faster here, nor to compute by it; `kernels/cpu/test_dense.py` does.
+os.environ["COMPRESS_CPU_DENSE_FROM"] = "never"
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from compress.errors import InputError
 from compress.evaluation.cost.routes import kernel_rows
 from compress.evaluation.document import Figure, SpeedResult, Timing
 from compress.evaluation.speed.generation import GenerationTimer
-from compress.kernels.measure.provenance import cpu_name
+from compress.kernels.cpu.processor import cpu_name
 from compress.runtime.layers.walk import compressed_layers
 
 PROMPT, NEW, ROUNDS = 128, 32, 7

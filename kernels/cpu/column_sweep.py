@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build
-from compress.kernels.cpu.gemm import TYPES
+from compress.kernels.cpu.arguments import TYPES
 
 Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
 RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")

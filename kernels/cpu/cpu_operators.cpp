@@ -29,8 +29,12 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Product = int32_t (*)(const Arguments*);
 using Attend = int32_t (*)(const Attention*);
+// By dense blocks (cpu_dense.cpp): less than 0 where a product is left to the loop.
+using Dense = int32_t (*)(const Arguments*, int32_t operation);
 
 constexpr int64_t STRIP_ROWS = 16, MOST_DIMENSIONS = 64, TABLE = 17;
+// Products of so many tokens, or by weights of so few numbers, are left to the loops; as in gemm.py.
+constexpr int64_t FEW_TOKENS = 8, FEW_WEIGHTS = 1 << 18;
 
 struct Loops {
   Product exact, rounded;
@@ -39,6 +43,7 @@ struct Loops {
   int64_t pairs_by_rows;  // of strips and exact bfloat16
   int64_t by_rows_w8a8;
   Attend attend;
+  Dense dense;  // null: there is none
 };
 
 Loops loops;
@@ -77,15 +82,24 @@ void check_done(int32_t outcome, const char* what, int64_t count, const char* of
   STD_TORCH_CHECK(outcome == DONE, "no memory ", what, count, of);
 }
 
+// The result of a loop, or of dense blocks: 0, or 1 where memory ran out.
+int32_t multiply(bool rounded, const Arguments& a) {
+  if (loops.dense != nullptr && a.M > FEW_TOKENS && a.N * a.K >= FEW_WEIGHTS) {
+    const int32_t done = loops.dense(&a, rounded);
+    if (done >= 0) return done;
+  }
+  return (rounded ? loops.rounded : loops.exact)(&a);
+}
+
 // [..., N], which a loop makes of x and arguments that lack no more than the result.
-Tensor product(Product loop, Arguments& a, const Tensor& x) {
+Tensor product(bool rounded, Arguments& a, const Tensor& x) {
   const int64_t dims = x.dim();
   int64_t sizes[MOST_DIMENSIONS];
   std::copy_n(x.sizes().data(), dims, sizes);
   sizes[dims - 1] = a.N;
   const Tensor out = empty(x, sizes, dims);
   a.out = out.data_ptr();
-  check_done(loop(&a), "to pack ", a.M, " tokens");
+  check_done(multiply(rounded, a), "to pack ", a.M, " tokens");
   return out;
 }
 
@@ -163,7 +177,7 @@ Tensor cpu_linear(const Tensor& given, const Tensor& words, const Tensor& scale,
   a.M = x.numel() / a.K;
   a.by_rows = a.M <= rows_up_to(a, rounded);
   a.x = x.data_ptr();
-  return product(rounded ? loops.rounded : loops.exact, a, x);
+  return product(rounded, a, x);
 }
 
 // What a product by rows of int8 needs beside x and its result, with checks; lead as in `of_words`.
@@ -220,7 +234,7 @@ Tensor cpu_w8a8(const Tensor& given, const Tensor& words, const Tensor& scale, c
   a.M = x.numel() / a.K;
   a.by_rows = a.M <= loops.by_rows_w8a8;
   a.x = x.data_ptr();
-  return product(loops.rounded, a, x);
+  return product(true, a, x);
 }
 
 template <class T>
@@ -230,7 +244,7 @@ void advance(const T*& pointer, int64_t bytes) {
 
 // [P, N] of x [M, K] and weights one after the other, which `a` is of the first of: rows start[e] to start[e + 1] are
 // those of expert e, of x itself or of what `token` gathers; the rest, of no expert, is zero. limit: as `rows_up_to`.
-Tensor by_expert(Product loop, Arguments a, const Weight& w, const Tensor& x, const std::optional<Tensor>& token,
+Tensor by_expert(bool rounded, Arguments a, const Weight& w, const Tensor& x, const std::optional<Tensor>& token,
                  const Tensor& start, int64_t limit) {
   const auto check = [](bool holds, const char* what) { STD_TORCH_CHECK(holds, "cpu_experts: ", what); };
   const int64_t E = w.words.size(0), M = x.size(0), pairs = token.has_value() ? token->numel() : M;
@@ -264,7 +278,7 @@ Tensor by_expert(Product loop, Arguments a, const Weight& w, const Tensor& x, co
       if (row_of != nullptr) a.x = gathered.get();
       a.out = to + first[e] * out_row;
       a.by_rows = a.M <= limit;
-      check_done(loop(&a), "to pack ", a.M, " tokens");
+      check_done(multiply(rounded, a), "to pack ", a.M, " tokens");
     }
     advance(a.weight, words), advance(a.scale, scale), advance(a.zero, zero), advance(a.bias, bias);
     advance(a.row_sum, sum);
@@ -282,7 +296,7 @@ Tensor cpu_experts(const Tensor& given, const Tensor& words, const Tensor& scale
   const Weight weight = {whole(words), whole(scale), whole(zero), whole(bias), std::nullopt, whole(table)};
   const bool rounded = input_group.has_value();
   const Arguments a = of_words(weight, 1, x.size(1), bits, group_size, type_of(x), input_group);
-  return by_expert(rounded ? loops.rounded : loops.exact, a, weight, x, whole(token), whole(start), rows_up_to(a, rounded));
+  return by_expert(rounded, a, weight, x, whole(token), whole(start), rows_up_to(a, rounded));
 }
 
 Tensor cpu_experts_w8a8(const Tensor& given, const Tensor& words, const Tensor& scale, const std::optional<Tensor>& sum,
@@ -293,7 +307,7 @@ Tensor cpu_experts_w8a8(const Tensor& given, const Tensor& words, const Tensor& 
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "cpu_experts_w8a8: x is not of rows with columns");
   const Weight weight = {whole(words), whole(scale), std::nullopt, whole(bias), whole(sum)};
   const Arguments a = of_rows(weight, input_scale, input_zero, 1, x.size(1), type_of(x), symmetric);
-  return by_expert(loops.rounded, a, weight, x, whole(token), whole(start), loops.by_rows_w8a8);
+  return by_expert(true, a, weight, x, whole(token), whole(start), loops.by_rows_w8a8);
 }
 
 // Of query [batch, heads, 1, size], key [batch, key heads, keys, size] and value [.., value size]; mask, of bools or

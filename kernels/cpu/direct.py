@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from compress.kernels.cpu import build
+from compress.kernels.cpu import build, dense
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu.gemm import Operation
+from compress.kernels.cpu.arguments import PAIRS, TYPES, Operation, rows_up_to
 from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
 
 DIMENSIONS = 4  # of the tensors that attention reads
@@ -43,6 +43,7 @@ class _Loops(ctypes.Structure):
         ("pairs_by_rows", ctypes.c_int64),
         ("by_rows_w8a8", ctypes.c_int64),
         ("attend", ctypes.c_void_p),
+        ("dense", ctypes.c_void_p),
     )
 
 
@@ -74,12 +75,13 @@ def _register() -> None:
 
 def use(library: ctypes.CDLL) -> None:
     """Multiply by the loops of this library from now on."""
-    limits = [cpu_gemm.rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
+    limits = [rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
     loops = (library.weight_only, library.int8_activation, library.attend)
     exact, rounded, attend = (ctypes.cast(loop, ctypes.c_void_p) for loop in loops)
-    pairs = cpu_gemm.rows_up_to("pair_strips" if library.instructions() == cpu_gemm.PAIRS else "strips", library)
-    by_rows = ((ctypes.c_int64 * 4)(*limits), pairs, cpu_gemm.rows_up_to("w8a8", library))
-    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, *by_rows, attend)))
+    pairs = rows_up_to("pair_strips" if library.instructions() == PAIRS else "strips", library)
+    by_rows = ((ctypes.c_int64 * 4)(*limits), pairs, rows_up_to("w8a8", library))
+    by_blocks = dense.entry(lambda: use(library))
+    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, *by_rows, attend, by_blocks)))
 
 
 @cache
@@ -101,7 +103,7 @@ def serves(operation: Operation, x: Tensor, dtype: torch.dtype, columns: int, gr
         # A traced graph takes the type of a device for a constant; asking for it takes six times as long.
         (x.device.type == "cpu" if is_compiling() else x.is_cpu)
         and given is dtype
-        and given in cpu_gemm.TYPES
+        and given in TYPES
         and x.shape[-1] == columns
         and not (x.requires_grad and torch.is_grad_enabled())
         and forward_ad._current_level < 0
@@ -200,7 +202,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> b
     """True for tensors that `attention` takes: one query per sequence on a CPU, without a gradient."""
     dtype, sizes = query.dtype, query.shape
     here = query.device.type == "cpu" if is_compiling() else query.is_cpu
-    if not (here and dtype in cpu_gemm.TYPES and len(sizes) == key.dim() == value.dim() == DIMENSIONS):
+    if not (here and dtype in TYPES and len(sizes) == key.dim() == value.dim() == DIMENSIONS):
         return False
     batch, heads, queries, size = sizes
     of_batch, key_heads, keys, key_size = key.shape
@@ -227,7 +229,7 @@ def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     """True for a mask that `attention` takes."""
     return (
         mask.dim() == DIMENSIONS
-        and mask.dtype in (torch.bool, *cpu_gemm.TYPES)
+        and mask.dtype in (torch.bool, *TYPES)
         and mask.shape[0] in (1, query.shape[0])
         and mask.shape[1] in (1, query.shape[1])
         and mask.shape[2:] == (1, key.shape[2])

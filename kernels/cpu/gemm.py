@@ -1,77 +1,38 @@
 """The CPU products of `cpu_gemm.cpp` on tensors, and the choice among its loops for given sizes.
 
 Both loops read the words that every device reads (`layouts.words.Planar`), strips of them (`layouts.strips.Strips`) or
-plain int8.
-The crossovers were measured on processors with AVX-512, and with AVX2 alone: rows and strips are read front to back
-until the arithmetic of that loop costs more than unpacking a slab.
+plain int8. `arguments` has the crossovers between them; products of many tokens may be left to `dense` blocks.
 """
 
 import ctypes
-import sys
-from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import dense
+from compress.kernels.cpu.arguments import (
+    FEW_TOKENS,
+    FEW_WEIGHTS,
+    TYPES,
+    Arguments,
+    Loop,
+    Operation,
+    by_rows,
+    strips_operation,
+)
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
 from compress.kernels.layouts.strips24 import Strips24
 from compress.kernels.layouts.tiles import TileStrips
 from compress.kernels.layouts.words import PLANE, Planar
 
-Operation = Literal[
-    "weight_only",
-    "int8_activation",
-    "w8a8",
-    "tiles",
-    "sparse_rows",
-    "sparse24",
-    "strips",
-    "pair_strips",
-    "int8_strips",
-    "table_strips",
-]
-
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-PAIRS = b"avx512-bf16"  # in the library's instructions where it multiplies pairs of bfloat16
-# Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
-ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64, "table_strips": 8}
-ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse24", "sparse_rows"), sys.maxsize)
-ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
 INPUT_GROUP_STEP = 128
 # Groups of tiles are whole halves of a plane, and those of a table (NVFP4) may be one.
 TILE_GROUP = TABLE_GROUP = PLANE // 2
-POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
-POINTERS += ("row_start", "column", "value", "kept", "ranges", "levels", "table", "out")
-SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
-CHOICES: tuple[str, ...] = (
-    "x_type",
-    "scale_type",
-    "bias_type",
-    "value_type",
-    "bits",
-    "planar",
-    "symmetric",
-    "by_rows",
-    "threads",
-)
-CHOICES += ("short_columns", "level_bits", "strips")
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` of cpu_gemm.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in SIZES),
-        *((name, ctypes.c_int32) for name in CHOICES),
-    )
 
 
 def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
@@ -109,29 +70,6 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
     if not by_rows(operation, M):
         return "slabs"
     return "strips" if operation.endswith(("strips", "tiles", "24")) else "rows"
-
-
-def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
-    """The product of x, of this dtype, with a weight in strips, of a table or not."""
-    if int8_input:
-        return "int8_strips"
-    pairs = dtype == torch.bfloat16 and not cpu.why_not() and cpu.library().instructions() == PAIRS
-    return "pair_strips" if pairs else "strips"
-
-
-@cache
-def _narrow(library: ctypes.CDLL) -> bool:
-    return bool(library.instructions().startswith(b"avx2"))
-
-
-def rows_up_to(operation: Operation, library: ctypes.CDLL) -> int:
-    """Tokens up to which a library's loop over rows is the faster one."""
-    return (ROWS_UP_TO_AVX2 if _narrow(library) else ROWS_UP_TO)[operation]
-
-
-def by_rows(operation: Operation, M: int) -> bool:
-    """True where the loop over rows multiplies so many tokens."""
-    return rows_up_to(operation, cpu.library()) >= M
 
 
 def _filled(
@@ -176,12 +114,14 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> None:
     filled.short_columns = entries.column.dtype == torch.int16
 
 
-def call(
-    name: Literal["weight_only", "int8_activation", "sparse_rows", "sparse24"], filled: Arguments, x_MK: Tensor
-) -> Tensor:
-    """[M, N] in the dtype of x: the result of a loop on arguments that live until it returns."""
+def call(name: Loop, filled: Arguments, x_MK: Tensor, batch_invariant: bool = False) -> Tensor:
+    """[M, N] in the dtype of x: the result of a loop on arguments that live until it returns, or of dense blocks where
+    these are faster and not asked to be batch-invariant."""
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
+    large = filled.M > FEW_TOKENS and filled.N * filled.K >= FEW_WEIGHTS
+    if large and not batch_invariant and dense.taken(name, filled):
+        return out_MN
     if outcome := getattr(cpu.library(), name)(ctypes.byref(filled)):
         cpu.raise_for(outcome, f"no memory to pack {filled.M} tokens of {filled.K} columns")
     return out_MN
@@ -205,7 +145,8 @@ def _planar(
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
     _add_entries(filled, entries)
-    return call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
+    loop: Loop = "weight_only" if operation == "weight_only" else "int8_activation"
+    return call(loop, filled, x_MK, batch_invariant)
 
 
 def weight_only(
@@ -258,7 +199,7 @@ def strips(
         assert input_group is None
         filled.table = table.data_ptr()
     _add_entries(filled, entries)
-    return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)
+    return call("weight_only" if input_group is None else "int8_activation", filled, x_MK, batch_invariant)
 
 
 def tiles(x_MK: Tensor, weight: TileStrips, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:

@@ -78,11 +78,12 @@ LIBRARIES = {
     "gemm": Library("the choice among products", "gemm", seconds=1),
     **PARTS,
     "columns": Library("rounding column by column", "columns", seconds=1),
+    "dense": Library("products of many tokens by dense blocks", "dense", seconds=3),
     "operators": Library("calls of layers", "operators"),
     "spill": Library("tensors on disk", "spill", seconds=1),
     "trellis": Library("paths through a trellis", "trellis", seconds=1),
 }
-LINKED_TO_TORCH = {"operators": ("torch_cpu",), "spill": ("c10",)}
+LINKED_TO_TORCH = {"dense": ("torch_cpu",), "operators": ("torch_cpu",), "spill": ("c10",)}
 
 
 def units(name: str) -> list[CompileUnit]:

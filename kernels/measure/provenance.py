@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu.processor import cpu_name
 
 PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
 # Variables that cap the instructions of our kernels and of those that torch calls.
@@ -46,13 +47,6 @@ def origin(device: torch.device) -> dict[str, Any]:
         "versions": {name: _installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
     }
-
-
-def cpu_name() -> str:
-    """The model of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
 def _installed(package: str) -> str | None:

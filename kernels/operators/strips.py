@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.cpu.arguments import Operation, strips_operation
 from compress.kernels.layouts.strips import (
     BYTE,
     NIBBLE,
@@ -33,7 +34,7 @@ from compress.kernels.operators.register import operator
 
 def why_not_lay_in_strips(rows: int, columns: int, bits: int, group_size: int, int8_input: bool) -> list[str]:
     """Reasons why codes of so many bits are not better off in strips on this CPU; empty when they are."""
-    operation: cpu_gemm.Operation = "int8_strips" if int8_input else "strips"
+    operation: Operation = "int8_strips" if int8_input else "strips"
     reasons = why_not_strips(rows, bits) + cpu_gemm.why_not_sizes(operation, columns, group_size)
     if int8_input and bits == BYTE:
         reasons.append("int8 inputs times codes of 8 bits are multiplied from planar words")
@@ -70,7 +71,7 @@ def strips_linear(
     if reasons:
         raise InputError(reasons[0])
     weight = Strips(words, scale, zero, group_size, bits)
-    operation = cpu_gemm.strips_operation(input_group is not None, x.dtype)
+    operation = strips_operation(input_group is not None, x.dtype)
     if (input_group is None or bits == NIBBLE) and not cpu_gemm.why_not(operation, x, scale, group_size):
         out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group, batch_invariant)
         return out_MN.view(*x.shape[:-1], len(words) * ROWS)

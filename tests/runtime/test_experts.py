@@ -206,10 +206,10 @@ def test_a_graph_holds_a_product_of_all_experts_as_one_node(quantized):
 
 
 def kernels_of(out):
-    """{layer: (its kernel for 16 tokens, reasons)}, as `compress inspect` reports them."""
+    """{layer: (its kernel for 8 tokens, reasons)}, as `compress inspect` reports them."""
     shown = command("inspect", out, "--kernels", "--json", "-")
     assert shown.code == 0, shown.err
-    return {row["name"]: (row["kernels"]["16"], "; ".join(row["why_not"])) for row in json.loads(shown.out)["layers"]}
+    return {row["name"]: (row["kernels"]["8"], "; ".join(row["why_not"])) for row in json.loads(shown.out)["layers"]}
 
 
 def test_inspect_names_the_kernel_of_experts_and_the_reason_against_it(quantized, tmp_path):

@@ -5,9 +5,16 @@ import torch
 
 from compress.kernels import reference
 from compress.kernels.cpu import direct
+from compress.kernels.cpu.arguments import strips_operation
 from compress.kernels.layouts import words as pack
+from compress.kernels.layouts.strips import pack_strips
+from compress.kernels.layouts.words import Planar, pack_planar
 from compress.kernels.operators import strips
 from compress.kernels.operators import words as ops
+
+E2M1 = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0]  # in halves
+FRACTIONS = [-1.0, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
+TABLES = {"whole numbers": (E2M1, 0.5), "fractions": (FRACTIONS, 1.0), "a factor": (E2M1, 1 / 3)}
 
 
 def planar_of(N, K, bits, group, symmetric, dtype, seed=0):
@@ -43,3 +50,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     # The group of inputs that are rounded.
     monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[7] is None else 1))
     monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[7] is None else 1))
+
+
+def table_of(N, K, group, table, dtype):
+    """(Strips, table [17], the values that are multiplied: of bfloat16 pairs, by levels rounded to it)."""
+    g = torch.Generator().manual_seed(N + K)
+    codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+    groups = 1 if group == -1 else K // group
+    scale_GN = (torch.randn(groups, N, generator=g) * 0.02).to(dtype)
+    laid = pack_strips(Planar(pack_planar(codes, 4), scale_GN, None, group, 4), K)
+    levels, factor = TABLES[table]
+    given = torch.tensor([*levels, factor])
+    pairs = strips_operation(False, dtype) == "pair_strips"
+    scale_NK = (scale_GN.float() * given[16]).double().t().repeat_interleave(K // groups, 1)
+    looked_up = given[:16].bfloat16().double() if pairs else given[:16].double()
+    return laid, given, looked_up[codes.int()] * scale_NK

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels import reference
+from compress.kernels.layouts import pairs24 as pack_pairs24
 from compress.kernels.layouts import words as pack
+from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.tiles import TileWords, pack_levels
 
@@ -61,3 +63,25 @@ def error(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         allowed += torch.finfo(x.dtype).eps * truth.abs()
     worst = ((out.double() - truth).abs() / allowed).max().item() if truth.numel() else 0.0
     return worst if worst == worst else float("inf")
+
+
+def rows_of(kind, N, K, group, zero, dtype, seed=0, least=0):
+    """(pairs or words, [N, K] their values, which are not rounded to the type of scales): `least` to two of every four
+    kept."""
+    g, groups = drawn(seed), 1 if group == -1 else K // group
+    order = torch.rand(N, K // 4, 4, generator=g).argsort(-1)
+    kept = (order < torch.randint(least, 3, (N, K // 4, 1), generator=g)).flatten(1)
+    position = pack_pairs24.positions_of(kept)
+    words = pack_pairs24.pack_positions(position)
+    scale = (torch.randn(groups, N, generator=g) * 0.05).to(dtype)
+    if kind == "numbers":
+        values = (torch.randn(N, K, generator=g) * kept).to(dtype)
+        pairs = pack_pairs24.Pairs(pack_pairs24.take(values, position), words, None, None, -1)
+        return pairs, pack_pairs24.pairs_weight(pairs)
+    codes, zeros = (torch.randint(0, 256, (N, n), generator=g).to(torch.uint8) for n in (K, groups))
+    if kind == "eight":
+        pairs = pack_pairs24.Pairs(pack_pairs24.take(codes, position), words, scale, zeros.t().contiguous(), group)
+        return pairs, pack_pairs24.pairs_weight(pairs._replace(scale=scale.double()))
+    found = pack24.pack24(codes % 16, kept)
+    sparse = pack24.Words24(*found, scale, (zeros % 16).t().contiguous() if zero else None, group)
+    return sparse, pack24.sparse24_weight(sparse._replace(scale=scale.double()), K)

@@ -75,6 +75,22 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
         yield Observation(about, "slow", said, "`compress doctor --build` compiles them now")
     elif all(state == "there" for state in states.values()):
         yield Observation(about, "good", "all compiled for this processor")
+    if states.get("dense") == "there":
+        yield from of_dense_blocks()
+
+
+def of_dense_blocks() -> Iterator[Observation]:
+    """A finding about the products that were measured on this machine, where there are any."""
+    from compress.kernels.cpu import dense
+    from compress.kernels.cpu.crossings import NEVER
+
+    measured = dense.known()
+    if measured:
+        faster = sum(tokens < NEVER for tokens in measured.values())
+        said = (
+            f"dense blocks are faster for many tokens in {faster} of {len(measured)} kinds of products measured so far"
+        )
+        yield Observation("kernels", "good", said)
 
 
 def gpu() -> tuple[dict[str, Any], Iterator[Observation]]:

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu.gemm import Operation
+from compress.kernels.cpu.arguments import TYPES, Operation
 from compress.kernels.layouts.words import Planar
 from compress.kernels.operators import grouped
 from compress.kernels.operators import words as ops
@@ -76,7 +76,7 @@ def why_not_together(
 
 
 def _why_not_direct(operation: Operation, K: int, group_size: int, dtype: torch.dtype) -> list[str]:
-    reasons = [] if dtype in cpu_gemm.TYPES else [f"x is {dtype}; allowed: float32, float16, bfloat16"]
+    reasons = [] if dtype in TYPES else [f"x is {dtype}; allowed: float32, float16, bfloat16"]
     return [*reasons, *cpu_gemm.why_not_sizes(operation, K, group_size), *direct.why_not()]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.kernels import reference
 from compress.kernels.cpu import direct
-from compress.kernels.cpu.gemm import Operation
+from compress.kernels.cpu.arguments import Operation
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips, unpack_strips
 from compress.kernels.layouts.words import (

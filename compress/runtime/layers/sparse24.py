@@ -66,7 +66,7 @@ class Sparse24Linear(QuantLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        return pairs24_route(M, *shape, -1, dtype, device)
+        return pairs24_route(M, *shape, NUMBERS, -1, dtype, device)
 
     def values(self) -> Tensor:
         return pairs_weight(self.pairs)
@@ -128,8 +128,10 @@ class PackedSparse24Linear(WordLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        route = sparse24_route if scheme.weights.bits <= NARROW else pairs24_route
-        return route(M, *shape, scheme.weights.group_size or -1, dtype, device)
+        group = scheme.weights.group_size or -1
+        if scheme.weights.bits <= NARROW:
+            return sparse24_route(M, *shape, group, dtype, device)
+        return pairs24_route(M, *shape, WIDE, group, dtype, device)
 
     def values(self) -> Tensor:
         weight = self.rows

@@ -79,7 +79,9 @@ class TilesLinear(QuantLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        return tiles_route(M, *shape, cast(Tiles, scheme.terms[0]).group_size, dtype, device)
+        tiles = cast(Tiles, scheme.terms[0])
+        bits = NARROW if tiles.bits <= NARROW else WIDE
+        return tiles_route(M, *shape, bits, tiles.group_size, dtype, device)
 
     def values(self) -> Tensor:
         return tile_weight(self.tiles, self.in_features)

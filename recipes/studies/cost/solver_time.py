@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from compress.checkpoint.files import write_json
 from compress.data.text import load_tokens
-from compress.kernels.measure.provenance import cpu_name
+from compress.kernels.cpu.processor import cpu_name
 from compress.recipes.studies.figures import asked, evaluated, made_by
 
 WORKER = Path(__file__).with_name("solver_worker.py")

@@ -36,7 +36,7 @@ from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.errors import InputError, one_of
-from compress.kernels.measure.provenance import cpu_name
+from compress.kernels.cpu.processor import cpu_name
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start

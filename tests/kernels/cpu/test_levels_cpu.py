@@ -6,38 +6,18 @@ import pytest
 import torch
 from combinations import every
 from commands import command, make_llama, save
-from planar import inputs
+from planar import TABLES, inputs, table_of
 
 import compress
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.layouts.words import Planar, pack_planar
 from compress.kernels.operators.levels import levels_linear, why_not_levels
 from compress.runtime.layers.linear import QuantLinear, TableLinear
 from compress.runtime.layers.walk import lay_in_strips
 
-E2M1 = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0]  # in halves
-FRACTIONS = [-1.0, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
-TABLES = {"whole numbers": (E2M1, 0.5), "fractions": (FRACTIONS, 1.0), "a factor": (E2M1, 1 / 3)}
 TOKENS = (1, 2, 3, 4, 7, 17, 63)
 GROUPS = ((32, 32), (64, 16), (96, 32), (200, -1), (256, 64), (640, 16), (1088, 544))
 SCHEMES = ["mxfp4a16", "nvfp4a16", "nf4a16"]
-
-
-def weight_of(N, K, group, table, dtype):
-    """(Strips, table [17], the values that are multiplied, the same before levels are rounded to pairs' bfloat16)."""
-    g = torch.Generator().manual_seed(N + K)
-    codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
-    groups = 1 if group == -1 else K // group
-    scale_GN = (torch.randn(groups, N, generator=g) * 0.02).to(dtype)
-    laid = pack_strips(Planar(pack_planar(codes, 4), scale_GN, None, group, 4), K)
-    levels, factor = TABLES[table]
-    given = torch.tensor([*levels, factor])
-    pairs = cpu_gemm.strips_operation(False, dtype) == "pair_strips"
-    scale_NK = (scale_GN.float() * given[16]).double().t().repeat_interleave(K // groups, 1)
-    looked_up = given[:16].bfloat16().double() if pairs else given[:16].double()
-    return laid, given, looked_up[codes.int()] * scale_NK
 
 
 @every("table", [*TABLES])
@@ -45,7 +25,7 @@ def weight_of(N, K, group, table, dtype):
 @every(("K", "group"), GROUPS)
 def test_exact_inputs(library, K, group, dtype, table):
     for N in (16, 80):
-        laid, given, values = weight_of(N, K, group, table, dtype)
+        laid, given, values = table_of(N, K, group, table, dtype)
         for M in TOKENS:
             x, bias = inputs(M, K, N, dtype)
             out = cpu_gemm.strips(x, laid, bias, table=given)
@@ -59,7 +39,7 @@ def test_exact_inputs(library, K, group, dtype, table):
 @every("dtype", [torch.bfloat16, torch.float32])
 def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype):
     N, K, M = 1040, 544, 300
-    laid, given, values = weight_of(N, K, 32, "whole numbers", dtype)
+    laid, given, values = table_of(N, K, 32, "whole numbers", dtype)
     x, bias = inputs(M, K, N, dtype)
     truth = x.double() @ values.t() + bias.double()
     out = cpu_gemm.strips(x, laid, bias, table=given).double()
@@ -67,7 +47,7 @@ def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype):
 
 
 def test_a_token_has_the_same_result_in_any_company_where_that_is_asked_for(library):
-    laid, given, _ = weight_of(48, 256, 32, "fractions", torch.float32)
+    laid, given, _ = table_of(48, 256, 32, "fractions", torch.float32)
     x, bias = inputs(40, 256, 48, torch.float32)
     many = cpu_gemm.strips(x, laid, bias, batch_invariant=True, table=given)
     for m in (0, 13, 39):
@@ -128,7 +108,7 @@ def test_another_dtype_and_loading_again(scheme):
 
 
 def test_the_operator_is_one(library):
-    laid, given, _ = weight_of(48, 64, 32, "fractions", torch.float32)
+    laid, given, _ = table_of(48, 64, 32, "fractions", torch.float32)
     x, bias = inputs(2, 64, 48, torch.float32)
     arguments = (x.requires_grad_(), laid.words, laid.scale, given, bias, 32)
     torch.library.opcheck(levels_linear.registered, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -5,13 +5,12 @@ import torch
 from combinations import every
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sums import drawn, error
+from sums import drawn, error, rows_of
 
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts import pairs24 as pack_pairs24
-from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.strips24 import pack_pairs, pack_words24, unpack_pairs, unpack_words24
 from compress.kernels.operators import strips24
 
@@ -20,28 +19,6 @@ KINDS = ["numbers", "eight", "four"]
 few = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def rows_of(kind, N, K, group, zero, dtype, seed=0, least=0):
-    """(pairs or words, [N, K] their values, which are not rounded to the type of scales): `least` to two of every four
-    kept."""
-    g, groups = drawn(seed), 1 if group == -1 else K // group
-    order = torch.rand(N, K // 4, 4, generator=g).argsort(-1)
-    kept = (order < torch.randint(least, 3, (N, K // 4, 1), generator=g)).flatten(1)
-    position = pack_pairs24.positions_of(kept)
-    words = pack_pairs24.pack_positions(position)
-    scale = (torch.randn(groups, N, generator=g) * 0.05).to(dtype)
-    if kind == "numbers":
-        values = (torch.randn(N, K, generator=g) * kept).to(dtype)
-        pairs = pack_pairs24.Pairs(pack_pairs24.take(values, position), words, None, None, -1)
-        return pairs, pack_pairs24.pairs_weight(pairs)
-    codes, zeros = (torch.randint(0, 256, (N, n), generator=g).to(torch.uint8) for n in (K, groups))
-    if kind == "eight":
-        pairs = pack_pairs24.Pairs(pack_pairs24.take(codes, position), words, scale, zeros.t().contiguous(), group)
-        return pairs, pack_pairs24.pairs_weight(pairs._replace(scale=scale.double()))
-    found = pack24.pack24(codes % 16, kept)
-    sparse = pack24.Words24(*found, scale, (zeros % 16).t().contiguous() if zero else None, group)
-    return sparse, pack24.sparse24_weight(sparse._replace(scale=scale.double()), K)
 
 
 def weight_of(kind, N, K, *how):

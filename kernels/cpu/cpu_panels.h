@@ -1,0 +1,192 @@
+// Panels: the values of some rows of a compressed weight, whatever its layout, as a matrix that torch multiplies by.
+//
+//   panel [columns][width]        a column of the weight after the other, in the type of x
+//
+// ROWS rows are decoded at a time, which are a line of the panel for each column: strips straight to their places, planar
+// words and 2:4 weights by way of the slabs of floats that their products have. Sparse rows are added to the panel.
+
+#pragma once
+
+#include "cpu_sparse24.h"
+#include "cpu_strips.h"
+#include "cpu_tiles.h"
+
+namespace {
+
+struct Panel {
+  char* values;
+  int64_t width;  // a multiple of ROWS
+  Type type;
+};
+
+// Columns of a row as it is stored, with padding.
+inline int64_t stored_columns(const Arguments& a) {
+  if (a.kept != nullptr) return (a.K + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS * BLOCK_COLUMNS;
+  return a.row_bytes * 8 / a.bits;
+}
+inline int64_t group_columns(const Arguments& a) { return a.group > 0 ? a.group : stored_columns(a); }
+
+template <int BITS>
+void planar_slab(Work& work, int64_t first, int64_t last) {
+  using D = F32Words<BITS>;
+  const Arguments& a = work.a;
+  const bool whole = a.group <= 0 || a.group % D::BLOCK == 0;
+  float_slab<D>(work, first, last, whole, [&](int64_t row, int64_t plane) __attribute__((always_inline)) {
+    const int64_t group = a.group > 0 ? std::min(plane * PLANE / a.group, a.G - 1) : 0;
+    return work.template decoder<typename D::Decoder>(group * ROWS + row);
+  });
+}
+
+// Of every quad, what is kept first and what is kept second, each in one of four columns.
+template <int BITS>
+void halved_slab(Work& work, int64_t first, int64_t last) {
+  const int64_t columns = stored_columns(work.a), group = group_columns(work.a);
+  const Type type = work.a.value_type;
+  for (int v = 0; v * LANES < work.count(); ++v)
+    for (int64_t k = first, end; k < last; k = end) {
+      end = std::min((k / group + 1) * group, last);
+      const int64_t at_group = k / group * ROWS + v * LANES;
+      const Float one = every(1.0f), none = every(0.0f);
+      const Float scale = BITS == NUMBER_BITS ? one : bits_to_float(load(&work.scale[at_group]));
+      const Float zero = BITS == NUMBER_BITS ? none : bits_to_float(load(&work.float_zero[at_group]));
+      char* to = work.slab.get() + ((k - first) * VECTORS + v) * VECTOR_BYTES;
+      over_quads<BITS>(work, columns, k, end, v, [&](const char* line, auto quad, Int at) __attribute__((always_inline)) {
+        Float values[2];
+        LineCodes<BITS == NUMBER_BITS ? 4 : BITS> codes;
+        if constexpr (BITS != NUMBER_BITS) codes.take(load(line));
+        each<2>([&](auto second) {
+          if constexpr (BITS == NUMBER_BITS)
+            values[second] = load_floats(line + second * LANES * size_of(type), type);
+          else
+            values[second] = times(minus(codes.template value<quad + second * quads_of_line(BITS)>(), zero), scale);
+        });
+        const Int places[2] = {both(at, every(QUAD - 1)), both(shift_right<2>(at), every(QUAD - 1))};
+        each<QUAD>([&](auto column) {
+          // Less than 0, as `where` reads it, where a place is this column.
+          const auto is_here = [&](Int place) { return minus(differ(place, every(static_cast<int32_t>(column))), every(1)); };
+          const Float found = where(is_here(places[0]), values[0], where(is_here(places[1]), values[1]));
+          store(to + column * (VECTORS * VECTOR_BYTES), float_to_bits(found));
+        });
+        to += QUAD * VECTORS * VECTOR_BYTES;
+      });
+    }
+}
+
+using MakeSlab = void (*)(Work&, int64_t, int64_t);
+using Unpack = void (*)(Work&, const Panel&, int64_t);
+
+// ROWS numbers of a column, from number r of its line on.
+template <bool PAIRS>
+INLINE void store_line(const Panel& panel, int64_t column, int64_t r, const Float (&values)[VECTORS]) {
+  const int64_t size = size_of(panel.type);
+  char* to = panel.values + (column * panel.width + r) * size;
+#if BF16_DOT
+  if constexpr (PAIRS) return store(to, to_bf16s(values[0], values[VECTORS - 1]));
+#endif
+  each<VECTORS>([&](auto v) { store_floats(to + v * LANES * size, panel.type, values[v]); });
+}
+
+// By slabs, a chunk of columns at a time.
+template <bool PAIRS, MakeSlab MAKE>
+void unpack_slabs(Work& work, const Panel& panel, int64_t r) {
+  const int64_t columns = stored_columns(work.a);
+  for (int64_t first = 0; first < columns; first += CHUNK) {
+    const int64_t last = std::min(first + CHUNK, columns);
+    MAKE(work, first, last);
+    const char* from = work.slab.get();
+    for (int64_t k = first; k < last; ++k) {
+      Float values[VECTORS];
+      each<VECTORS>([&](auto v) { values[v] = bits_to_float(load(from + v * VECTOR_BYTES)); });
+      store_line<PAIRS>(panel, k, r, values);
+      from += VECTORS * VECTOR_BYTES;
+    }
+  }
+}
+
+// Codes of 4 bits less their zero point: a table has them as floats.
+struct NibbleValues : LineTable {
+  static constexpr int BITS = 4;
+  static constexpr float UNIT = 1;
+  Float zero;
+
+  INLINE explicit NibbleValues(const Work&) : LineTable(to_float(lanes())) {}
+  INLINE void begin(const Work& work, int64_t at) { zero = bits_to_float(load(&work.float_zero[at])); }
+  template <int CODE>
+  INLINE Float value() const {
+    return minus(LineTable::value<CODE>(), zero);
+  }
+};
+
+template <bool PAIRS, class Values>
+void unpack_strips(Work& work, const Panel& panel, int64_t r) {
+  constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
+  const int64_t columns = stored_columns(work.a), group = group_columns(work.a);
+  const bool half = work.count() <= LANES;  // whose second strip is not there: its numbers are not read
+  const char* lines[VECTORS];
+  Float scale[VECTORS];
+  Values values[2] = {Values(work), Values(work)};
+  each<VECTORS>([&](auto v) { lines[v] = strip_of(work, half ? 0 : v); });
+  for (int64_t g = 0, k = 0; k < columns; ++g) {
+    each<VECTORS>([&](auto v) {
+      values[v].begin(work, g * ROWS + v * LANES);
+      scale[v] = scale_of<Values>(work, g * ROWS + v * LANES);
+    });
+    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS) {
+      each<VECTORS>([&](auto v) {
+        values[v].take(load(lines[v]));
+        fetch(lines[v] + AHEAD);
+        lines[v] += VECTOR_BYTES;
+      });
+      each<COLUMNS>([&](auto i) {
+        Float found[VECTORS];
+        each<VECTORS>([&](auto v) { found[v] = times(values[v].template value<i>(), scale[v]); });
+        store_line<PAIRS>(panel, k + column_of<BITS>(i), r, found);
+      });
+    }
+  }
+}
+
+// The entries of the rows, in the type of the panel.
+inline void add_to_panel(const Work& work, const Panel& panel, int64_t r) {
+  const Entries entries{work.a};
+  const int64_t size = size_of(panel.type), line = panel.width * size;
+  for (int64_t i = 0; i < work.count(); ++i) {
+    char* row = panel.values + (r + i) * size;
+    const int64_t end = work.a.row_start[work.n0 + i + 1];
+    for (int64_t e = work.a.row_start[work.n0 + i]; e < end; ++e) {
+      char* to = row + entries.column(e) * line;
+      const float sum = load_float(to, panel.type) + entries.value(e);
+      if (panel.type == BF16) {
+        const uint16_t narrow = to_bf16(sum);
+        memcpy(to, &narrow, sizeof narrow);
+      } else {
+        store_floats(to, panel.type, every(sum), 1);
+      }
+    }
+  }
+}
+
+template <bool PAIRS>
+Unpack unpack_of(const Arguments& a) {
+  if (a.kept != nullptr)
+    return a.bits == 4   ? unpack_slabs<PAIRS, halved_slab<4>>
+           : a.bits == 8 ? unpack_slabs<PAIRS, halved_slab<8>>
+                         : unpack_slabs<PAIRS, halved_slab<NUMBER_BITS>>;
+  if (!a.strips) return a.bits == 4 ? unpack_slabs<PAIRS, planar_slab<4>> : unpack_slabs<PAIRS, planar_slab<8>>;
+  if (a.bits == 8) return unpack_strips<PAIRS, CodeValues<8>>;
+  return a.table != nullptr ? unpack_strips<PAIRS, TableValues> : unpack_strips<PAIRS, NibbleValues>;
+}
+inline Unpack unpack_of(const Arguments& a, Type type) {
+  // Two vectors of floats fill one of bf16.
+  return BF16_DOT && VECTORS == 2 && type == BF16 ? unpack_of<BF16_DOT && VECTORS == 2>(a) : unpack_of<false>(a);
+}
+
+// ROWS rows from n0 on, which are numbers r ... of every line of the panel.
+inline void unpack_rows(Work& work, int64_t n0, Unpack unpack, const Panel& panel, int64_t r) {
+  work.begin(n0);
+  if (work.a.levels != nullptr) decode_levels(work);
+  unpack(work, panel, r);
+  if (work.a.row_start != nullptr) add_to_panel(work, panel, r);
+}
+
+}  // namespace
