@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, InputError
+from compress.kernels.cpu.steps import StepWeight
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import STRIPS_DIMENSIONS
 from compress.kernels.routes import Route
@@ -25,6 +26,10 @@ from compress.weights.terms import Format
 
 class OnCodes(nn.Module):
     """A layer on codes. Its text hints at `compress.lora`: peft quotes the text of a layer that it refuses."""
+
+    def step_weight(self) -> StepWeight | None:
+        """The weight as the layer's own forward hands it to an operator of the CPU; None where it does not."""
+        return None
 
     def __str__(self) -> str:
         return f"{self!r} (for adapters on codes call compress.lora(config) first)"

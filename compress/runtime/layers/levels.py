@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compress.kernels import reference
 from compress.kernels.cpu import direct
+from compress.kernels.cpu.steps import StepWeight
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips, pack_strips, unpack_strips
 from compress.kernels.layouts.words import Planar, pack_planar, planar_words, some_rows, unpack_planar
@@ -96,6 +97,13 @@ class LevelsLinear(PackedLinear):
             return direct.linear(self._rounded(x), words, scale, None, bias, NARROW, group_size, None, self.lookup)
         x = self._rounded(self._own(x))
         return levels_linear(x, words, scale, self.lookup, bias, group_size, self.batch_invariant)
+
+    def step_weight(self) -> StepWeight | None:
+        if self.lookup is None:
+            return super().step_weight()
+        if self.batch_invariant or self.rounding_first is not None:
+            return None
+        return _table_weight(self, self.lookup)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
         self.lay_in_rows()  # the loops over strips add entries to numbers alone
@@ -225,6 +233,9 @@ class TableLinear(QuantLinear):
             return direct.linear(x, words, scale, None, bias, NARROW, self.group_size, None, self.lookup)
         return levels_linear(self._own(x), words, scale, self.lookup, bias, self.group_size)
 
+    def step_weight(self) -> StepWeight | None:
+        return None if self.lookup is None else _table_weight(self, self.lookup)
+
     def values(self) -> Tensor:
         return self.format.read(self.parts(self.whole()), self.out_features, self.in_features).dequantize()
 
@@ -239,6 +250,13 @@ class TableLinear(QuantLinear):
             kind = scheme.terms[0].kind
             return Route("torch", (f"{kind} has no kernel on {device.type}: its values are multiplied",))
         return levels_route(M, *shape, scheme.weights.group_size or -1, dtype)
+
+
+def _table_weight(layer: LevelsLinear | TableLinear, lookup: Tensor) -> StepWeight | None:
+    """The weight of a layer whose codes are looked up."""
+    if not direct.takes("table_strips", layer.in_features, layer.group_size):
+        return None
+    return StepWeight(layer.words, layer.scale, None, layer.bias, NARROW, layer.group_size, None, lookup)
 
 
 def _in_nibbles(scheme: Scheme) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.arguments import Operation
+from compress.kernels.cpu.steps import StepWeight
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips, unpack_strips
 from compress.kernels.layouts.words import (
@@ -124,6 +125,15 @@ class PackedLinear(WordLinear):
         if self.in_strips:
             return strips.strips_linear(x, words, scale, zero, bias, self.container, *how)
         return planar_linear(x, words, scale, zero, bias, self.container, *how)
+
+    def step_weight(self) -> StepWeight | None:
+        operation: Operation = "weight_only" if self.input_group is None else "int8_activation"
+        if self.batch_invariant or self.rounding_first is not None or self.lookup is not None:
+            return None
+        if not direct.takes(operation, self.in_features, self.group_size):
+            return None
+        words, scale, zero = self.held
+        return StepWeight(words, scale, zero, self.bias, self.container, self.group_size, self.input_group)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x, rounded here where no kernel rounds it."""

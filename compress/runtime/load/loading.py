@@ -36,6 +36,7 @@ from compress.runtime.load.densify import densify
 from compress.runtime.load.dequantized import load_dequantized
 from compress.runtime.load.into import load_into
 from compress.runtime.load.steps import attend_here
+from compress.runtime.steps.block import install
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
 
@@ -316,6 +317,8 @@ def load_source(
     if target.type == "cpu":
         attend_here(network)
     network = network.to(target)
+    if target.type == "cpu" and not unready:
+        install(network)
     if batch_invariant:
         remarks.append(_make_batch_invariant(network))
     if notes is not None:

@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from compress.errors import InputError
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.build import compilers
+from compress.runtime.steps.watch import note_attention, watched
 
 SDPA = "sdpa"
 MARK = "compress_attends"
@@ -70,6 +71,10 @@ def _answer() -> None:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if watched():
+            scale = asked.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            note_attention(query, scale, {name: asked[name] for name in BESIDE if _given(asked.get(name))})
         ours = (
             getattr(module, MARK, False)
             and not asked.get("dropout")

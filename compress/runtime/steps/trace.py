@@ -1,0 +1,132 @@
+"""Records one forward of a decoder block on random tokens: what each module inside was given and returned, what went
+into the cache, and how attention was called. `form.py` reads the form of the block from it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from compress.errors import CompressError
+from compress.runtime.layers.base import OnCodes
+from compress.runtime.steps.watch import Attended, watching
+
+TOKENS = 2  # sequences of a trial
+HISTORY = 5  # tokens that each of them has in its cache
+
+
+class UnknownFormError(CompressError):
+    """A block whose steps are left to its own forward. The message says why."""
+
+
+class NotYetError(CompressError):
+    """A step on which a block cannot be tried."""
+
+
+@dataclass
+class Called:
+    """A module that was called, with the first tensor that it was given and the first that it returned. alone: it was
+    given nothing else."""
+
+    module: nn.Module
+    x: Tensor
+    out: Tensor
+    alone: bool
+
+
+@dataclass
+class Trace:
+    """One forward of a block. before, after: modules called before attention and after it."""
+
+    x: Tensor
+    out: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor
+    kept: tuple[Tensor, Tensor]
+    keys: Tensor
+    values: Tensor
+    cache_index: int
+    attended: Attended
+    before: list[Called] = field(default_factory=list)
+    after: list[Called] = field(default_factory=list)
+
+
+class TrialCache(Cache):  # type: ignore[misc]
+    """A cache with random keys and values of HISTORY tokens, which notes what is added."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.added: list[tuple[Tensor, Tensor, int]] = []
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, behind random ones."""
+        self.added.append((key_states.clone(), value_states.clone(), layer_idx))
+        keys, values = (torch.cat([_history(x), x], 2).contiguous() for x in (key_states, value_states))
+        self.held = keys, values
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this one."""
+        return HISTORY
+
+
+def _history(x: Tensor) -> Tensor:
+    return torch.randn(x.shape[0], x.shape[1], HISTORY, x.shape[3]).to(x.dtype)
+
+
+def turned(part: Tensor, other: Tensor, doubled: Tensor) -> Tensor:
+    """Cosines or sines for TOKENS sequences: as given, and of the doubled angle."""
+    return torch.cat([part[:1], doubled[:1].to(part.dtype), *([part[:1]] * (TOKENS - 2))])
+
+
+def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, Any]) -> Trace:
+    """One forward of a block on random tokens. kwargs: those of a real step, whose mask, cache and positions are
+    replaced. Raises UnknownFormError."""
+    x = torch.randn(TOKENS, 1, width).to(dtype)
+    cache = TrialCache()
+    mask = torch.rand(TOKENS, 1, 1, HISTORY + 1) < 0.7
+    mask[..., -1] = True
+    given = {**kwargs, "past_key_values": cache, "attention_mask": mask}
+    cos = sin = None
+    if (rotary := kwargs.get("position_embeddings")) is not None:
+        cos, sin = rotary
+        if not bool(sin.any()):
+            raise NotYetError("positions from 1 on tell how queries are rotated")
+        cos, sin = turned(cos, sin, 2 * cos.float() ** 2 - 1), turned(sin, cos, 2 * sin.float() * cos.float())
+        given["position_embeddings"] = (cos, sin)
+    if (positions := kwargs.get("position_ids")) is not None:
+        given["position_ids"] = positions[:1].expand(TOKENS, *positions.shape[1:])
+    seen: list[Called] = []
+    handles = []
+    with watching() as watch:
+
+        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+            entry, left = (args[0] if args else named.get("hidden_states")), out[0] if isinstance(out, tuple) else out
+            if isinstance(entry, Tensor) and isinstance(left, Tensor):
+                seen.append(Called(module, entry.clone(), left.clone(), len(args) == 1 and not named))
+                watch.ended = len(seen)
+
+        on_codes = [module for module in block.modules() if isinstance(module, OnCodes)]
+        inside = {part for module in on_codes for part in module.modules() if part is not module}
+        for module in block.modules():
+            if module is not block and module not in inside:
+                handles.append(module.register_forward_hook(note, with_kwargs=True))
+        try:
+            out = type(block).forward(block, x, **given)
+        except Exception as error:  # noqa: BLE001 - a foreign block may refuse a trial in any way
+            raise UnknownFormError(f"it does not run on a trial ({error})") from None
+        finally:
+            for handle in handles:
+                handle.remove()
+    if not isinstance(out, Tensor) or len(watch.attended) != 1 or len(cache.added) != 1 or cache.held is None:
+        raise UnknownFormError("it does not return a tensor, or does not attend once over a cache of its own by `sdpa`")
+    keys, values, index = cache.added[0]
+    attended = watch.attended[0]
+    return Trace(
+        x, out, cos, sin, mask, (keys, values), *cache.held, index, attended, seen[: attended.at], seen[attended.at :]
+    )

@@ -1,0 +1,11 @@
+"""What all tests of steps need."""
+
+import pytest
+
+from compress.kernels.cpu import steps
+
+
+@pytest.fixture(autouse=True)
+def _needs_loops():
+    if steps.why_not():
+        pytest.skip("; ".join(steps.why_not()))
