@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types notebooks docs release clean
+.PHONY: demo test documents check format lint types lock notebooks docs release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -28,6 +28,11 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# Every package of this environment with its version, into requirements.lock.
+lock: $(STAMP)
+	{ sed '/^[^#]/d' requirements.lock; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > requirements.new
+	mv requirements.new requirements.lock
 
 # The notebooks of docs/notebooks, from the first cell to the last; minutes.
 notebooks: $(STAMP)

@@ -68,7 +68,7 @@ def compared(runs: Sequence[ReportedRun], recipes: Sequence[str]) -> tuple[Secti
         "change",
         "same first choice",
         "bits per weight",
-        "",
+        "front",
         "recipe",
     )
     known = {id(run) for run in alike}
@@ -92,7 +92,7 @@ def _row(run: ReportedRun, recipe: str, best: bool) -> tuple[str, ...]:
         wording.NONE if moved is None else f"{'+' if moved.value >= 0 else ''}{wording.with_error(moved, 100, ' %')}",
         wording.figure_words("same_top", figures.get("same_top")),
         wording.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}",
-        "on the front" if best else "",
+        "yes" if best else "",
         recipe or wording.NONE,
     )
 

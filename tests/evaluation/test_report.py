@@ -126,7 +126,7 @@ def test_several_runs_are_held_against_each_other() -> None:
     found = page(*evaluations.sweep())
     by_name = {row[0]: row for row in found.rows[:8]}
     assert list(by_name)[1:] == ["gptq-w3", "mixed-3.5", "smollm2-w4", "rtn-w4", "awq-w4", "w8a8", "rtn-w8"]
-    assert {name for name, row in by_name.items() if row[7] == "on the front"} == {
+    assert {name for name, row in by_name.items() if row[7] == "yes"} == {
         *("gptq-w3", "mixed-3.5", "smollm2-w4", "w8a8", "rtn-w8")
     }
     assert by_name["rtn-w4"][8] == "rtn w4a16 g64"
