@@ -80,6 +80,7 @@ LIBRARIES = {
     "columns": Library("rounding column by column", "columns", seconds=1),
     "dense": Library("products of many tokens by dense blocks", "dense", seconds=3),
     "operators": Library("calls of layers", "operators"),
+    "laying": Library("layouts of codes", "laying", seconds=1),
     "steps": Library("steps of generating", "steps"),
     "spill": Library("tensors on disk", "spill", seconds=1),
     "trellis": Library("paths through a trellis", "trellis", seconds=1),

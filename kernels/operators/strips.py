@@ -16,13 +16,13 @@ from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import Operation, strips_operation
+from compress.kernels.cpu.laying import pack_strips
 from compress.kernels.layouts.strips import (
     BYTE,
     NIBBLE,
     ROWS,
     Strips,
     lines_of,
-    pack_strips,
     unpack_strips,
     why_not_strips,
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.arguments import Operation
+from compress.kernels.cpu.laying import planar_from_rows
 from compress.kernels.cpu.steps import StepWeight
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips, unpack_strips
@@ -21,7 +22,6 @@ from compress.kernels.layouts.words import (
     Planar,
     pack_planar,
     pack_rows,
-    planar_from_rows,
     planar_weight,
     rows_from_planar,
     unpack_planar,

@@ -9,6 +9,7 @@ still go to transformers' own.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ INPUT_GROUP = 128
 CPU = torch.device("cpu")
 
 
+class _Undivided(dict[str, Any]):
+    """A dictionary that copies share: transformers copies a configuration a dozen times on the way to a model, and this
+    one holds an entry for every layer, and the open checkpoint."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Undivided":
+        return self
+
+
 class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The configuration of `LowBitQuantizer`. quantization: the checkpoint's quantization_config. fuse, device: as in
     `load`. source: the checkpoint, where it is open already. unready: as in `finish`."""
@@ -61,8 +70,11 @@ class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         self.quant_method = METHOD
         # For a checkpoint whose method is ours, transformers passes the keys of its configuration as arguments.
-        self.quantization = dict(quantization or {**words, "quant_method": METHOD})
+        self.quantization = _Undivided(quantization or {**words, "quant_method": METHOD})
         self.fuse, self.device, self.source, self.unready = fuse, device, source, unready
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LowBitConfig":
+        return copy(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration to save with the weights: the checkpoint's own."""
@@ -295,14 +307,14 @@ def load_source(
         return _noted(load_dequantized(source, dtype).to(target), source, notes)
     _make_known()
     config = read_config(source)
-    config.quantization_config = {
-        "quant_method": METHOD,
-        "quantization": dict(source.quantization),
-        "fuse": fuse,
-        "device": str(target),
-        "source": source,
-        "unready": unready,
-    }
+    config.quantization_config = _Undivided(
+        quant_method=METHOD,
+        quantization=_Undivided(source.quantization),
+        fuse=fuse,
+        device=str(target),
+        source=source,
+        unready=unready,
+    )
     remarks: list[str] = []
     arguments: dict[str, Any] = {"config": config, "dtype": "auto" if dtype is None else dtype}
     path: str | None = str(source.path)

@@ -53,7 +53,7 @@ def by_modules(model: nn.Module) -> Iterator[None]:
             module.__dict__["forward"] = forward
 
 
-class Turn:
+class Way:
     """A way to run steps: its cache, and the tokens that follow."""
 
     def __init__(self, model: Any, prompt: Tensor, room: int, compiled: bool) -> None:
@@ -86,15 +86,15 @@ def measure(out: Path, dtype: torch.dtype, batch: int, rounds: int, each: int) -
     prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=generator)
     room = PROMPT + SAME + (rounds + 1) * each + 2
     with by_modules(model):
-        turns = {"modules": Turn(model, prompt, room, False)}
+        turns = {"modules": Way(model, prompt, room, False)}
         expected = turns["modules"].run(SAME)[2]
-    turns["one call"] = Turn(model, prompt, room, False)
+    turns["one call"] = Way(model, prompt, room, False)
     told = turns["one call"].run(SAME)[2]
     known = [steps.why_not for _, steps in installed(model) if steps.known is None]
     assert not known, known
     assert torch.equal(told, expected), "tokens differ"
     began = time.perf_counter()
-    turns["compiled"] = Turn(model, prompt, room, True)
+    turns["compiled"] = Way(model, prompt, room, True)
     compiled = turns["compiled"].run(SAME)[2]
     compiling = time.perf_counter() - began
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
