@@ -26,7 +26,7 @@ void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
       each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = no_part(); }); });
       each<STRIP_BLOCK / LINE>([&](auto) {
         const Int words = load(line);
-        fetch(line + AHEAD);
+        fetch_line<true>(line);
         const Int low = low_nibbles(words), high = high_nibbles(words);
         each<T>([&](auto t) { parts[0][t] = dot_nibbles(parts[0][t], low, every(from[t])); });
         each<T>([&](auto t) { parts[SETS - 1][t] = dot_nibbles(parts[SETS - 1][t], high, every(from[T + t])); });
@@ -51,7 +51,7 @@ void int_strip_slab(const Work& work, int64_t first, int64_t last) {
     char* to = work.slab.get() + v * VECTOR_BYTES;
     for (int64_t k = first; k < last; k += LINE, line += VECTOR_BYTES, to += 2 * VECTORS * VECTOR_BYTES) {
       const Int words = load(line);
-      fetch(line + AHEAD);
+      fetch_line<true>(line);
       store(to, low_nibbles(words));
       store(to + VECTORS * VECTOR_BYTES, high_nibbles(words));
     }

@@ -31,10 +31,17 @@ constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 // Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
 constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = WIDE ? 8 : 4;
 // Bytes between a line that is decoded and the one that is fetched.
-constexpr int AHEAD = 2048;
+constexpr int AHEAD = 2048, FAR_AHEAD = 8192;
 
 INLINE const char* strip_of(const Work& work, int v) {
   return static_cast<const char*>(work.a.weight) + (work.n0 / LANES + v) * LANES * work.a.row_bytes;
+}
+
+// Where memory is all that is waited for, lines go to the second-level cache, which has more of them on their way at a
+// time than the first, in time for the prefetcher in between.
+template <bool MEMORY_BOUND>
+INLINE void fetch_line(const char* line) {
+  MEMORY_BOUND ? fetch_far(line + FAR_AHEAD) : fetch(line + AHEAD);
 }
 
 // The column of a line's code i, counted from the lowest bits.

@@ -195,7 +195,7 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
     const int64_t end = std::min(k + group, columns);
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
       decoder.take(load(line));
-      fetch(line + AHEAD);
+      fetch_line<BITS == 4 && T == 1>(line);
       each<PAIRS>([&](auto i) {
         const Int pair = decoder.template pair<i>();
         each<T>([&](auto t) { sums[i % SETS][t] = dot_pairs(sums[i % SETS][t], pair, every(x[i * T + t])); });

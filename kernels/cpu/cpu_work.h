@@ -12,7 +12,7 @@
 #include "cpu_numbers.h"
 #include "cpu_threads.h"
 
-// Mirrored field by field in gemm.py.
+// Mirrored field by field in arguments.py.
 struct Arguments {
   const void *x, *weight, *scale, *bias;
   const uint8_t* zero;
