@@ -6,6 +6,7 @@ from typing import Any
 from compress.evaluation.speed.options import LinearOptions
 from compress.evaluation.speed.report import SpeedReport
 from compress.kernels import workspace
+from compress.kernels.cpu import dense
 from compress.kernels.measure import benchmark
 from compress.kernels.measure.ceilings import measure_ceilings
 from compress.system.progress import Reporter
@@ -43,6 +44,9 @@ def bench_linears(options: LinearOptions, report: SpeedReport, reporter: Reporte
             report.keep()
             done += 1
             reporter.step(done, steps, f"{N}x{K} M={M}")
+    if options.device.type == "cpu":
+        report.notes += dense.told()
+        report.keep()
 
 
 def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:

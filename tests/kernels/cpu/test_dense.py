@@ -346,6 +346,7 @@ def test_routes_say_what_was_measured(asked):
     x, _ = inputs(9, LARGE[1], LARGE[0], torch.bfloat16)
     strips.strips_linear(x, *large()[1][:3], None, 4, 128, None)
     assert route(9) == (route(9).kernel, ())
+    assert dense.told() == [f"dense blocks are faster from 10 tokens on: {asked.calls[0]}"]
     assert route(64) == (DENSE_BLOCKS, (f"{DENSE_BLOCKS} from 10 tokens on, measured to be faster here",))
     assert with_entries(route(64), 64).kernel == f"{DENSE_BLOCKS} with entries"
     # Smaller weights are left to the loops.
