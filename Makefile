@@ -1,11 +1,11 @@
 # What a person runs and what CI runs: `make demo`, `make test`, `make documents`, `make check`; for a release,
-# `make release`.
+# `make release`, which calls `make wheels`.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types lock notebooks docs release clean
+.PHONY: demo test documents check format lint types lock notebooks docs release-tools wheels release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -45,15 +45,27 @@ docs: $(STAMP)
 	$(BIN)/python docs/stage.py build/site-source
 	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
-# Wheel and sdist, tried in an environment of their own; a bill of materials of it; checksums. All of it in dist/.
-release: $(STAMP)
+release-tools: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+
+# A wheel with compiled CPU kernels for machines like this one (x86-64), in dist/. Takes g++, and several CPU minutes.
+wheels: $(STAMP) release-tools
+	rm -rf build/wheels
+	$(BIN)/python -m build $(BUILD) --sdist --outdir build/wheels
+	mkdir build/wheels/source && tar -xf build/wheels/*.tar.gz -C build/wheels/source --strip-components=1
+	$(BIN)/python -m compress.kernels.cpu.prebuilding build/wheels/source/compress/kernels/cpu/prebuilt
+	$(BIN)/python -m build $(BUILD) --wheel --outdir $(or $(DIST),dist) \
+	    --config-setting=--build-option=--plat-name=manylinux_2_28_$$(uname -m) build/wheels/source
+
+# Wheel and sdist, tried in an environment of their own; a bill of materials of it; checksums. All of it in dist/.
+release: $(STAMP) release-tools
 	rm -rf dist build/release build/lib build/bdist.*
 	$(BIN)/python -m build --outdir dist
 	$(PYTHON) -m venv build/release
-	build/release/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	build/release/bin/pip install --quiet --constraint constraints.txt dist/*-none-any.whl
 	cd build && release/bin/compress demo && release/bin/compress doctor
 	$(BIN)/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-file dist/sbom.cdx.json
+	$(MAKE) wheels
 	cd dist && sha256sum -- * > SHA256SUMS
 
 $(STAMP): pyproject.toml constraints.txt

@@ -1,6 +1,7 @@
 """The result of `compress doctor` in plain words: what is there, then what will be slow, missing or broken."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compress.api.doctor.findings import Examination, State
@@ -30,7 +31,7 @@ def facts(found: Examination) -> Iterator[str]:
         chip = said["processor"]
         has = ", ".join(chip["instructions"]) or "no vector instructions that we know"
         yield f"processor: {chip['name']}, {chip['system']}, {chip['cores']} cores; {has}"
-        yield f"kernels: {', '.join(f'{name} {state}' for name, state in said['kernels']['libraries'].items())}; " + (
+        yield f"kernels: {counted(said['kernels']['libraries'])}; " + (
             f"compiler: {', '.join(said['kernels']['compilers']) or 'none'}"
         )
         devices = said["gpu"]["devices"]
@@ -61,3 +62,8 @@ def sized(sizes: dict[str, Any], names: tuple[str, ...]) -> str:
 def amount(size: int | None) -> str:
     """A size in GiB."""
     return "unknown" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def counted(states: Mapping[str, str]) -> str:
+    """The number of libraries in each state, in words."""
+    return ", ".join(f"{number} {state}" for state, number in Counter(states.values()).items())

@@ -9,7 +9,8 @@ everything it depends on: sources, flags, compiler and processor (a home directo
 differ). `compiled_libraries.py` has its checksum, or why it could not be built, which is not tried again until one of
 these changes.
 
-    COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built
+    COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built;
+                               compile: build what a wheel brought compiled, too (`prebuilt.py`)
     COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; avx2-vnni: and dot products of bytes
                                beside it; otherwise native, for this one
     COMPRESS_CACHE_DIR         where the folder lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 
 from compress.errors import CompressError, InputError
-from compress.kernels.cpu import compiled_libraries
+from compress.kernels.cpu import compiled_libraries, prebuilt
 from compress.kernels.cpu.compiling import CompileError, jobs, run_all
 from compress.kernels.cpu.libraries import LIBRARIES, LINKED_TO_TORCH, sources, units
 from compress.kernels.notes import note_once
@@ -70,8 +71,13 @@ def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     reasons = machine_reasons()
     if reasons:
         return None, reasons
+    came = prebuilt.load(name, target(), cpu_flags())
+    if came is not None:
+        return _ready(came, name), ()
     found, reasons = load_from_a_place(name)
-    if found is None:
+    if found is None and name in LINKED_TO_TORCH and not why_not():
+        note_once(f"not compiled: {LIBRARIES[name].about} ({'; '.join(reasons)}); other kernels do without, slower")
+    elif found is None:
         note_once(f"no compiled kernels: {'; '.join(reasons)}; torch computes instead, which is slower")
     return found, reasons
 
@@ -235,6 +241,10 @@ def _load(path: Path, name: str) -> ctypes.CDLL:
     except OSError as error:
         compiled_libraries.keep_failure(path, f"{path.name} cannot be loaded: {error}")
         raise CompileError(f"{path.name} cannot be loaded: {error}") from None
+    return _ready(library, name)
+
+
+def _ready(library: ctypes.CDLL, name: str) -> ctypes.CDLL:
     if name == "gemm":
         library.instructions.restype = ctypes.c_char_p
     return library
@@ -272,8 +282,10 @@ def path_of(directory: Path, command: list[str], flags: tuple[str, ...], name: s
 
 
 def state(name: str) -> str:
-    """`there` for a library that is built, `not yet` for one that its first use would build, or the reason why it
-    cannot be built. Nothing is built."""
+    """`prebuilt` for a library that the package brought, `there` for one that is built, `not yet` for one that its
+    first use would build, or the reason why it cannot be built. Nothing is built."""
+    if prebuilt.path_of(name, target(), cpu_flags()) is not None:
+        return "prebuilt"
     commands, reasons = compilers(), []
     if not commands:
         return NO_COMPILER

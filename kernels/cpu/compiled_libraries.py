@@ -29,7 +29,7 @@ STALE_SECONDS = 86400.0  # of a folder that a killed process has left
 
 def is_whole(library: Path) -> bool:
     """True if a library is there as it was compiled, and nobody else could have changed it."""
-    return library.exists() and _is_ours(library) and _told(library, "sha256") == _sha256(library)
+    return library.exists() and _is_ours(library) and _told(library, "sha256") == sha256_of(library)
 
 
 def failure(library: Path) -> str | None:
@@ -41,7 +41,7 @@ def failure(library: Path) -> str | None:
 def keep(made: Path, library: Path) -> None:
     """Put a library that a compiler made in its place, with its checksum."""
     made.chmod(0o700)
-    _tell(library, {"sha256": _sha256(made)})
+    _tell(library, {"sha256": sha256_of(made)})
     made.replace(library)
 
 
@@ -115,6 +115,7 @@ def _tell(library: Path, told: dict[str, str]) -> None:
     Path(file.name).replace(library.with_suffix(".json"))
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

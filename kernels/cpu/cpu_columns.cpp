@@ -264,5 +264,3 @@ extern "C" void descend_columns(const Columns* a) {
 extern "C" void search_ranges(const Search* a) {
   in_parallel((a->N + LANES - 1) / LANES, a->threads, [a](int64_t i, int) { search_tile(*a, i * LANES); });
 }
-
-extern "C" const char* instructions() { return INSTRUCTIONS; }

@@ -56,15 +56,20 @@ def test_a_package_of_another_version_breaks_and_an_extra_is_only_missing(monkey
 
 def test_every_extra_of_users_is_told() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {*project["optional-dependencies"]} - {"dev", "docs", "release"} == {*packages.EXTRAS}
+    assert {*project["optional-dependencies"]} - {"dev", "docs", "notebooks", "release"} == {*packages.EXTRAS}
 
 
 def test_kernels_are_there_or_not_yet_or_cannot_be_built() -> None:
     states = {"gemm": "there", "columns": "not yet", "operators": "c++ failed"}
     failed, waiting = computing.of_kernels((), states)
-    assert failed.said == "calls of layers: c++ failed; torch computes in their place"
+    assert failed.said == "calls of layers: c++ failed; the other kernels do without, slower"
     assert "1 of 3 not compiled yet (about 1 s" in waiting.said
     assert [each.state for each in computing.of_kernels((), {"gemm": "there"})] == ["good"]
+    brought, spill = computing.of_kernels((), {"gemm": "prebuilt", "columns": "prebuilt", "spill": "no compiler"})
+    assert brought.said.startswith("2 of 3 prebuilt in the wheel")
+    assert spill.said == "tensors on disk: no compiler; --spill needs them"
+    (none,) = computing.of_kernels((), dict.fromkeys(("gemm", "columns", "trellis"), "no compiler"))
+    assert none.said == "3 libraries: no compiler; torch computes in their place"
     assert words(computing.of_kernels(("no AVX2",), {})) == "kernels: no AVX2: torch computes in their place"
 
 

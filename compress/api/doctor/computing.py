@@ -12,6 +12,7 @@ from compress.errors import first_line
 
 FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 NVIDIA = Path("/dev/nvidia0")
+IN_THEIR_PLACE = "torch computes in their place"
 LOADING = (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError)  # of libraries that do not fit
 
 
@@ -43,10 +44,10 @@ def kernels(build: bool) -> tuple[dict[str, Any], Iterator[Observation]]:
 
 
 def compiled(name: str, build: bool) -> str:
-    """The state of a library: `there`, `not yet`, or why it cannot be built."""
+    """The state of a library: `prebuilt`, `there`, `not yet`, or why it cannot be built."""
     from compress.kernels.cpu import build as cpu
 
-    if build:
+    if build and cpu.state(name) != "prebuilt":
         return "; ".join(cpu.why_not(name)) or "there"
     return cpu.state(name)
 
@@ -57,14 +58,25 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
 
     about = "kernels"
     if reasons:
-        yield Observation(about, "slow", f"{'; '.join(reasons)}: torch computes in their place")
+        yield Observation(about, "slow", f"{'; '.join(reasons)}: {IN_THEIR_PLACE}")
         return
-    for name, state in states.items():
-        if state not in ("there", "not yet"):
-            said = f"{LIBRARIES[name].about}: {state}; torch computes in their place"
-            yield Observation(
-                about, "slow", said, "install g++ or clang++, then COMPRESS_CPU_KERNELS=retry compress doctor"
-            )
+    there = ("prebuilt", "there", "not yet")
+    came = sum(state == "prebuilt" for state in states.values())
+    if came:
+        said = f"{came} of {len(states)} prebuilt in the wheel; compiling them here would gain nothing"
+        yield Observation(about, "good", said)
+    instead = {"spill": "--spill needs them"}
+    if states["gemm"] in there:
+        without = "the other kernels do without, slower"
+        instead |= {"operators": without, "dense": without}
+    refused = {name: (state, instead.get(name, IN_THEIR_PLACE)) for name, state in states.items() if state not in there}
+    for reason, else_ in dict.fromkeys(refused.values()):
+        names = [name for name, found in refused.items() if found == (reason, else_)]
+        what = LIBRARIES[names[0]].about if len(names) == 1 else f"{len(names)} libraries"
+        said = f"{what}: {reason}; {else_}"
+        yield Observation(
+            about, "slow", said, "install g++ or clang++, then COMPRESS_CPU_KERNELS=retry compress doctor"
+        )
     waiting = [name for name, state in states.items() if state == "not yet"]
     if waiting:
         seconds = sum(LIBRARIES[name].seconds for name in waiting)
@@ -75,7 +87,7 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
         yield Observation(about, "slow", said, "`compress doctor --build` compiles them now")
     elif all(state == "there" for state in states.values()):
         yield Observation(about, "good", "all compiled for this processor")
-    if states.get("dense") == "there":
+    if states.get("dense") in ("prebuilt", "there"):
         yield from of_dense_blocks()
 
 
