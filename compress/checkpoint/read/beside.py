@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from torch import nn
+
 from compress.checkpoint.read.pretrained import empty_model, meta_model, read_config, unstored
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import idle_biases, stored_in
@@ -107,7 +109,7 @@ def _unplaced(source: Source) -> tuple[set[str], list[str]]:
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     known: dict[str, Any] = dict(model.state_dict())
-    apart = _taken_apart(source, stored.layers)
+    apart = _taken_apart(model, source, stored.layers)
     buffers = unstored(source)
     lost, made = set[str](), []
     for name in sorted(source.headers, key=dot_natural_key):
@@ -130,9 +132,8 @@ def _last(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _taken_apart(source: Source, layers: Iterable[str]) -> set[str]:
-    """Names of the tensors of a model whose experts, LSTMs and attentions are linear layers as in these files."""
-    model = meta_model(source)
+def _taken_apart(model: nn.Module, source: Source, layers: Iterable[str]) -> set[str]:
+    """Names of the tensors of a model once its experts, LSTMs and attentions are linear layers as in these files."""
     split_experts(model, source.headers)
     split_layers(model, set(layers))
     return set(model.state_dict())

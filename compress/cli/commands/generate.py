@@ -1,5 +1,6 @@
 """`compress generate`: a prompt and what a model makes of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -67,6 +68,7 @@ def generate(
     from compress.checkpoint.read.configuration import check_generation
     from compress.checkpoint.read.pretrained import load_tokenizer
     from compress.checkpoint.read.source import find_source
+    from compress.runtime.steps.block import left_alone
     from compress.system.device import find_device
 
     target = find_device(device)
@@ -82,8 +84,7 @@ def generate(
         trust_remote_code=trust_remote_code,
         notes=notes,
     )
-    for note in notes if not quiet else ():
-        click.echo(f"compress: {visible(note)}", err=True)
+    tell(notes, quiet)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     check_generation(network.generation_config.to_diff_dict(), source.path / "generation_config.json")
@@ -95,10 +96,19 @@ def generate(
     output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     count = inputs["input_ids"].shape[1]
+    if output.shape[1] - count > 1 and not compiled:  # the first token is no step
+        tell(remarks := left_alone(network), quiet)
+        notes += remarks
     counts = {"prompt_tokens": count, "new_tokens": output.shape[1] - count}
     write_report(json_file, {"model": model, "prompt": prompt, "text": text, **counts, "notes": notes})
     if not quiet and json_file != "-":
         click.echo(text)
+
+
+def tell(notes: Sequence[str], quiet: bool) -> None:
+    """Print notes on standard error."""
+    for note in notes if not quiet else ():
+        click.echo(f"compress: {visible(note)}", err=True)
 
 
 def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:

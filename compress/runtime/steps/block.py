@@ -6,6 +6,7 @@ Everything else goes to that forward: prompts, training, blocks with hooks insid
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import is_
@@ -54,6 +55,17 @@ def install(model: nn.Module) -> None:
 def installed(model: nn.Module) -> Iterator[tuple[str, "BlockSteps"]]:
     """(Name, steps) of the blocks of a model that have them."""
     yield from ((n, m.__dict__[STATE]) for n, m in model.named_modules() if STATE in m.__dict__)
+
+
+def left_alone(model: nn.Module) -> list[str]:
+    """Remarks, after steps were generated, on blocks whose own forward ran them; empty where none did."""
+    every = [steps for _, steps in installed(model)]
+    untried = "they are not called with one tensor and a cache, as blocks of a decoder are"
+    reasons = Counter(steps.why_not or untried for steps in every if steps.known is None)
+    return [
+        f"steps of {count} of {len(every)} blocks are run by their own modules, not in one call: {reason}"
+        for reason, count in reasons.items()
+    ]
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ import torch
 from stepping import assert_same_answers, known, reasons, stepping, unfused
 
 import compress
-from compress.runtime.steps.block import installed
+from compress.runtime.steps.block import installed, left_alone
 from compress.runtime.steps.program import Leave
 
 
@@ -18,6 +18,7 @@ def test_a_known_block_says_what_its_own_forward_says(kind, tmp_path):
     plain = unfused(model)
     assert_same_answers(model, plain)
     assert known(model) == 2, reasons(model)
+    assert left_alone(model) == []
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "opt", "gpt2"])
@@ -26,6 +27,8 @@ def test_a_block_of_another_form_is_left_alone_with_a_reason(kind, tmp_path):
     assert_same_answers(model, unfused(model))
     assert known(model) == 0
     assert kind == "gpt2" or reasons(model)  # GPT-2 calls its blocks in a way that is not tried
+    (remark,) = left_alone(model)
+    assert remark.startswith("steps of 2 of 2 blocks are run by their own modules")
 
 
 def test_bfloat16_rounds_as_torch_does(tmp_path):
