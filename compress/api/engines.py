@@ -60,7 +60,7 @@ ENGINES: Mapping[str, Engine] = {
         inputs=32,
         to="gguf",
         table_groups=32,  # in one scale per token each block would repeat it
-        floats={"mxfp4a16": 32, "nvfp4a16": 64},
+        floats={"iq4_nl": 32, "mxfp4a16": 32, "nvfp4a16": 64},
     ),
     "vllm": Engine(
         "w4a16",

@@ -69,7 +69,7 @@ method_options = group(
         "--scheme",
         help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: bits per weight and per "
         "input. fp8, fp8-block: float8 weights and inputs. mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16, and with "
-        "inputs alike mxfp4, nvfp4, mxfp8: small floats in groups.  [default: w4a16]",
+        "inputs alike mxfp4, nvfp4, mxfp8: small floats in groups. iq4_nl: llama.cpp's levels.  [default: w4a16]",
     ),
     click.option("--bits", type=int, help="Bits per weight with 16-bit inputs: --bits 3 means --scheme w3a16."),
     click.option(

@@ -15,6 +15,8 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448], or levels
                                s = absmax / 6 (E2M3: / 7.5)       of E2M1 and E2M3 (`weights.levels`)
     normal                     s = absmax                         codes are levels of NF4, within [-1, 1]
+    nonlinear                  s = -a / 127, as with a signed     codes are levels of IQ4_NL, none of which is 0
+                               scale
     powers of two as scales    s = the least above absmax / d     d = 7 (E2M1), 7.75 (E2M3), 448 (e4m3), as
                                                                   compressed-tensors computes it: up to 7 is taken for 6
       floor                                                       d = 8, 8, 512 (OCP Microscaling formats 1.0, 6.3)
@@ -56,7 +58,7 @@ from compress.weights.scales import (
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]
-NumberType = Literal["int", "float", "sign", "normal"]
+NumberType = Literal["int", "float", "sign", "normal", "nonlinear"]
 
 # {range choice: the only numbers that its scales can be}; the others are for all.
 RULES: dict[str, ScaleNumbers] = {"floor": "e8m0", "ceil": "e8m0", "4/6": "e4m3"}
@@ -97,8 +99,8 @@ class Grid:
     (`mse`; widened where codes are floats, the best of all where they are ternary); `floor` and `ceil` of scales that
     are powers of two; `4/6`, the better of two, of e4m3 scales. type: `float` codes are symmetric:
     float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
-    `normal` codes are NF4; `sign` codes are -1 or 1. scales: the numbers that they can be (`weights.scales`).
-    global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
+    `normal` codes are NF4, `nonlinear` ones IQ4_NL; `sign` codes are -1 or 1. scales: the numbers that they can be
+    (`weights.scales`). global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -148,7 +150,7 @@ class Grid:
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
         if self.type not in get_args(NumberType):
             raise InputError(f"type {self.type!r}; allowed: {', '.join(get_args(NumberType))}")
-        if self.type in ("float", "normal"):
+        if self.type in ("float", "normal", "nonlinear"):
             self._check_levels()
         elif self.scales in OWN_DTYPE:
             raise InputError(f"scales {self.scales!r} are for float codes; integers have stored or float16")
@@ -161,11 +163,11 @@ class Grid:
         known = (self.type, self.bits) in TABLES or (self.floating and self.bits == MAX_BITS)
         if not known or not plain or grouped8:
             raise InputError(
-                "float codes have 4, 6 or 8 bits and normal ones 4, both without zero points; those of 8 bits share a "
-                "scale per tensor, channel, token or block, or in groups a power of two (scales='e8m0')"
+                "float codes have 4, 6 or 8 bits, normal and nonlinear ones 4, all without zero points; 8 bits "
+                "share a scale per tensor, channel, token or block, or in groups a power of two (scales='e8m0')"
             )
         if self.scales in OWN_DTYPE and not self.floating:
-            raise InputError(f"scales {self.scales!r} are for float codes; normal ones have stored or float16")
+            raise InputError(f"scales {self.scales!r} are for float codes; {self.type} ones have stored or float16")
 
     def _check_block(self) -> None:
         if (self.granularity == "block") != (self.block is not None):
@@ -424,6 +426,8 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
         return "asymmetric", grid.qmax - grid.qmin
     if grid.scales == "e8m0" and grid.range_choice != "ceil":
         return "magnitude", (FLOOR_DIVISORS if grid.range_choice == "floor" else POWER_DIVISORS)[grid.bits]
+    if grid.levels is not None and -grid.levels.least > grid.levels.largest:
+        return "signed scale", -grid.levels.least
     if grid.levels is not None:
         return "magnitude", grid.levels.largest
     if grid.floating:
@@ -437,7 +441,7 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """Codes of `x` in its dtype: whole numbers, values of e4m3, or levels of a table. Ties go to the even code (those
-    of NF4 to the lower level); out of range saturates."""
+    of NF4 and IQ4_NL to the lower level); out of range saturates."""
     if grid.levels is not None:
         return grid.levels.nearest(x / scale)
     if grid.signs:

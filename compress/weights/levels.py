@@ -3,10 +3,11 @@
     E2M1    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives       OCP Microscaling formats 1.0, FP4; NVFP4, too
     E2M3    m / 8 for m < 8, then (1 + m / 8) 2^e, e = 0, 1, 2   the same, FP6: up to 7.5
     NF4     16 quantiles of the normal distribution in [-1, 1]    QLoRA, arXiv 2305.14314, as bitsandbytes has them
+    IQ4_NL  16 whole numbers from -127 to 113, denser around 0    ggml-common.h of llama.cpp (`kvalues_iq4nl`)
 
 A value is level * scale. A code of a float has its sign in the highest bit, so that one code is -0; of two levels
-equally near, floats take the one of the even code and NF4 the lower, as the readers of these formats do. Beyond the
-outer levels codes saturate.
+equally near, floats take the one of the even code and others the lower, as the readers of these formats do. Beyond the
+outer levels codes saturate. IQ4_NL has no level 0: its scale may be negative, and puts the largest weight at -127.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Levels:
     @property
     def least(self) -> float:
         return min(self.values)
+
+    @property
+    def has_zero(self) -> bool:
+        """True where 0 is a level, so that zeros stay zeros."""
+        return 0.0 in self.values
 
     def nearest(self, x: Tensor) -> Tensor:
         """The level nearest to each of x, in the dtype of x, float32 or float64."""
@@ -90,4 +96,14 @@ NF4 = Levels(
     ),
     "lower",
 )
-TABLES: dict[tuple[str, int], Levels] = {("float", 4): E2M1, ("float", 6): E2M3, ("normal", 4): NF4}
+IQ4_NL = Levels(
+    "iq4_nl",
+    (*(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0), *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)),
+    "lower",
+)
+TABLES: dict[tuple[str, int], Levels] = {
+    ("float", 4): E2M1,
+    ("float", 6): E2M3,
+    ("normal", 4): NF4,
+    ("nonlinear", 4): IQ4_NL,
+}

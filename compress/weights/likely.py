@@ -13,6 +13,8 @@ INPUTS = ("2", "3", "4", "8", "16")
 def likely_scheme(given: str) -> str | None:
     """The scheme that `W4A16`, `int4`, `4bit`, `w4a16_asym` or `float8` probably stands for; None for other words."""
     word = given.lower().replace("_", "-")
+    if word in ("iq4-nl", "iq4nl"):
+        return "iq4_nl"
     if level := LEVELS.match(word):
         return level[0] if level[0] in WITH_INPUTS and "a16" not in word else f"{level[0]}a16"
     if FLOAT8.search(word):

@@ -29,7 +29,7 @@ SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, 
 BLOCKWISE = "fp8-block"
 SCHEMES[BLOCKWISE] = WIDE
 # Weights on a table of levels, or float8 in groups of the format's own size; those without a16 round inputs alike.
-LEVELS = {f"{name}a16": kind.on for name, kind in LEVEL_FORMATS.items()}
+LEVELS = {name if kind.alone else f"{name}a16": kind.on for name, kind in LEVEL_FORMATS.items()}
 LEVELS |= {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "nvfp4", "mxfp8")}
 SCHEMES |= {name: grid.bits for name, grid in LEVELS.items()}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
@@ -277,9 +277,16 @@ def is_float(name: str) -> bool:
     return name in ("fp8", BLOCKWISE)
 
 
+def weights_alone(name: str) -> bool:
+    """True for a scheme that does not round inputs."""
+    return name.endswith("a16") or (name in LEVEL_FORMATS and LEVEL_FORMATS[name].alone)
+
+
 def input_bits(name: str) -> int:
     """The bits of the input in a scheme of this name (16: not rounded)."""
-    if name in LEVELS and not name.endswith("a16"):
+    if weights_alone(name):
+        return 16
+    if name in LEVELS:
         return LEVELS[name].bits
     return WIDE if is_float(name) else int(name.rpartition("a")[2])
 
@@ -314,7 +321,7 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     check_scheme(name, SCHEMES)
     if name in LEVELS:
         check_levels_group(name, group_size)
-        return scheme_on(LEVELS[name], None if name.endswith("a16") else LEVELS[name])
+        return scheme_on(LEVELS[name], None if weights_alone(name) else LEVELS[name])
     if name == BLOCKWISE:
         if group_size is not None:
             raise InputError(f"{name} has one scale per 128 x 128 weights; leave group_size out")

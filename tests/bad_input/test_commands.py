@@ -298,6 +298,7 @@ OPTIONS: dict[str, Case] = {
             "NVFP4": "nvfp4",
             "MXFP4A16": "mxfp4a16",
             "NF4": "nf4a16",
+            "IQ4-NL": "iq4_nl",
         }.items()
     },
     "grid in capitals": (
@@ -386,6 +387,10 @@ OPTIONS: dict[str, Case] = {
     "spqr with rounded inputs": (
         lambda d: d.spqr("--scheme", "w4a8"),
         ("scheme of spqr, which leaves inputs as they are, 'w4a8'; allowed: w2a16, w3a16",),
+    ),
+    "iq4_nl of pruned layers": (
+        lambda d: d.recipe("passes:\n- magnitude: {sparsity: 0.5}\n- rtn: {scheme: iq4_nl}\n"),
+        ("'rtn' does not keep the zeros of", "which 'magnitude' has pruned before it"),
     ),
     "mxfp4 in other groups": (
         lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--group-size", 64),

@@ -28,7 +28,7 @@ from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords, InOrderOfGroups
 from compress.weights.formats.k_quants import KBlocks, KQuant
-from compress.weights.formats.levels import MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.lowrank import low_rank as low_rank_of
 from compress.weights.formats.registry import FORMATS, OURS
@@ -142,9 +142,10 @@ LEVELS = {
     "E2M1, as ModelOpt has it": ModelOptNVFP4,
     "NF4": NF4,
     "NF4, float32 scales": NF4Float32,
+    "IQ4_NL": IQ4NL,
 }
 # Formats that compute in float32, whatever dtype the model has.
-IN_FLOAT32 = {"super-blocks", *LEVELS} - {"NF4"}
+IN_FLOAT32 = {"super-blocks", *LEVELS} - {"NF4", "IQ4_NL"}
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     **{name: lambda dtype, kind=kind: codes(kind(grid=kind.on), dtype) for name, kind in LEVELS.items()},
     "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),

@@ -584,7 +584,7 @@ def test_the_reference_stream_is_asked_for_exactly_when_drift_is_on():
 # --- grids of levels -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4a16", "nvfp4a16", "nf4a16"])
+@pytest.mark.parametrize("scheme", ["mxfp4a16", "nvfp4a16", "nf4a16", "iq4_nl"])
 def test_every_step_lowers_the_loss_on_grids_of_levels(scheme):
     """Rounding to nearest, then the sweep, refit and descent."""
     weight, x = realistic_layer(24, 128, seed=3)

@@ -16,7 +16,7 @@ from compress.runtime.layers.linear import QuantLinear
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP4, NVFP4
 from compress.weights.grid import Grid, encode, fit, quantize
-from compress.weights.levels import E2M1, E2M3, NF4, Levels
+from compress.weights.levels import E2M1, E2M3, IQ4_NL, NF4, Levels
 from compress.weights.scales import FLOAT8, e8m0_codes, global_scale_for, of_e8m0, power_above, round_scale
 from compress.weights.scheme import Scheme, scheme_on
 
@@ -75,6 +75,20 @@ def test_nf4_takes_the_lower_of_two_levels():
     assert [bisect_left(NF4.values, value) for value in NF4.nearest(above).tolist()] == list(range(1, 16))
 
 
+def test_iq4_nl_has_its_published_levels_and_a_scale_that_puts_the_largest_weight_at_the_lowest():
+    """The levels of llama.cpp, as its Python package has them, and scales of either sign."""
+    gguf = pytest.importorskip("gguf")
+    assert list(IQ4_NL.values) == list(gguf.quants.IQ4_NL.kvalues)
+    grid = LEVEL_FORMATS["iq4_nl"].on
+    for largest in (3.0, -3.0):
+        x = torch.linspace(-1, 1, 32).float().unsqueeze(0)
+        x[0, 7] = largest
+        found = quantize(x, grid, torch.float32)
+        assert found.codes[0, 7] == 0
+        assert math.copysign(1, float(found.scale)) == -math.copysign(1, largest)
+        assert float(found.scale) == float(torch.tensor(-largest / 127).half())
+
+
 def test_powers_of_two_are_bytes_of_their_exponents():
     held = torch.arange(255, dtype=torch.uint8)
     powers = of_e8m0(held)
@@ -110,6 +124,7 @@ def test_a_global_scale_leaves_room_for_twice_the_largest_scale(largest):
 
 
 GROUPED = [kind.on for kind in LEVEL_FORMATS.values()]
+WITH_ZERO = [grid for grid in GROUPED if grid.levels is None or grid.levels.has_zero]
 EXTREME = [1e-30, 3e-8, 1e30]
 
 
@@ -130,8 +145,8 @@ def test_every_weight_gets_the_nearest_level_and_searching_loses_nothing(grid):
         table = table[~table.isnan()]
     scale = found.scale.float().repeat_interleave(grid.group_size, 1)
     least = (scale.unsqueeze(-1) * table - weight.float().unsqueeze(-1)).abs().amin(-1)
-    # NF4's products are rounded to the dtype of the model.
-    spare = 0.0 if grid.scales != "stored" else 2.0**-8
+    # Products of NF4 and IQ4_NL are rounded to the dtype of the model.
+    spare = 0.0 if grid.type == "float" else 2.0**-8
     values = found.dequantize().float()
     assert ((values - weight.float()).abs() <= least + spare * values.abs()).all()
     searched = quantize(weight, grid.with_range("mse"))
@@ -140,7 +155,7 @@ def test_every_weight_gets_the_nearest_level_and_searching_loses_nothing(grid):
 
 
 @pytest.mark.parametrize("size", EXTREME)
-@pytest.mark.parametrize("grid", GROUPED, ids=lambda g: f"{g.type}{g.bits}-{g.scales}")
+@pytest.mark.parametrize("grid", WITH_ZERO, ids=lambda g: f"{g.type}{g.bits}-{g.scales}")
 def test_values_stay_finite_whatever_the_size_of_weights(grid, size):
     weight = matrix(size)
     found = quantize(weight, grid.with_range("mse")).dequantize().double()

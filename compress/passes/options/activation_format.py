@@ -7,7 +7,7 @@ from compress.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, Scheme, input_bits, is_float, scheme_on
+from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, Scheme, input_bits, is_float, scheme_on, weights_alone
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
@@ -45,9 +45,9 @@ class ActivationFormat(WeightFormat):
             raise InputError(FLOATS_ARE_SYMMETRIC)
         if self.scheme == BLOCKWISE and self.activations != "dynamic":
             raise InputError(f"{self.scheme} fits inputs to every token; leave activations out")
-        if self.scheme in LEVELS and not self.scheme.endswith("a16") and self.activations != "dynamic":
+        if self.scheme in LEVELS and not weights_alone(self.scheme) and self.activations != "dynamic":
             raise InputError(f"{self.scheme} fits inputs to every group of a token; leave activations out")
-        if not self.scheme.endswith("a16"):
+        if not weights_alone(self.scheme):
             self._check_dynamic()
         elif (
             self.activations != "dynamic"
@@ -84,7 +84,7 @@ class ActivationFormat(WeightFormat):
     def input_grid(self) -> Grid | None:
         """The grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
         asymmetric grid whose zero point is -128."""
-        if self.scheme.endswith("a16"):
+        if weights_alone(self.scheme):
             return None
         if self.scheme in LEVELS:
             return LEVELS[self.scheme]

@@ -49,10 +49,10 @@ class WeightFormat(Pass):
 
     scheme: str = "w4a16"
     """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block, mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16,
-    mxfp4, nvfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for
-    both. fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The
+    iq4_nl, mxfp4, nvfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3)
+    for both. fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The
     names that follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales,
-    nf4 64."""
+    nf4 64. iq4_nl: 16 levels of llama.cpp, in groups of 32, inputs as they are."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the
@@ -113,6 +113,9 @@ class WeightFormat(Pass):
 
     def _settle_levels(self) -> None:
         """Fill in what a scheme of levels leaves no choice of. Raises InputError for another choice."""
+        table = LEVELS[self.scheme].levels
+        if table is not None and not table.has_zero:
+            object.__setattr__(self, "keeps_zeros", False)  # of this scheme, whatever the method
         check_levels_group(self.scheme, self.group_size or None)
         if self.per_tensor or self.grid in ("asymmetric", "narrow") or self.scales != "stored":
             raise InputError(

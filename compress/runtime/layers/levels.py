@@ -147,7 +147,7 @@ class LevelsLinear(PackedLinear):
 
 class TableLinear(QuantLinear):
     """Weights of a table of 16 levels in words of 4 bits, with scales of any kind: NVFP4, whose scales are stored in
-    float8 beside a global one, and NF4. On a CPU they are multiplied in strips; elsewhere their values are.
+    float8 beside a global one, NF4 and IQ4_NL. On a CPU they are multiplied in strips; elsewhere their values are.
 
     scale: the local ones, in a dtype that has all float8 numbers. divisor: the global scale as stored.
     """

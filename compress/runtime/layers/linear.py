@@ -16,7 +16,7 @@ from compress.runtime.layers.tiles import TilesLinear
 from compress.runtime.layers.trellis import TrellisLinear
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
-from compress.weights.formats.levels import MXFP4, MXFP6, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, NF4, NVFP4, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
@@ -49,6 +49,7 @@ RUNS |= {
     ModelOptNVFP4: TableLinear,
     NF4: TableLinear,
     NF4Float32: TableLinear,
+    IQ4NL: TableLinear,
     TernaryCodes: FewLevelsLinear,
     BinaryCodes: FewLevelsLinear,
     Int8Rows: Int8Linear,

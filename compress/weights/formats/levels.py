@@ -1,6 +1,7 @@
-"""Codes of tables of levels, and float8 codes in groups, as a term of a weight: microscaling floats, NVFP4, NF4.
+"""Codes of tables of levels, and float8 codes in groups, as a term of a weight: microscaling floats, NVFP4, NF4,
+IQ4_NL.
 
-N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors, but for NF4, which it lacks:
+N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors, which lacks NF4 and IQ4_NL:
 
     all          weight_packed         uint8 [N, K n / 8]       codes as a bit stream, the first in the lowest bits
     but MXFP8    weight                float8 e4m3 [N, K]
@@ -8,6 +9,7 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
     NVFP4        weight_scale          float8 e4m3 [N, G]       value = code * weight_scale / weight_global_scale
                  weight_global_scale   float32 [1]
     NF4          weight_scale          model dtype [N, G]       the absmax of a group; float32 in NF4Float32
+    IQ4_NL       weight_scale          model dtype [N, G]       of either sign, a number that float16 has, too
 
 Values are computed in float32, whatever dtype the model has. Layers that read one input have one global scale, because
 engines make one layer of some of them (`passes.protocol.sites.Site.reached`).
@@ -48,6 +50,7 @@ class LevelCodes(CodesFormat):
     of_weights: ClassVar[str] = GLOBAL
     of_inputs: ClassVar[str] = "input_global_scale"
     inverted: ClassVar[bool] = False
+    alone: ClassVar[bool] = False  # its name says already that inputs are not rounded
 
     def __post_init__(self) -> None:
         known = replace(self.grid, range_choice=self.on.range_choice, group_size=self.on.group_size)
@@ -64,7 +67,7 @@ class LevelCodes(CodesFormat):
         return super().problem(rows, columns)
 
     def words(self, inputs: Grid | None) -> str:
-        return f"{self.kind.partition('-')[0]}{'a16' if inputs is None else ''}"
+        return f"{self.kind.partition('-')[0]}{'a16' if inputs is None and not self.alone else ''}"
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         kinds = {"e8m0": (torch.uint8,), "e4m3": (FLOAT8,)}
@@ -223,6 +226,15 @@ class NF4Float32(NF4):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IQ4NL(LevelCodes):
+    """The levels of llama.cpp's IQ4_NL in groups of 32, with scales that its blocks hold."""
+
+    kind: ClassVar[str] = "iq4_nl"
+    alone: ClassVar[bool] = True
+    on: ClassVar[Grid] = _grid(4, 32, "float16", "nonlinear")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MXFP8(LevelCodes):
     """float8 e4m3 in groups of 32 with powers of two."""
 
@@ -262,4 +274,5 @@ LEVEL_FORMATS: dict[str, type[LevelCodes]] = {
     "mxfp6": MXFP6,
     "mxfp8": MXFP8,
     "nf4": NF4,
+    "iq4_nl": IQ4NL,
 }

@@ -17,7 +17,7 @@ from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense
 from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
 from compress.weights.formats.k_quants import KQuant
-from compress.weights.formats.levels import MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
@@ -31,7 +31,7 @@ FORMATS: dict[str, type[Format]] = {
     for f in (
         *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
         *(GPTQWords, GPTQActOrder, AWQWords),
-        *(MXFP4, MXFP6, MXFP8, NVFP4, ModelOptNVFP4, NF4, NF4Float32),
+        *(MXFP4, MXFP6, MXFP8, NVFP4, ModelOptNVFP4, NF4, NF4Float32, IQ4NL),
         *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, TrellisCodes, LowRankFactors),
     )
 }

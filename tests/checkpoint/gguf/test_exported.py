@@ -73,6 +73,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
         ("ternary", torch.float32, "TQ2_0", {"group_size": 256, "model": WIDE, "scales": "float16"}),
         ("k-quants", torch.float32, "Q5_0", {"scheme": "q4_k"}),
         ("gptq", torch.bfloat16, "MXFP4", {"scheme": "mxfp4a16"}),
+        ("gptq", torch.float16, "IQ4_NL", {"scheme": "iq4_nl"}),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -10,6 +10,7 @@ numbered from the lowest. Layouts are those of ggml-common.h and ggml-quants.c (
     TQ2_0  256 in 66 bytes   64 x (four codes: of j, j + 32, j + 64, j + 96 in 128) | d         w = d (q - 1)
     Q1_0   128 in 18 bytes   d | 128 bits, one after the other                                  w = d (2 q - 1)
     MXFP4  32 in 17 bytes    exponent of d, in e8m0 | 16 bytes as Q4_0                          w = d E2M1[q]
+    IQ4_NL 32 in 18 bytes    d | 16 bytes as Q4_0                                               w = d level[q]
     NVFP4  64 in 36 bytes    4 x d, in e4m3 | 4 x (8 bytes: q[j], q[j + 8] of 16)               w = d E2M1[q]
 
 N outputs, K inputs, B blocks of a row.
@@ -85,6 +86,11 @@ def pack_mxfp4(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return _joined(scale_NB.unsqueeze(-1), _nibbles(_blocks(codes_NK, 32)))
 
 
+def pack_iq4_nl(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
+    """uint8 codes of IQ4_NL's levels, and float16 scales."""
+    return _joined(_bytes(scale_NB), _nibbles(_blocks(codes_NK, 32)))
+
+
 def pack_nvfp4(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
     """uint8 codes of E2M1, and of e4m3 for every 16 of them."""
     sixteens = _blocks(codes_NK, 64).unflatten(-1, (4, 2, 8))
@@ -97,8 +103,8 @@ Q5_0 = Block("Q5_0", 32, 22, -16, 15, pack_q5_0)
 Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0)
 TQ2_0 = Block("TQ2_0", 256, 66, -1, 1, pack_tq2_0)
 Q1_0 = Block("Q1_0", 128, 18, -1, 1, pack_q1_0)
-# Codes of E2M1, with scales of their own kinds: packed by `pack_mxfp4` and `pack_nvfp4`. (Elements, bytes) of a block.
-MX_BLOCK, NV_BLOCK = (32, 17), (64, 36)
+# Codes of tables of levels: packed by `pack_mxfp4`, `pack_nvfp4`, `pack_iq4_nl`. (Elements, bytes) of a block.
+MX_BLOCK, NV_BLOCK, IQ_BLOCK = (32, 17), (64, 36), (32, 18)
 # Codes of a scale and a minimum: packed by `pack_q4_1`, which takes both.
 Q4_1_NAME, Q4_1_SIZE, Q4_1_BYTES = "Q4_1", 32, 20
 

@@ -10,8 +10,8 @@ block whose codes reach as far, and blocks within one group repeat its scale:
     ternary                   TQ2_0, 2.06 bits  groups of 256, or multiples of it; narrow codes of 2 bits, too
     binary                    Q1_0, 1.13 bits   groups of 128, or multiples of it
 
-MXFP4 and NVFP4 have blocks of their name; the global scale of NVFP4 is a tensor of its own (`names`). Super-blocks of
-llama.cpp's K-quants are stored as they are written.
+MXFP4, NVFP4 and IQ4_NL have blocks of their name; the global scale of NVFP4 is a tensor of its own (`names`).
+Super-blocks of llama.cpp's K-quants are stored as they are written.
 
 A format that is not made of integer codes joins by a line in `HOLDERS`.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.export.gguf.blocks import (
+    IQ_BLOCK,
     MX_BLOCK,
     NV_BLOCK,
     Q1_0,
@@ -34,13 +35,14 @@ from compress.checkpoint.export.gguf.blocks import (
     Q8_0,
     TQ2_0,
     Block,
+    pack_iq4_nl,
     pack_mxfp4,
     pack_nvfp4,
     pack_q4_1,
 )
 from compress.weights.formats.codes import Codes, CodesFormat, Int8Table, Packed
 from compress.weights.formats.k_quants import KBlocks, KQuant
-from compress.weights.formats.levels import MXFP4, NVFP4
+from compress.weights.formats.levels import IQ4NL, MXFP4, NVFP4
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.scheme import Scheme
 from compress.weights.terms import Format, StoredTerm
@@ -155,12 +157,17 @@ def _levels_why_not(form: Format, columns: int) -> str | None:
 def _levels_blocks(held: StoredTerm) -> Blocks:
     assert isinstance(held, Codes)
     (name, (size, bytes_)), columns = _block_of_levels(held.format), held.codes.shape[1]
-    scale, pack = held.parts()["weight_scale"].view(torch.uint8), pack_mxfp4 if name == "MXFP4" else pack_nvfp4
-    return Blocks(name, columns // size * bytes_, lambda: pack(held.codes, scale))
+    row, stored = columns // size * bytes_, held.parts()["weight_scale"]
+    if name == "IQ4_NL":
+        return Blocks(name, row, lambda: pack_iq4_nl(held.codes, stored.to(torch.float16)))
+    pack = pack_mxfp4 if name == "MXFP4" else pack_nvfp4
+    return Blocks(name, row, lambda: pack(held.codes, stored.view(torch.uint8)))
 
 
 def _block_of_levels(form: Format) -> tuple[str, tuple[int, int]]:
-    """(The name in ggml of a block of E2M1, its elements and bytes.)"""
+    """(The name in ggml of a block of a table of levels, its elements and bytes.)"""
+    if isinstance(form, IQ4NL):
+        return "IQ4_NL", IQ_BLOCK
     return ("MXFP4", MX_BLOCK) if isinstance(form, MXFP4) else ("NVFP4", NV_BLOCK)
 
 
@@ -178,6 +185,6 @@ _CODES = Holder(_codes_why_not, _codes_blocks)
 # By the kind of the format. A format whose tensor is made of blocks already hands them over as they are.
 HOLDERS: Mapping[str, Holder] = {
     **dict.fromkeys((Packed.kind, Int8Table.kind, TernaryCodes.kind, BinaryCodes.kind), _CODES),
-    **dict.fromkeys((MXFP4.kind, NVFP4.kind), Holder(_levels_why_not, _levels_blocks)),
+    **dict.fromkeys((MXFP4.kind, NVFP4.kind, IQ4NL.kind), Holder(_levels_why_not, _levels_blocks)),
     KQuant.kind: Holder(_super_blocks_why_not, _super_blocks),
 }
