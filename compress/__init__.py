@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from compress.runtime.load.steps import compile_steps
     from compress.search.budget import Allocation, allocate
     from compress.search.candidate import Candidate, grid_of_candidates
+    from compress.search.fit import FitResult, fit
     from compress.search.sensitivity import measure_sensitivity
     from compress.search.sweep import sweep
     from compress.search.sweep_rows import Sweep
@@ -86,6 +87,7 @@ _HOMES = {
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
+    "FitResult": "compress.search.fit",
     "Forecast": "compress.api.forecast.forecast",
     "Grid": "compress.weights.grid",
     "Importance": "compress.api.imatrix",
@@ -123,6 +125,7 @@ _HOMES = {
     "export_onnx": "compress.onnx.in_memory",
     "export_sparse24": "compress.checkpoint.export.write",
     "fake_quantize": "compress.weights.grid",
+    "fit": "compress.search.fit",
     "fold_batch_norm": "compress.model.batchnorm",
     "grid_of_candidates": "compress.search.candidate",
     "imatrix": "compress.api.imatrix",
@@ -159,6 +162,7 @@ __all__ = [
     "Embeddings",
     "Evaluation",
     "Exported",
+    "FitResult",
     "Forecast",
     "Grid",
     "Importance",
@@ -198,6 +202,7 @@ __all__ = [
     "export_onnx",
     "export_sparse24",
     "fake_quantize",
+    "fit",
     "fold_batch_norm",
     "grid_of_candidates",
     "imatrix",

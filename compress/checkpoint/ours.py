@@ -19,6 +19,7 @@ KEYS = (
     {"verdict", "runs"},  # report
     {"sensitivity", "allocation"},  # allocate
     {"sensitivity", "allocation", "achieved_kl", "rounds"},  # allocate --run
+    {"model", "target", "met", "searched"},  # fit
     {"output", "samples", "tokens", "top_k", "mass"},  # cache-logits
     {"output", "layers", "bytes", "lost"},  # export
     {"model", "exports"},  # export --list

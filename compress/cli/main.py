@@ -14,6 +14,7 @@ from compress.cli.commands.demo import demo
 from compress.cli.commands.doctor import doctor
 from compress.cli.commands.evaluate import evaluate
 from compress.cli.commands.export import export
+from compress.cli.commands.fit import fit
 from compress.cli.commands.generate import generate
 from compress.cli.commands.inspect import inspect, verify
 from compress.cli.commands.methods import methods, recipes
@@ -74,6 +75,7 @@ def cli() -> None:
     compress prune MODEL --method sparsegpt --pattern 2:4 --calibration TEXT --output OUT
     compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
     compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
+    compress fit MODEL --size 85MB --calibration TEXT --output OUT
     compress allocate MODEL --budget 3.5bpw --calibration TEXT --output mixed.yaml
     compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
     compress evaluate OUT --reference MODEL --text TEXT
@@ -98,6 +100,7 @@ for command in (
     qat,
     distill,
     cache_logits,
+    fit,
     allocate,
     sweep,
     evaluate,

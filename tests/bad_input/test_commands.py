@@ -67,6 +67,21 @@ def allocate(desk: Desk, *more: object) -> Outcome:
     return command(*words, *more)
 
 
+def fit(desk: Desk, *more: object) -> Outcome:
+    data = ["--calibration", desk.tokens, "--text", desk.tokens]
+    return command("fit", desk.model, *data, "--output", desk.output, *more)
+
+
+def fit_on(desk: Desk, calibration: object, *more: object) -> Outcome:
+    words = ["fit", *(more or (desk.model,)), "--calibration", calibration, "--output", desk.output]
+    return command(*words, "--bits", 3.4)
+
+
+def batches(desk: Desk) -> Path:
+    torch.save([{"input_ids": torch.ones(2, 8, dtype=torch.int64)}], desk.here / "batches.pt")
+    return desk.here / "batches.pt"
+
+
 def sweep(desk: Desk, recipes: list[object], *more: object) -> Outcome:
     return command("sweep", desk.model, *recipes, "--text", desk.tokens, "--output", desk.output, *more)
 
@@ -113,6 +128,50 @@ BUDGETS: dict[str, Case] = {
         ("no recipe has groups", "group size 32 has no say", "leave it out"),
     ),
     "sweep of a recipe that is not there": (lambda d: sweep(d, ["nosuch"]), ("nosuch", "w4a16-gptq")),
+}
+FITS: dict[str, Case] = {
+    "fit to nothing": (fit, ("0 targets given; give one", "--size 85MB", "--task-loss 1%")),
+    "fit to two things": (lambda d: fit(d, "--kl", 0.1, "--bits", 3), ("2 targets given; give one", "--kl 0.05")),
+    "fit to a size without a unit": (lambda d: fit(d, "--size", "85"), ("'85'", "2.1GB")),
+    "fit to a size in bits": (lambda d: fit(d, "--size", "3bpw"), ("'3bpw'", "like 85MB", "--bits")),
+    "fit to no bits": (lambda d: fit(d, "--bits", 0), ("bits 0.0; allowed: above 0", "like 3.4")),
+    "fit to no KL": (lambda d: fit(d, "--kl", 0), ("kl 0.0; allowed: above 0", "0.02")),
+    "fit to words": (lambda d: fit(d, "--task-loss", "little"), ("task loss 'little'; allowed: above 0", "like 1%")),
+    "fit to all of the loss": (lambda d: fit(d, "--task-loss", "100%"), ("'100%'; allowed", "below 100%")),
+    "fit in no time": (lambda d: fit(d, "--kl", 1, "--hours", 0), ("hours 0.0; allowed: above 0", "like 0.5")),
+    "fit in less time than a recipe takes": (
+        lambda d: fit(d, "--kl", 1, "--hours", 1e-9),
+        ("hours 1e-09; measuring the layers and running one recipe take about", "fewer --samples"),
+    ),
+    "fit to a size that nothing has": (
+        lambda d: fit(d, "--size", "2KB"),
+        ("size 2,000 bytes; the smallest recipe takes", "give that or more"),
+    ),
+    "fit to bits that nothing has": (
+        lambda d: fit(d, "--bits", 1.5),
+        ("bits 1.5; the smallest recipe has 2.", "give that or more"),
+    ),
+    "fit for an engine of another form": (
+        lambda d: fit(d, "--bits", 4, "--for", "llama.cpp"),
+        ("--for llama.cpp opens another form", "allowed: vllm, transformers", "quantize --for llama.cpp"),
+    ),
+    "fit for no engine": (lambda d: fit(d, "--bits", 4, "--for", "vlm"), ("unknown engine 'vlm'", "'vllm'")),
+    "fit on few windows": (
+        lambda d: fit_on(d, d.tokens),
+        ("calibration has 6 windows, of which a fifth is held out: give 10 or more", "--text TEXT"),
+    ),
+    "fit on batches": (
+        lambda d: fit_on(d, batches(d)),
+        ("fit measures next tokens", "give calibration text or token ids"),
+    ),
+    "fit on windows with padding": (
+        lambda d: fit_on(
+            d,
+            d.file("t.jsonl", "\n".join((CHAT % "user").replace("time", "time " * i) for i in range(1, 90))),
+            d.copy(chat_template__jinja=lambda path: path.write_text(KNOWN)),
+        ),
+        ("makes windows with padding", "--text TEXT"),
+    ),
 }
 MODELS: dict[str, Case] = {
     "unknown hub model": (lambda d: d.rtn("nosuch/model"), ("'nosuch/model'", "directory", "hub id", "'demo'")),
@@ -1155,6 +1214,7 @@ REFUSED = {
         ("mask", MASKS),
         ("recipe", RECIPES),
         ("budget", BUDGETS),
+        ("fit", FITS),
         ("command", OTHERS),
         ("distill", TAUGHT),
     )

@@ -1,0 +1,87 @@
+"""`compress fit`: a size or a loss that is asked for, met by the best recipe, with the proof beside it."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import compress
+from compress.cli.exit_codes import exits_cleanly, fail
+from compress.cli.option_groups import calibration_option, extent_options, ignore_option
+from compress.cli.options import (
+    begin,
+    device_option,
+    json_option,
+    overwrite_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
+from compress.system.terminal import visible
+
+if TYPE_CHECKING:
+    from compress.search.fit import FitResult
+
+
+@click.command(short_help="Meet a size or a loss with the best recipe, and show the proof.")
+@click.argument("model")
+@click.option("--size", metavar="SIZE", help="Bytes of all weight files, at most: 85MB, 1.5GiB.")
+@click.option(
+    "--bits", type=float, help="Bits per weight of the layers, at most, like 3.4. Embeddings stay as they are."
+)
+@click.option("--kl", type=float, help="KL to the original on held-out text, at most, in nats per token, like 0.05.")
+@click.option("--task-loss", metavar="SHARE", help="Rise of the loss on held-out text, at most, like 1%.")
+@click.option("--for", "engine", metavar="ENGINE", help="vllm or transformers: only schemes that it runs.")
+@click.option(
+    "--embeddings/--no-embeddings",
+    default=True,
+    show_default=True,
+    help="Without --for, let the token embedding be compressed, too. Only compress.load reads such a checkpoint.",
+)
+@click.option("--hours", type=float, help="The most that the work may take.  [default: as long as it takes]")
+@calibration_option(required=True)
+@click.option(
+    "--text",
+    metavar="TEXT",
+    help="Held-out text to measure on (32 windows).  [default: the last fifth of the calibration windows, which "
+    "calibration is then without]",
+)
+@extent_options
+@ignore_option
+@click.option("--output", required=True, metavar="OUT", help="The directory to write; proof and recipe are in OUT.fit.")
+@overwrite_option("Replace an existing or unfinished output, and files that other options name.")
+@trust_option
+@device_option
+@json_option
+@quiet_option
+@exits_cleanly
+def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+    """Find a scheme for each layer of MODEL and for its embedding that meets a target, run it, and measure what it cost
+    on text that nothing was fitted to, beside the original and beside the same bits for every layer.
+
+    \b
+    compress fit MODEL --size 85MB --calibration TEXT --output OUT
+    compress fit MODEL --bits 3.4 --for vllm --calibration TEXT --output OUT
+    compress fit MODEL --kl 0.05 --hours 0.5 --calibration TEXT --text TEXT --output OUT
+
+    Says first how long it will take. The same command goes on where it was stopped. A target that is missed is an exit
+    code of 1, and OUT is the nearest to it.
+    """
+    begin()
+    from compress.cli.progress import reporting
+
+    with reporting("fit", quiet) as reporter:
+        made = compress.fit(model, output=output, reporter=reporter, **options)
+    write_report(json_file, asdict(made.proof))
+    if not quiet and json_file != "-":
+        show(made)
+    if not made.proof.met:
+        fail(f"the target, {made.proof.target}, is missed; {output} is the nearest to it", 1)
+
+
+def show(made: "FitResult") -> None:
+    """Print the result in words, and where everything lies."""
+    from compress.search.fitting.proof import paragraph_of
+
+    click.echo(visible(paragraph_of(made.proof)))
+    click.echo(visible(f"{made.beside}: proof (fit.md), report.html, and recipe.yaml, which makes {made.output} again"))

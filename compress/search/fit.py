@@ -1,0 +1,185 @@
+"""`fit`: from a size or a loss that is asked for to a checkpoint, the recipe that makes it again, and the proof.
+
+    measure layers (Fisher-weighted losses) and the embedding -> choose -> quantize, evaluate -> correct, again
+    -> the uniform model of about as many bytes -> paired difference -> OUT
+
+    OUT                      the checkpoint
+    OUT.fit/recipe.yaml      for `compress quantize --recipe`
+    OUT.fit/fit.json, .md    target, front that was searched, choice, intervals, a paragraph in words
+    OUT.fit/report.html      all recipes that were run, beside each other (`search.sweep`)
+
+Layers are measured with GPTQ's sweep alone, which ranks schemes as its searches do and takes a fraction of their time;
+recipes are run with all of it. A run that was stopped goes on: measurements are cached, and finished recipes are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.api.engines import check_engine, engine_named, picked
+from compress.api.forecast.forecast import plan
+from compress.api.opened import found_model
+from compress.api.request import Data, Extent
+from compress.api.shown import calibration_data
+from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.pretrained import tokenizer_of
+from compress.checkpoint.write.directory import Directory, claimed
+from compress.data.text import load_tokens
+from compress.errors import InputError
+from compress.evaluation.document import Evaluation
+from compress.passes.embeddings import Embeddings
+from compress.passes.gptq import GPTQ
+from compress.passes.protocol.recipe import options_of
+from compress.search.candidate import BITS, Candidate
+from compress.search.fitting.choice import (
+    FitChoice,
+)
+from compress.search.fitting.deadline import Deadline
+from compress.search.fitting.proof import FitProof
+from compress.search.fitting.tables import possible_tables
+from compress.search.fitting.target import fit_target
+from compress.search.fitting.work import FitAsked, FitTexts, Fitting
+from compress.search.sensitivity import LEAST
+from compress.search.trial import MODEL
+from compress.system.comm import Comm
+from compress.system.progress import Reporter, Silent
+
+HELD_OUT = 32  # windows, at most
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of `fit`. output: the checkpoint; beside: the folder of proof and recipe."""
+
+    output: Path
+    beside: Path
+    choice: FitChoice
+    proof: FitProof
+    evaluation: Evaluation
+
+
+def fit(
+    model: str | Path,
+    *,
+    size: str | None = None,
+    bits: float | None = None,
+    kl: float | None = None,
+    task_loss: str | float | None = None,
+    calibration: str | Tensor,
+    output: str | Path,
+    text: str | Tensor | None = None,
+    engine: str | None = None,
+    embeddings: bool = True,
+    hours: float | None = None,
+    ignore: Sequence[str] = (),
+    samples: int | None = None,
+    length: int | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> FitResult:
+    """Find the recipe that meets a target, run it, and measure what it cost on text that nothing was fitted to.
+
+    One of: size, of all weight files, like 85MB; bits per weight of the layers, like 3.4; kl, nats per token;
+    task_loss, the share by which the loss on held-out text may rise, like 0.01 or 1%. A size or bits are met with the
+    least KL, a loss with the fewest bytes. calibration, ignore, samples, length, batch_size, device: as in `quantize`.
+    text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows, which is then
+    kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an engine, the token
+    embedding may be compressed, too, for a size or a loss; only `compress.load` reads such a checkpoint. hours: the
+    most that the work may take; the best recipe so far is what it leaves then.
+
+    Raises InputError before any work for what cannot be: no or several targets, a size below the smallest recipe, fewer
+    hours than one recipe takes.
+    """
+    target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
+    full = _schemes(engine)
+    data, extent = Data(calibration, samples, length, batch_size), Extent(ignore)
+    data.check()
+    extent.check()
+    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
+        assert place is not None
+        shared = {"device": device, "trust_remote_code": trust_remote_code}
+        asked = FitAsked(str(model), target, _texts(model, data, text, shared), ignore, batch_size, shared)
+        tables = possible_tables(str(model)) if embeddings and engine is None else []
+        _check_reach(asked, full, tables)
+        beside = place.output.with_name(f"{place.output.name}.fit")
+        made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place)
+        place.take_name(overwrite)
+    return made
+
+
+def _carried_out(work: Fitting, place: Directory) -> FitResult:
+    """Measure, search and prove; the checkpoint is left where it only needs its name."""
+    work.tell_time()
+    work.measure()
+    chosen = work.search()
+    proof = work.proof(chosen)
+    (work.beside / chosen / MODEL).rename(place.model)
+    work.leave(chosen, proof)
+    return FitResult(place.output, work.beside, work.choices[chosen], proof, work.runs[chosen])
+
+
+def _schemes(engine: str | None) -> list[Candidate]:
+    """Candidates as they are run, of the fewest bits first. Raises InputError for an engine that opens another form."""
+    schemes = [f"w{bits}a16" for bits in BITS]
+    options: dict[str, Any] = {}
+    if engine is not None:
+        if engine_named(engine).to is not None:
+            raise InputError(
+                f"--for {engine} opens another form than the checkpoint whose size is fitted; allowed: vllm, "
+                f"transformers (for {engine}: compress quantize --for {engine}, or allocate and export)"
+            )
+        schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
+        options, _ = picked(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])
+        del options["scheme"]
+    full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, **options),)) for s in schemes]
+    if engine is not None:
+        check_engine(engine, [p for each in full for p in each.passes])
+    return full
+
+
+def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
+    """Calibration data and held-out rows. Raises InputError for data that is not of tokens, or too little of it."""
+    found = found_model(model, shared["device"], shared["trust_remote_code"])
+    tokens = calibration_data(data, found, "fit").tokens
+    if tokens is None:
+        raise InputError("fit measures next tokens: give calibration text or token ids, not images or batches")
+    windows = (len(tokens.ids), tokens.ids.shape[1])
+    if text is not None:
+        read = partial(tokenizer_of, found.source)
+        most = min(HELD_OUT, len(text)) if isinstance(text, Tensor) else HELD_OUT
+        held = load_tokens(text, read, found.config, what="held-out", length=data.length, samples=most)
+        how = {"samples": data.samples, "length": data.length}
+        assert isinstance(data.calibration, str | Tensor)
+        return FitTexts(data.calibration, how, held.ids, held.source, windows)
+    if tokens.mask is not None:
+        raise InputError(f"{tokens.source} makes windows with padding, of which none are held out; give --text TEXT")
+    count = min(HELD_OUT, len(tokens.ids) // (LEAST + 1))
+    if count < 2:
+        raise InputError(
+            f"calibration has {len(tokens.ids)} windows, of which a fifth is held out: give {2 * (LEAST + 1)} or more, "
+            "or --text TEXT"
+        )
+    seen, rows = tokens.ids[:-count], tokens.ids[-count:]
+    return FitTexts(seen, {}, rows, f"{shown(tokens.source)}, held out", (len(seen), windows[1]))
+
+
+def _check_reach(asked: FitAsked, full: Sequence[Candidate], tables: Sequence[tuple[Embeddings, int]]) -> None:
+    """Raise InputError for a size or bits below those of the smallest recipe."""
+    budget = asked.target.budget
+    if budget is None:
+        return
+    passes = [*full[0].passes, *([] if budget.bytes is None or not tables else [tables[-1][0]])]
+    least = plan(asked.model, passes, ignore=asked.ignore)
+    if budget.bytes is not None and least.saving.after > budget.bytes:
+        raise InputError(f"size {budget}; the smallest recipe takes {least.saving.after:,} bytes: give that or more")
+    if budget.bits_per_weight is not None and (least.bits_per_weight or 0.0) > budget.bits_per_weight:
+        raise InputError(
+            f"bits {budget.bits_per_weight:g}; the smallest recipe has {least.bits_per_weight:.4g}: give that or more"
+        )

@@ -1,0 +1,1 @@
+"""The parts of `fit`: its target, the choice among recipes, time, and proof."""

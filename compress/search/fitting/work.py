@@ -1,0 +1,286 @@
+"""The work of `fit`: measures layers, runs recipes until one meets the target, and puts the proof together."""
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.files import write_json, write_whole
+from compress.checkpoint.ours import noted
+from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.sensitivity import Sensitivity
+from compress.errors import CompressError, InputError
+from compress.evaluation.document import Evaluation, Figure
+from compress.evaluation.evaluate import evaluate
+from compress.evaluation.report.runs import EVALUATION
+from compress.evaluation.stored_evaluation import read_evaluation
+from compress.passes.embeddings import Embeddings
+from compress.passes.gptq import GPTQ
+from compress.passes.protocol.recipe import describe, options_of
+from compress.search.budget import write_recipe
+from compress.search.candidate import Candidate
+from compress.search.fitting.choice import (
+    FitChoice,
+    TableOption,
+    below_kl,
+    best,
+    predicted_front,
+    uniform_beside,
+    with_options,
+    within_budget,
+)
+from compress.search.fitting.cost import cost_of_fit
+from compress.search.fitting.deadline import Deadline, Watched
+from compress.search.fitting.paired import compared
+from compress.search.fitting.proof import FitProof, FrontPoint, RunPoint, markdown_of
+from compress.search.fitting.tables import table_options
+from compress.search.fitting.target import FitTarget
+from compress.search.sensitivity import measure_sensitivity
+from compress.search.sweep import sweep
+from compress.search.trial import MODEL
+from compress.system.progress import Reporter, Silent
+
+ROUNDS = 4  # recipes that are run for a loss, at most
+CLOSE = 0.93  # of a limit: what is as near to it needs no other round
+FURTHEST = 8.0  # times by which one round changes the aim, at most
+RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
+# Options of GPTQ with which layers are measured.
+FAST = {"refit": 0, "sweeps": 0}
+
+
+@dataclass(frozen=True)
+class FitTexts:
+    """The data of `fit`. calibration: as `quantize` takes it, with `how`. rows: held-out token ids [windows, length],
+    of `source`. windows: (number, tokens) of the calibration data."""
+
+    calibration: str | Tensor
+    how: dict[str, Any]
+    rows: Tensor
+    source: str
+    windows: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FitAsked:
+    """The request to `fit`. shared: `device` and `trust_remote_code`."""
+
+    model: str
+    target: FitTarget
+    texts: FitTexts
+    ignore: Sequence[str]
+    batch_size: int
+    shared: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The model's, as a person calls it."""
+        return shown(find_source(self.model, self.shared["trust_remote_code"]).name)
+
+
+@dataclass
+class Fitting:
+    """The work of `fit`. runs: evaluations of recipes that were run; choices: those recipes, by name."""
+
+    asked: FitAsked
+    full: Sequence[Candidate]
+    possible: Sequence[tuple[Embeddings, int]]
+    beside: Path
+    watch: Deadline
+    reporter: Reporter
+    runs: dict[str, Evaluation] = field(default_factory=dict)
+    choices: dict[str, FitChoice] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    stopped: bool = False
+    tables: list[TableOption] = field(default_factory=list)
+    found: Sensitivity | None = None
+    seconds_of_run: float = 0.0
+
+    @property
+    def table(self) -> Sensitivity:
+        assert self.found is not None
+        return self.found
+
+    def note(self, words: str) -> None:
+        """Keep a remark and say it."""
+        self.notes.append(words)
+        self.reporter.note(words)
+
+    @property
+    def scored(self) -> list[Candidate]:
+        """Candidates as layers are measured with them."""
+        return [Candidate(c.name, tuple(replace(p, **dict[str, Any](FAST)) for p in c.passes)) for c in self.full]
+
+    def tell_time(self) -> None:
+        """Say how long it will take. Raises InputError where that is more than may be taken for one recipe."""
+        (p,) = self.full[len(self.full) // 2].passes
+        assert isinstance(p, GPTQ)
+        runs = 2 if self.asked.target.budget is not None else 3
+        texts = self.asked.texts
+        cost = cost_of_fit(self.asked.model, self.scored, p, self.asked.ignore, texts.windows, len(texts.rows))
+        if cost is None:
+            self.note("how long this takes is not known before, away from a CPU")
+            return
+        self.watch.check(cost.score + cost.run)
+        self.note(cost.said(runs))
+
+    def measure(self) -> None:
+        """Measure every layer under every scheme, and the embedding."""
+        texts, asked = self.asked.texts, self.asked
+        self.found = measure_sensitivity(
+            asked.model,
+            self.scored,
+            calibration=texts.calibration,
+            text=texts.rows,
+            score="fisher",
+            run_once=False,
+            ignore=asked.ignore,
+            batch_size=asked.batch_size,
+            reporter=self.reporter,
+            **texts.how,
+            **asked.shared,
+        ).table
+        usual = {name: options_of(GPTQ)[name].default for name in FAST}
+        self.found = replace(self.found, candidates=with_options(self.found.candidates, usual))
+        self.tables = table_options(asked.model, texts.rows, self.possible, self.reporter, **asked.shared)
+
+    def search(self) -> str:
+        """Choose and run recipes; the name of the best."""
+        target = self.asked.target
+        if target.budget is None:
+            return self._below(target)
+        choice = within_budget(self.table, self.tables, target.budget)
+        if choice is None:
+            raise InputError(f"target {target}; no recipe of these layers is as small: give more")
+        return self.run(choice)
+
+    def _below(self, target: FitTarget) -> str:
+        """The recipe of the fewest bytes that is measured to be within a loss; the nearest, where none is."""
+        aim = target.limit
+        if target.task_loss is not None:
+            loss = evaluate(self.asked.model, text=self.asked.texts.rows, **self.asked.shared).perplexity
+            assert loss is not None
+            aim *= math.log(loss)  # a rise of the loss is about the KL
+        for _ in range(ROUNDS):
+            choice = below_kl(self.table, self.tables, aim) or best(self.table, self.tables)
+            if choice in self.choices.values():
+                break
+            if self.runs and not self.watch.allows(self.seconds_of_run):
+                self.stopped = True
+                break
+            name = self.run(choice)
+            if name not in self.runs:
+                break
+            value, error = target.measured(self.runs[name])
+            goal = max(target.limit - error, target.limit / 2)
+            self.reporter.note(f"{name}: {choice.bytes:,} bytes, {value:.4g} ± {error:.2g}, and {target} is asked for")
+            if CLOSE * goal <= value <= goal:
+                break
+            factor = goal / max(value, goal / FURTHEST)
+            aim = choice.predicted_kl * max(factor, 1 / FURTHEST)
+        met = [name for name, found in self.runs.items() if target.is_met(found)]
+        if met:
+            return min(met, key=lambda name: self.choices[name].bytes)
+        return min(self.runs, key=lambda name: target.measured(self.runs[name])[0])
+
+    def run(self, choice: FitChoice, name: str | None = None) -> str:
+        """Run a recipe and evaluate it, unless the time is up before it is done; its name."""
+        name = name or f"fit-{1 + sum(each.startswith('fit-') for each in self.runs)}"
+        began = time.monotonic()
+        watched = Watched(self.reporter, self.watch) if self.runs else self.reporter
+        (row,) = self._sweep({name: choice}, watched).rows
+        self.seconds_of_run = max(self.seconds_of_run, time.monotonic() - began)
+        if row.problem is None:
+            self.runs[name] = read_evaluation(self.beside / name / EVALUATION)
+            self.choices[name] = choice
+        elif self.runs and self.watch.is_over:
+            self.stopped = True
+        else:
+            raise CompressError(f"{name}: {row.problem}")
+        return name
+
+    def _sweep(self, choices: dict[str, FitChoice], reporter: Reporter) -> Any:
+        texts = self.asked.texts
+        return sweep(
+            self.asked.model,
+            {name: choice.passes for name, choice in choices.items()},
+            text=texts.rows,
+            calibration=texts.calibration,
+            output=self.beside,
+            batch_size=self.asked.batch_size,
+            reporter=reporter,
+            **texts.how,
+            **self.asked.shared,
+        )
+
+    def proof(self, name: str) -> FitProof:
+        """Compare a recipe with the uniform one, and put the proof together."""
+        chosen, asked = self.choices[name], self.asked
+        other, difference = uniform_beside(self.table, chosen), None
+        if other is None:
+            self.note("the choice gives all layers the same bits, so that there is no uniform model beside it")
+        elif not self.watch.allows(self.seconds_of_run):
+            self.note(f"no time was left to run {other[0]} beside it")
+        else:
+            self.run(other[1], other[0])
+            if other[0] in self.runs:
+                one, two = (self.beside / each / MODEL for each in (name, other[0]))
+                difference = compared(asked.model, one, two, asked.texts.rows, asked.shared["trust_remote_code"])
+        self._sweep(self.choices, Silent())  # one report on all
+        met = asked.target.is_met(self.runs[name]) if asked.target.budget is None else self._fits(name)
+        original = self.runs[name].reference_size
+        assert original is not None
+        return FitProof(
+            asked.name,
+            str(asked.target),
+            met,
+            self.stopped,
+            asked.texts.source,
+            len(asked.texts.rows),
+            original.bytes,
+            [_front_point(each) for each in predicted_front(self.table, self.tables)],
+            [_run_point(each, found) for each, found in self.runs.items()],
+            name,
+            None if difference is None or other is None else other[0],
+            difference,
+            self.watch.seconds,
+            self.notes,
+        )
+
+    def _fits(self, name: str) -> bool:
+        budget, found = self.asked.target.budget, self.runs[name]
+        assert budget is not None
+        assert found.bytes is not None
+        if budget.bytes is not None:
+            return found.bytes <= budget.bytes
+        assert budget.bits_per_weight is not None
+        return (found.bits_per_weight or math.inf) <= budget.bits_per_weight * (1 + 1e-9)
+
+    def leave(self, chosen: str, proof: FitProof) -> None:
+        """Write recipe and proof, and remove the other checkpoints."""
+        choice = self.choices[chosen]
+        steps = [*choice.allocation.recipe["passes"], *describe(choice.table.passes)["passes"]]
+        about = f"{proof.model}: {proof.target}, {choice.bytes:,} bytes"
+        write_recipe(self.beside / RECIPE, replace(choice.allocation, recipe={"passes": steps}), about)
+        write_json(self.beside / PROOF, asdict(proof))
+        write_whole(self.beside / PAGE, noted(markdown_of(proof)))
+        for name in self.runs:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.beside / name / MODEL)
+
+
+def _front_point(choice: FitChoice) -> FrontPoint:
+    return FrontPoint(choice.bytes, choice.allocation.bits_per_weight, choice.table.name, choice.predicted_kl)
+
+
+def _run_point(name: str, found: Evaluation) -> RunPoint:
+    (text,) = found.texts
+    kept: dict[str, Figure] = {n: text.figures[n] for n in ("kl_mean", "perplexity_ratio", "same_top")}
+    assert found.bytes is not None
+    return RunPoint(name, found.bytes, found.bits_per_weight or 0.0, kept)

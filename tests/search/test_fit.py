@@ -1,0 +1,214 @@
+"""`fit`: its choices against all others, its corrections, its clock, its words, and whole runs on small models."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import command, make_llama, save
+from models import strong, tokens
+
+import compress
+from compress.checkpoint.sensitivity import Sensitivity, Tried, Unit
+from compress.errors import InputError
+from compress.evaluation.document import Figure
+from compress.passes.protocol.recipe import load_recipe
+from compress.search.budget import Budget
+from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_options, within_budget
+from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
+from compress.search.fitting.paired import kl_of_windows, paired_difference
+from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
+from compress.search.fitting.target import fit_target
+from compress.system.progress import Silent
+
+WEIGHTS = 1000
+SCORES = [(0.4, 0.1, 0.02), (0.05, 0.01, 0.001), (0.2, 0.04, 0.03)]
+TABLES = [
+    TableOption("as it is", (), 0, 0.0),
+    TableOption("w8a16", (compress.Embeddings(scheme="w8a16"),), 700, 0.004),
+    TableOption("w4a16", (compress.Embeddings(scheme="w4a16"),), 1050, 0.09),
+]
+
+
+def table() -> Sensitivity:
+    """Units whose candidates w2, w3, w4 have these Fisher-weighted losses, which predict the KL as they are."""
+    units = []
+    for i, of_unit in enumerate(SCORES):
+        tried = {
+            f"w{bits}": Tried(1.0, 1.0, WEIGHTS * bits // 8, 10, fisher=score) for bits, score in enumerate(of_unit, 2)
+        }
+        units.append(Unit(f"blocks.{i}.q", f"blocks.{i}", "q", [f"blocks.{i}.q"], WEIGHTS, tried))
+    candidates = {f"w{bits}": [{"gptq": {"scheme": f"w{bits}a16", "refit": 0}}] for bits in (2, 3, 4)}
+    uniform = {f"w{bits}": math.fsum(s[i] for s in SCORES) for i, bits in enumerate((2, 3, 4))}
+    return Sensitivity({}, {}, None, candidates, units, uniform, other_bytes=1500)
+
+
+def everything() -> list[tuple[int, float]]:
+    """(Bytes, KL) of all recipes, in loops that share nothing with the choice."""
+    found = []
+    for option in TABLES:
+        for taken in itertools.product(range(3), repeat=3):
+            size = 1500 - option.saved + sum(WEIGHTS * (i + 2) // 8 + 10 for i in taken)
+            found.append((size, option.kl + math.fsum(s[i] for s, i in zip(SCORES, taken, strict=True))))
+    return found
+
+
+def test_nothing_of_that_size_has_a_lower_kl_and_nothing_of_that_kl_fewer_bytes():
+    for size in (1240, 1500, 1800, 2200, 2900):
+        made = within_budget(table(), TABLES, Budget(bytes=size))
+        assert made.bytes <= size
+        assert made.predicted_kl == pytest.approx(min(kl for b, kl in everything() if b <= size))
+    for most in (0.06, 0.1, 0.2, 0.5):
+        made = below_kl(table(), TABLES, most)
+        assert made.predicted_kl <= most * (1 + 1e-9)
+        assert made.bytes == min(b for b, kl in everything() if kl <= most)
+    assert within_budget(table(), TABLES, Budget(bytes=1000)) is None
+    assert below_kl(table(), TABLES, 0.01) is None
+
+
+def test_bits_are_of_layers_so_that_the_embedding_stays():
+    made = within_budget(table(), TABLES, Budget(bits_per_weight=3))
+    assert made.table is TABLES[0]
+    assert made.allocation.bits_per_weight <= 3
+    smaller = within_budget(table(), TABLES, Budget(bytes=1700))
+    assert smaller.table is not TABLES[0]
+    assert smaller.passes[-1] is smaller.table.passes[0]
+
+
+def test_the_front_goes_down_and_begins_with_the_smallest_recipe():
+    front = predicted_front(table(), TABLES)
+    assert front[0].bytes == min(b for b, _ in everything())
+    kls = [each.predicted_kl for each in front]
+    assert kls == sorted(kls, reverse=True)
+    assert len(kls) > 4
+
+
+def test_recipes_are_run_with_other_options_than_layers_are_measured_with():
+    found = with_options(table().candidates, {"refit": 2, "sweeps": 2})
+    assert found["w3"] == [{"gptq": {"scheme": "w3a16", "refit": 2, "sweeps": 2}}]
+
+
+def evaluation(kl: Figure, ratio: Figure, perplexity: float = math.e**2) -> compress.Evaluation:
+    """What a target reads of an evaluation."""
+    model = strong()
+    found = compress.evaluate(model, reference=model, text=tokens(2, 16))
+    figures = {"kl_mean": kl, "log_perplexity_ratio": ratio, "reference_perplexity": Figure(perplexity)}
+    return replace(found, texts=[replace(found.texts[0], figures=figures)])
+
+
+def test_a_loss_is_met_within_its_error():
+    found = evaluation(Figure(0.04, 0.008), Figure(0.02, 0.001))
+    assert fit_target(kl=0.05).is_met(found)
+    assert not fit_target(kl=0.047).is_met(found)
+    assert fit_target(task_loss="1%").measured(found) == pytest.approx((0.01, 0.0005))  # of a loss of 2
+    assert [fit_target(task_loss=share).is_met(found) for share in (0.0106, 0.0104)] == [True, False]
+
+
+def test_the_clock_ends_work_between_steps_and_lets_nothing_begin_that_takes_too_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    watch = Deadline(0.01)  # 36 s
+    watched = Watched(Silent(), watch)
+    assert watch.allows(30)
+    assert not watch.allows(35)  # which may take a tenth more
+    watched.step(1, 2, "a block")
+    watched.note("a remark")
+    now[0] = 36.5
+    with pytest.raises(OutOfTimeError, match="time is up"):
+        watched.step(2, 2, "a block")
+    assert (watch.is_over, Deadline(None).is_over) == (True, False)
+    with pytest.raises(InputError, match=r"hours 0\.01; .* take about 0\.028 here"):
+        watch.check(100)
+
+
+def test_a_difference_is_paired_by_windows():
+    generator = torch.Generator().manual_seed(0)
+    common = torch.rand(40, generator=generator, dtype=torch.float64) * 10
+    first, second = common + 0.1 + 0.01 * torch.rand(40, generator=generator, dtype=torch.float64), common
+    figure = paired_difference(first.tolist(), second.tolist())
+    assert figure.value == pytest.approx(0.105, abs=0.003)
+    assert figure.error < 0.001  # not that of windows which differ by 10
+    rows, model = tokens(3, 16), strong()
+    other = compress.quantize(strong(), compress.RTN(scheme="w3a16", group_size=16)).model
+    found = kl_of_windows(model, other, rows)
+    whole = compress.evaluate(other, reference=model, text=rows).kl_mean
+    assert sum(found) / 3 == pytest.approx(whole, rel=1e-3)
+
+
+def proof(met: bool, difference: Figure | None) -> FitProof:
+    figures = {"kl_mean": Figure(0.05, 0.01), "perplexity_ratio": Figure(1.02, 0.005)}
+    runs = [RunPoint("fit-1", 500, 3.4, figures), RunPoint("uniform-w3", 490, 3.1, figures)]
+    of = ("model", "1,000 bytes", met, False, "a text", 12, 2000, [], runs, "fit-1")
+    return FitProof(*of, None if difference is None else "uniform-w3", difference, 1.0)
+
+
+def test_the_words_say_what_the_figures_do():
+    words = paragraph_of(proof(True, Figure(-0.02, 0.001)))
+    assert "25% of the original's 2,000" in words
+    assert "is met" in words
+    assert "closer to the original: the difference of KL is -0.02 (-0.02196 to -0.01804)" in words
+    assert "farther from" in paragraph_of(proof(True, Figure(0.02, 0.001)))
+    assert "no different" in paragraph_of(proof(True, Figure(0.001, 0.001)))
+    assert "MISSED" in paragraph_of(proof(False, None))
+    assert "| uniform-w3 | 490 | 3.1 | 0.05 (0.0304 to 0.0696) |" in markdown_of(proof(True, None))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
+    torch.save(tokens(40, 24), tmp_path / "text.pt")
+    monkeypatch.chdir(tmp_path)
+    return save(make_llama(), tmp_path / "model")
+
+
+def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
+    original = (model / "model.safetensors").stat().st_size
+    words = ["fit", model, "--size", f"{original // 5}B", "--calibration", "text.pt", "--output", "OUT"]
+    made = command(*words, "--json", "fit.json", "--hours", 1)
+    assert made.code == 0, made.err
+    assert "to measure layers" in made.err
+    found = json.loads((tmp_path / "fit.json").read_text())
+    size = sum(path.stat().st_size for path in (tmp_path / "OUT").glob("*.safetensors"))
+    chosen = next(run for run in found["runs"] if run["name"] == found["chosen"])
+    assert chosen["bytes"] == size <= original // 5
+    assert found["met"]
+    assert found["windows"] == 8  # a fifth, that calibration is without
+    assert found["difference"]["value"] is not None
+    assert found["uniform"].startswith("uniform-w")
+    assert {path.name for path in (tmp_path / "OUT.fit").iterdir()} >= {"fit.md", "recipe.yaml", "report.html"}
+    assert not list((tmp_path / "OUT.fit").glob("*/model"))
+    again = compress.quantize(
+        str(model), load_recipe(tmp_path / "OUT.fit" / "recipe.yaml"), calibration=tokens(40, 24)[:-8], output="AGAIN"
+    )
+    one, other = (compress.load(path, dequantize=True).state_dict() for path in ("OUT", again.output))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(model):
+    words = [
+        "fit",
+        model,
+        "--calibration",
+        "text.pt",
+        "--output",
+        "OUT",
+        "--overwrite",
+        "--json",
+        "-",
+        "--no-embeddings",
+    ]
+    made = command(*words, "--kl", "0.002")
+    found = made.json()
+    assert made.code == 0, made.err
+    assert found["met"]
+    fitted = [run for run in found["runs"] if run["name"].startswith("fit")]
+    kl = next(run["figures"]["kl_mean"] for run in fitted if run["name"] == found["chosen"])
+    assert kl["value"] + kl["error"] <= 0.002
+    missed = command(*words, "--kl", "1e-9")
+    assert missed.code == 1
+    assert "the target, KL 1e-09, is missed" in missed.err
+    assert not missed.json()["met"]
+    assert Path("OUT/compress.json").exists()
