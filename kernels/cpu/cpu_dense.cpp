@@ -5,6 +5,9 @@
 //   out[:, block] = x panel + bias          in the type of x; values of the weight are rounded to it
 //   sums[:, block] = codes rows^T           in int32, exact, then scaled as `int8_activation` does, bit for bit
 //
+// Inputs that are rounded to int8 beside words or strips become their values, rounded to bfloat16, and are multiplied like
+// others.
+//
 // The number of tokens from which this is faster than the loops is measured once for each kind of product (dense.py):
 // `dense` looks it up, and asks for what it does not know.
 
@@ -132,6 +135,24 @@ void finish_rows(const Arguments& a, const int32_t* sums, int64_t m, int64_t n0,
   }
 }
 
+bool multiply_rounded(const Arguments& given) {
+  Arguments a = given;
+  a.x_type = BF16;
+  const int64_t width = a.input_group > 0 ? a.input_group : a.K, scales = (a.K + width - 1) / width;
+  const Memory<uint16_t> x = allocate<uint16_t>(a.M * a.K);
+  const Memory<int8_t> codes = allocate<int8_t>(a.threads * a.K);
+  const Memory<float> scale = allocate<float>(a.threads * scales);
+  in_parallel(a.M, a.threads, [&](int64_t m, int thread) {
+    int8_t* own = &codes[thread * a.K];
+    float* of_token = &scale[thread * scales];
+    int32_t zero;
+    quantize(given, m, own, of_token, &zero);
+    for (int64_t k = 0; k < a.K; ++k) x[m * a.K + k] = to_bf16(own[k] * of_token[k / width]);
+  });
+  a.x = x.get();
+  return multiply_exact(a);
+}
+
 bool multiply_rows_of_int8(const Arguments& a) {
   const int64_t width = block_rows(a, a.K);
   const Memory<int8_t> codes = allocate<int8_t>(a.M * a.K);
@@ -155,7 +176,7 @@ uint64_t kind_of(const Arguments& a, int32_t operation) {
   const auto order = [](int64_t v) { return v <= 0 ? 0 : 64 - __builtin_clzll(v); };  // of magnitude
   uint64_t found = 0;
   const auto add = [&](uint64_t v, int bits) { found = found << bits | (v & ((1u << bits) - 1)); };
-  add(operation, 2), add(a.strips, 1), add(a.planar, 1), add(a.bits, 5), add(a.x_type, 2), add(a.scale_type, 2);
+  add(operation, 2), add(a.input_group > 0, 1), add(a.strips, 1), add(a.planar, 1), add(a.bits, 5), add(a.x_type, 2), add(a.scale_type, 2);
   add(a.value_type, 2), add(a.zero != nullptr, 1), add(a.row_start != nullptr, 1), add(a.levels != nullptr, 1);
   add(a.table != nullptr, 1), add(order(a.group), 5), add(order(a.N), 5), add(order(a.K), 5), add(a.threads, 10);
   return found;
@@ -163,8 +184,9 @@ uint64_t kind_of(const Arguments& a, int32_t operation) {
 
 bool takes(const Arguments& a, int32_t operation) {
   if (a.M <= FEW_TOKENS || a.N * a.K < FEW_WEIGHTS) return false;
+  if (operation != ROUNDED) return true;
   // Without dot products of bytes, torch's integers saturate.
-  return operation != ROUNDED || (VNNI && !a.planar && !a.strips);
+  return a.planar || a.strips ? a.x_type == BF16 : VNNI;
 }
 
 }  // namespace
@@ -172,7 +194,9 @@ bool takes(const Arguments& a, int32_t operation) {
 // Whatever number of tokens there are; the caller has seen that `takes` them.
 extern "C" int32_t dense_product(const Arguments* a, int32_t operation) {
   try {
-    return (operation == ROUNDED ? multiply_rows_of_int8(*a) : multiply_exact(*a)) ? DONE : NO_MEMORY;
+    const bool words = a->planar || a->strips;
+    const auto multiply = operation != ROUNDED ? multiply_exact : words ? multiply_rounded : multiply_rows_of_int8;
+    return multiply(*a) ? DONE : NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
   }

@@ -1,8 +1,8 @@
 """Products of many tokens by dense blocks (`cpu_dense.cpp`), and when they are taken.
 
 A block of rows is unpacked into a panel in the cache, and torch multiplies by it: with AMX where the processor has it,
-and with whatever else torch has. Values of the weight are rounded to the dtype of x on the way; rows of int8 are
-multiplied as integers, exactly.
+and with whatever else torch has. Values of the weight are rounded to the dtype of x on the way, and so are inputs that
+were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers, exactly.
 
 From how many tokens on this is faster than the loops is measured, not guessed: at the first product of more than
 FEW_TOKENS of its kind, for some tenths of a second, once for a machine (`crossings`). A kind is an operation, a dtype,
@@ -169,8 +169,8 @@ def told() -> list[str]:
 def taken_from(operation: Operation, N: int, K: int, bits: int, dtype: torch.dtype) -> int | None:
     """Tokens from which such products are computed by dense blocks, NEVER where they are not; None where the first
     product of more than FEW_TOKENS is going to measure it."""
-    rounded = operation in ("int8_activation", "int8_strips", "sparse_rows")
-    if rounded or N * K < FEW_WEIGHTS or dtype not in TYPES or why_not():
+    rounded = operation in ("int8_activation", "int8_strips") and dtype != torch.bfloat16
+    if rounded or operation == "sparse_rows" or N * K < FEW_WEIGHTS or dtype not in TYPES or why_not():
         return NEVER
     forced = setting()
     return known().get(kind(operation, N, K, bits, dtype)) if forced is None else max(forced, FEW_TOKENS + 1)
@@ -182,7 +182,7 @@ def operation_of(filled: Arguments, loop: str) -> Operation:
     if loop == "sparse24":
         return "sparse24"
     if loop == "int8_activation":
-        return "w8a8"
+        return "int8_strips" if filled.strips else "int8_activation" if filled.planar else "w8a8"
     if not filled.strips:
         return "weight_only"
     if filled.levels:

@@ -140,6 +140,25 @@ def test_two_of_four(blocks, K, group, kind, dtype):
         assert good(cpu_gemm.strips24(x, laid, bias), x, values, bias), N
 
 
+@every("input_group", [-1, 128])
+@every("bits", [4, 8])
+@every(("K", "group"), GROUPS)
+def test_inputs_rounded_to_int8(blocks, K, group, bits, input_group):
+    for N, symmetric, M in ((16, True, 9), (80, False, 17)):
+        weight, values = planar_of(N, K, bits, group, symmetric, torch.bfloat16)
+        x, bias = inputs(M, K, N, torch.bfloat16)
+        codes, scale_MB = reference.quantize_token_blocks(x, input_group)
+        given = codes.double() * scale_MB.double().repeat_interleave(K if input_group == -1 else input_group, 1)[:, :K]
+        truth = given @ values.t() + bias.double()
+        # Weights and inputs are rounded to bfloat16.
+        allowed = reference.tolerance(given, values, truth, x.dtype)
+        allowed += 2**0.5 * reference.weight_rounding(given, values, x.dtype)
+        found = [cpu_gemm.int8_activation(x, weight, bias, input_group)]
+        found += [cpu_gemm.strips(x, pack_strips(weight, K), bias, input_group)] if bits == 4 else []
+        for out in found:
+            assert ((out.double() - truth).abs() <= allowed).all(), (N, symmetric)
+
+
 @every(("static", "symmetric", "dtype"), pairs([True, False], [True, False], DTYPES))
 def test_rows_of_int8_are_the_reference_bit_for_bit(blocks, static, symmetric, dtype):
     for N, K, M in ((1, 50, 1), (48, 96, 9), (100, 640, 17)):
