@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import reference
+from compress.kernels.cpu import direct
 from compress.kernels.layouts import words as pack
 from compress.kernels.measure.benchmark import CACHE_BYTES, MAX_COPIES
 from compress.kernels.measure.timing import Call, time_cpu
@@ -58,6 +59,8 @@ def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tu
 
     def copy() -> Callable[[Tensor], Tensor]:
         laid = strips.lay_in_strips(planar, K, int8_input)
+        if laid is not None and not direct.why_not():  # as a loaded layer calls it
+            return lambda x: direct.linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
         if laid is not None:
             return lambda x: strips.strips_linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
         own = planar._replace(words=planar.words.clone())
