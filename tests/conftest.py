@@ -17,6 +17,7 @@ os.environ["COMPRESS_CPU_DENSE_FROM"] = "never"
 import pytest
 import torch
 from commands import VOCABULARY, Desk, in_this_process, make_llama, save
+from emulated import TARGETS, emulated
 from places import SHARED
 
 import compress
@@ -119,3 +120,17 @@ def real_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"needs the real models and texts of {SHARED}, which are not here")
     return SHARED
+
+
+@pytest.fixture(params=["native", *TARGETS])
+def trellis_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loops over trellises of this machine, or in an emulator of ARM."""
+    if request.param == "native":
+        yield
+        return
+    from compress.kernels.cpu import build
+
+    with emulated(request.param, "trellis") as library:
+        monkeypatch.setattr(build, "library", lambda name: library)
+        monkeypatch.setattr(build, "why_not", lambda name: ())
+        yield

@@ -31,7 +31,7 @@ def facts(found: Examination) -> Iterator[str]:
         chip = said["processor"]
         has = ", ".join(chip["instructions"]) or "no vector instructions that we know"
         yield f"processor: {chip['name']}, {chip['system']}, {chip['cores']} cores; {has}"
-        yield f"kernels: {counted(said['kernels']['libraries'])}; " + (
+        yield f"kernels for {said['kernels']['target']}: {counted(said['kernels']['libraries'])}; " + (
             f"compiler: {', '.join(said['kernels']['compilers']) or 'none'}"
         )
         devices = said["gpu"]["devices"]

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,12 @@ def give_back() -> None:
 def anonymous_bytes(process: int | None = None) -> int | None:
     """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
     return _entry(Path(f"/proc/{'self' if process is None else process}/status"), "RssAnon")
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had, of any kind."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_bytes(device: "torch.device") -> int | None:

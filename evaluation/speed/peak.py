@@ -8,7 +8,6 @@ On a CPU it is the most that the process ever held, libraries included; on a GPU
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,7 @@ import torch
 from compress.checkpoint.read.source import find_source
 from compress.errors import CompressError, InputError
 from compress.runtime.load.loading import load
+from compress.system import memory
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW = 128, 8
@@ -49,8 +49,7 @@ def _most(device: torch.device) -> int:
     if STATUS.exists():  # of this program alone: getrusage also counts its parent's memory at the start
         lines = STATUS.read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory.peak_bytes()
 
 
 def main(model: str, where: str, trusted: bool) -> None:

@@ -30,12 +30,13 @@ Operation = Literal[
 Loop = Literal["weight_only", "int8_activation", "sparse_rows", "sparse24"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-PAIRS = b"avx512-bf16"  # in the library's instructions where it multiplies pairs of bfloat16
-# Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
+PAIRS = (b"avx512-bf16", b"neon-i8mm")  # instructions of libraries that multiply pairs of bfloat16
+# Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2; not measured on ARM, whose
+# registers hold as much as AVX2's.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
 ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64, "table_strips": 8}
 ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse24", "sparse_rows"), sys.maxsize)
-ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
+ROWS_UP_TO_NARROW: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # Products of so many tokens, or by weights of so few numbers, are always left to the loops, never to dense blocks.
 FEW_TOKENS, FEW_WEIGHTS = 8, 2**18
 POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
@@ -69,18 +70,18 @@ def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
     """The product of x, of this dtype, with a weight in strips, of a table or not."""
     if int8_input:
         return "int8_strips"
-    pairs = dtype == torch.bfloat16 and not cpu.why_not() and cpu.library().instructions() == PAIRS
+    pairs = dtype == torch.bfloat16 and not cpu.why_not() and cpu.library().instructions() in PAIRS
     return "pair_strips" if pairs else "strips"
 
 
 @cache
 def _narrow(library: ctypes.CDLL) -> bool:
-    return bool(library.instructions().startswith(b"avx2"))
+    return not library.instructions().startswith(b"avx512")
 
 
 def rows_up_to(operation: Operation, library: ctypes.CDLL) -> int:
     """Tokens up to which a library's loop over rows is the faster one."""
-    return (ROWS_UP_TO_AVX2 if _narrow(library) else ROWS_UP_TO)[operation]
+    return (ROWS_UP_TO_NARROW if _narrow(library) else ROWS_UP_TO)[operation]
 
 
 def by_rows(operation: Operation, M: int) -> bool:

@@ -11,8 +11,9 @@ these changes.
 
     COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built;
                                compile: build what a wheel brought compiled, too (`prebuilt.py`)
-    COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; avx2-vnni: and dot products of bytes
-                               beside it; otherwise native, for this one
+    COMPRESS_CPU=NAME          build for a processor that has no more than AVX2 (avx2), AVX2 and dot products of bytes
+                               (avx2-vnni), or on ARM NEON (neon), dot products of bytes (neon-dotprod), products of
+                               tiles of bytes and pairs of bfloat16 (neon-i8mm); otherwise native, for this one
     COMPRESS_CACHE_DIR         where the folder lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
     CXX                        the compiler that is tried first
 """
@@ -20,7 +21,6 @@ these changes.
 import ctypes
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import time
@@ -32,10 +32,11 @@ from pathlib import Path
 
 import torch
 
-from compress.errors import CompressError, InputError
-from compress.kernels.cpu import compiled_libraries, prebuilt
+from compress.errors import CompressError
+from compress.kernels.cpu import compiled_libraries, prebuilt, processor
 from compress.kernels.cpu.compiling import CompileError, jobs, run_all
-from compress.kernels.cpu.libraries import LIBRARIES, LINKED_TO_TORCH, sources, units
+from compress.kernels.cpu.libraries import LIBRARIES, LINKED_TO_TORCH, OF_LINUX, sources, units
+from compress.kernels.cpu.processor import cpu_flags, target
 from compress.kernels.notes import note_once
 from compress.kernels.private import candidates, make_private, why_not_private
 
@@ -44,10 +45,7 @@ NO_COMPILER = f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found"
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
-TARGETS = {"native": ("-march=native",), "avx2": AVX2, "avx2-vnni": (*AVX2, "-mavxvnni")}
-NEEDED = ("avx2", "fma", "f16c")
-VNNI = "avx_vnni"
+OPENMP = "-fopenmp"
 PAIRS = (frozenset({"avx512_bf16"}), frozenset({"bf16", "i8mm"}))  # of processors that multiply pairs of bfloat16
 PRIVATE_FOLDER = "kernels"
 STILL_COMPILING_SECONDS = 60.0
@@ -68,7 +66,7 @@ def library(name: str = "gemm") -> ctypes.CDLL:
 
 @cache
 def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
-    reasons = machine_reasons()
+    reasons = machine_reasons() or _elsewhere(name)
     if reasons:
         return None, reasons
     came = prebuilt.load(name, target(), cpu_flags())
@@ -90,8 +88,8 @@ def build_all(names: Iterable[str]) -> None:
 
 def names_here() -> list[str]:
     """The libraries of use to this processor, and to COMPRESS_CPU."""
-    pairs = target() == "native" and any(flags <= cpu_flags() for flags in PAIRS)
-    return [name for name, made in LIBRARIES.items() if pairs or not made.pairs]
+    pairs = target() in (processor.NATIVE, processor.MOST_OF_ARM) and any(flags <= cpu_flags() for flags in PAIRS)
+    return [name for name, made in LIBRARIES.items() if (pairs or not made.pairs) and not _elsewhere(name)]
 
 
 def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
@@ -152,38 +150,26 @@ def raise_for(outcome: int, no_memory: str) -> None:
     raise CompressError(f"kernels that cannot be compiled: {', '.join(said)} ({without})")
 
 
-def target() -> str:
-    """The value of COMPRESS_CPU, `native` where it is not set. Raises InputError for one that is not allowed."""
-    asked = os.environ.get("COMPRESS_CPU") or "native"
-    if asked not in TARGETS:
-        raise InputError(f"COMPRESS_CPU={asked}; allowed: {', '.join(TARGETS)}, or leave it out for native")
-    return asked
-
-
 def flags_for(name: str) -> tuple[str, ...]:
-    """The compiler flags for a name of `TARGETS`."""
-    return (*FLAGS, *TARGETS[name])
+    """The compiler's flags for a target (`processor.targets`). Where clang comes without OpenMP, on macOS, loops have
+    threads of their own (cpu_threads.h)."""
+    return (*(flag for flag in FLAGS if flag != OPENMP or not on_macos()), *processor.flags_of(name))
+
+
+def on_macos() -> bool:
+    """True on macOS."""
+    return processor.machine()[0] == "Darwin"
 
 
 def machine_reasons() -> tuple[str, ...]:
     """Reasons against building on this machine that need no compiler to find; empty when there are none."""
     if os.environ.get("COMPRESS_CPU_KERNELS") == "0":
         return ("COMPRESS_CPU_KERNELS=0 turns the compiled CPU kernels off",)
-    system, machine = platform.system(), platform.machine()
-    if (system, machine) != ("Linux", "x86_64"):
-        return (f"the CPU kernels are written for Linux on x86_64; this is {system} on {machine}",)
-    needed = (*NEEDED, VNNI) if target() == "avx2-vnni" else NEEDED
-    missing = [flag for flag in needed if flag not in cpu_flags()]
-    return (f"the CPU has no {', '.join(missing)}",) if missing else ()
+    return processor.why_not()
 
 
-def cpu_flags() -> frozenset[str]:
-    """The processor's feature flags, as Linux names them; empty where it names none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+def _elsewhere(name: str) -> tuple[str, ...]:
+    return (f"{LIBRARIES[name].about}: only on Linux",) if name in OF_LINUX and on_macos() else ()
 
 
 def compilers() -> list[list[str]]:
@@ -212,8 +198,9 @@ def torch_of(name: str) -> list[str]:
     home = Path(torch.__file__).parent
     if name not in LINKED_TO_TORCH:
         return []
-    linked = [str(home / "lib" / f"lib{library}.so") for library in LINKED_TO_TORCH[name]]
-    return [f"-I{home / 'include'}", *linked, f'-DTORCH="{torch.__version__}"']
+    ending, found = ("dylib", (f"-Wl,-rpath,{home / 'lib'}",)) if on_macos() else ("so", ())
+    linked = [str(home / "lib" / f"lib{library}.{ending}") for library in LINKED_TO_TORCH[name]]
+    return [f"-I{home / 'include'}", *linked, *found, f'-DTORCH="{torch.__version__}"']
 
 
 def build_and_load(

@@ -159,8 +159,8 @@ def _call(
         if tensor is not None:
             assert tensor.is_contiguous(), name
             setattr(filled, name, tensor.data_ptr())
-    groups = (ctypes.c_int32 * count)(*held.group_of[part])
-    filled.group = ctypes.addressof(groups)
+    groups = torch.tensor(held.group_of[part], dtype=torch.int32)
+    filled.group = groups.data_ptr()
     getattr(build.library("columns"), loop)(ctypes.byref(filled))
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from compress.kernels.cpu.processor import usable_cores
+
 IDLE_SECONDS = 300.0  # without any CPU time
 CPU_SECONDS = 900.0  # of one command; a unit takes about 5
 LOOK_SECONDS = 0.05
@@ -17,6 +19,7 @@ BEAT_SECONDS = 1.0
 MOST_JOBS = 4
 JOB_BYTES = 400 * 2**20  # the largest unit, with g++ 12
 TICKS = os.sysconf("SC_CLK_TCK")
+PROC = Path("/proc")  # where there is none, as on macOS, time by the clock stands for CPU time
 
 
 # Words of a compiler about the machine, which another try may find in a better state.
@@ -34,11 +37,14 @@ class CompileError(Exception):
 
 def jobs() -> int:
     """Compilers to run at a time: one per core of this process, as far as memory goes."""
-    return max(1, min(len(os.sched_getaffinity(0)), MOST_JOBS, _available_bytes() // JOB_BYTES))
+    return max(1, min(usable_cores(), MOST_JOBS, _available_bytes() // JOB_BYTES))
 
 
 def _available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []  # a system that does not say
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return JOB_BYTES * MOST_JOBS if found is None else int(found) * 1024
 
@@ -84,6 +90,7 @@ class _Running:
         with self.out.open("wb") as out, self.errors.open("wb") as errors:
             self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, process_group=0)
         self.used, self.since = 0.0, time.monotonic()
+        self.begun = self.since
 
     def wait(self, seconds: float) -> None:
         try:
@@ -102,7 +109,8 @@ class _Running:
 
     def check(self) -> None:
         """Raise CompileError for a command that stands still or does not end."""
-        used, now = cpu_seconds(self.process.pid), time.monotonic()
+        now = time.monotonic()
+        used = cpu_seconds(self.process.pid) if PROC.is_dir() else now - self.begun
         if used > self.used:
             self.used, self.since = used, now
         if now - self.since > IDLE_SECONDS:
@@ -120,7 +128,7 @@ class _Running:
 def cpu_seconds(group: int) -> float:
     """CPU time of the processes of a group, and of those that they have waited for."""
     ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in PROC.glob("[0-9]*/stat"):
         try:
             # After the name, which is in parentheses and may hold anything: state, parent, group, ...
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

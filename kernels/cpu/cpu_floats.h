@@ -167,7 +167,7 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
       Int weights[VECTORS];
       each<VECTORS>([&](auto v) { weights[v] = load(slab + (i * VECTORS + v) * VECTOR_BYTES); });
       each<T>([&](auto t) {
-        const Int given = every(x[i * T + t]);
+        const Int given = every_at(&x[i * T + t]);
         each<VECTORS>([&](auto v) { sums[t][v] = Dot::dot(sums[t][v], weights[v], given); });
       });
     });

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "cpu_dots.h"
 #include "cpu_work.h"
 
 namespace {
@@ -279,7 +280,7 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
     Int weights[VECTORS];
     each<VECTORS>([&](auto v) { weights[v] = load(slab + (step * VECTORS + v) * VECTOR_BYTES); });
     each<T>([&](auto t) {
-      const Int given = every(from[step * T + t]);
+      const Int given = every_at(&from[step * T + t]);
       each<VECTORS>([&](auto v) { to[t][v] = dot(to[t][v], weights[v], given); });
     });
   };
@@ -306,6 +307,14 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
           each<VECTORS>([&](auto v) { sums[t][v] = plus(sums[t][v], sum_part(parts[t][v])); });
         });
       }
+    } else if constexpr (SQUARES) {
+      ByteDots<T> dots;  // columns come in whole blocks: an even number of steps
+      for (int64_t k = 0; k < steps; k += 2, from += 2 * T, slab += 2 * VECTOR_BYTES)
+        dots.add(load(slab), load(slab + VECTOR_BYTES), from);
+      Int found[T];
+      each<T>([&](auto t) { found[t] = sums[t][0]; });
+      dots.add_to(found);
+      each<T>([&](auto t) { sums[t][0] = found[t]; });
     } else {
       for (int64_t k = 0; k < steps; ++k, from += T, slab += VECTORS * VECTOR_BYTES) add(0, sums, dot_bytes_of);
     }

@@ -59,7 +59,9 @@ struct LineCodes<4> {
   Halves16 halves;
   Nibbled held;
 
-  INLINE LineCodes() : halves(upper_halves(to_float(lanes()))) {}
+  INLINE LineCodes() : LineCodes(0.0f) {}
+  // Numbers that are so much less.
+  INLINE explicit LineCodes(float zero) : halves(upper_halves(minus(to_float(lanes()), every(zero)))) {}
   INLINE void take(Int words) { held = Nibbled(words); }
   template <int CODE>
   INLINE Float value() const {
@@ -102,27 +104,26 @@ struct PairTable {
   }
 };
 
-// Numbers from -16 to 15, of which a code less a zero point names one by 16 more.
+// Codes less zero points: numbers from -15 to 15 by their magnitude, with the sign put on top.
 template <>
 struct PairTable<true> {
-  Halves16 below, above;
-  Int more;
+  Halves16 magnitudes;
+  Int zeros;
   Nibbled held;
 
-  INLINE explicit PairTable(Float values)
-      : below(upper_halves(minus(values, every(16.0f)))), above(upper_halves(values)) {}
-  INLINE void begin(const int32_t* zero) {
-    more = minus(every(0x10101010), times(load(zero), every(0x01010101)));
-  }
-  INLINE void take(Int words) {
-    held = Nibbled(words);
-    held.low = plus(held.low, more), held.high = plus(held.high, more);  // no byte overflows
+  INLINE explicit PairTable(Float values) : magnitudes(upper_halves(values)) {}
+  INLINE void begin(const int32_t* zero) { zeros = times(load(zero), every(0x01010101)); }
+  INLINE void take(Int words) { held = Nibbled(words), held.low = less(held.low), held.high = less(held.high); }
+  INLINE Int less(Int codes) const {
+    return {s32(vsubq_u8(u8(codes.a), u8(zeros.a))), s32(vsubq_u8(u8(codes.b), u8(zeros.b))),
+            s32(vsubq_u8(u8(codes.c), u8(zeros.c))), s32(vsubq_u8(u8(codes.d), u8(zeros.d)))};
   }
   template <int PAIR>
-  INLINE int32x4_t pair(int32x4_t at) const {
-    const uint8x16_t x = vqtbl2q_u8({{below.lower, above.lower}}, u8(at));
-    const uint8x16_t y = vqtbl2q_u8({{below.upper, above.upper}}, u8(at));
-    return s32(PAIR < 2 ? vtrn1q_u8(x, y) : vtrn2q_u8(x, y));
+  INLINE int32x4_t pair(int32x4_t number) const {
+    const uint8x16_t at = vreinterpretq_u8_s8(vabsq_s8(s8(number)));
+    const uint8x16_t x = vqtbl1q_u8(magnitudes.lower, at), y = vqtbl1q_u8(magnitudes.upper, at);
+    const uint8x16_t with_sign = vbslq_u8(vdupq_n_u8(0x80), u8(number), y);
+    return s32(PAIR < 2 ? vtrn1q_u8(x, with_sign) : vtrn2q_u8(x, with_sign));
   }
   template <int PAIR>
   INLINE Int pair() const {

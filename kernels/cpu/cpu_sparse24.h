@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int QUAD = 4, BLOCK_QUADS = 8, BLOCK_COLUMNS = QUAD * BLOCK_QUADS;
-constexpr int HALVED_TOKENS = WIDE ? 12 : 6;
+constexpr int HALVED_TOKENS = WIDE ? 12 : NEON ? 4 : 6;
 // A line of numbers holds a quad of each row, one of codes as many as fit 64 bytes.
 constexpr int quads_of_line(int bits) { return bits == NUMBER_BITS ? 1 : 16 / bits; }
 

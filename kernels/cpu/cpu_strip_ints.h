@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "cpu_dots.h"
 #include "cpu_ints.h"
 #include "cpu_strip_lines.h"
 
@@ -12,7 +13,6 @@ constexpr int STRIP_INT_TOKENS = std::min(STRIP_TOKENS, PART_TOKENS);
 // T tokens times a strip: codes of x as dwords [columns / 4][T].
 template <int T>
 void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
-  constexpr int SETS = T == 1 ? 2 : 1;
   const char* line = strip_of(work, v);
   const int32_t* from = &x.packed[m0 * (x.columns / 4)];
   Float totals[T];
@@ -22,18 +22,15 @@ void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
     Int sums[T];
     each<T>([&](auto t) { sums[t] = times(load(&work.zero[at]), every(-x.sums[(m0 + t) * x.segments + s])); });
     for (const int64_t end = std::min(k + x.segment, x.columns); k < end; k += STRIP_BLOCK) {
-      Part parts[SETS][T];
-      each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = no_part(); }); });
+      ByteDots<T> dots;
       each<STRIP_BLOCK / LINE>([&](auto) {
         const Int words = load(line);
         fetch_line<true>(line);
-        const Int low = low_nibbles(words), high = high_nibbles(words);
-        each<T>([&](auto t) { parts[0][t] = dot_nibbles(parts[0][t], low, every(from[t])); });
-        each<T>([&](auto t) { parts[SETS - 1][t] = dot_nibbles(parts[SETS - 1][t], high, every(from[T + t])); });
+        dots.add(low_nibbles(words), high_nibbles(words), from);
         line += VECTOR_BYTES;
         from += 2 * T;
       });
-      each<SETS>([&](auto i) { each<T>([&](auto t) { sums[t] = plus(sums[t], sum_part(parts[i][t])); }); });
+      dots.add_to(sums);
     }
     const Float scale = bits_to_float(load(&work.scale[at]));
     each<T>([&](auto t) {

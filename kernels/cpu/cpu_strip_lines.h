@@ -30,6 +30,8 @@ constexpr int LINE = 8;
 constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 // Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
 constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = WIDE ? 8 : 4;
+// Sums of one output that do not wait for each other; of NEON, 16 lanes are four that do not.
+constexpr int CHAINS = NEON ? 2 : 4;
 // Bytes between a line that is decoded and the one that is fetched.
 constexpr int AHEAD = 2048, FAR_AHEAD = 8192;
 
@@ -48,6 +50,17 @@ INLINE void fetch_line(const char* line) {
 template <int BITS>
 constexpr int column_of(int i) {
   return BITS == 4 ? i / 2 + i % 2 * (LINE / 2) : i;
+}
+
+// The n-th code and pair of a line that is decoded: on ARM those of the same bytes one after the other, so that what was
+// looked up for them need not stay in registers.
+template <int BITS>
+constexpr int code_in_turn(int n) {
+  return NEON && BITS == 4 ? n / 2 + n % 2 * 4 : n;
+}
+template <int BITS>
+constexpr int pair_in_turn(int n) {
+  return NEON && BITS == 4 ? n / 2 + n % 2 * 2 : n;
 }
 
 #if !NEON

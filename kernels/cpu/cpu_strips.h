@@ -49,6 +49,17 @@ struct TableValues : LineTable {
   INLINE void begin(const Work&, int64_t) {}
 };
 
+#if NEON
+// The same of codes less 8: where all zero points are that, nothing is subtracted.
+struct CentredValues : LineCodes<4> {
+  static constexpr int BITS = 4;
+  static constexpr float UNIT = 1;
+
+  INLINE explicit CentredValues(const Work&) : LineCodes<4>(8.0f) {}
+  INLINE void begin(const Work&, int64_t) {}
+};
+#endif
+
 #if BYTE_TABLES
 // The same of whole numbers: a table of bytes, of which two shuffles find those of all codes of a line, and another each
 // puts them on top of their lanes. Where registers have eight lanes, numbers take two permutations and a choice.
@@ -90,7 +101,7 @@ template <class Values, int T>
 void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group,
                   int64_t m0, int v) {
   constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
-  constexpr int SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
+  constexpr int SETS = std::max(CHAINS / T, 1);
   const char* line = strip_of(work, v);
   Values values(work);
   Float totals[T];
@@ -103,10 +114,11 @@ void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x,
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
       values.take(load(line));
       fetch(line + AHEAD);
-      each<COLUMNS>([&](auto i) {
+      each<COLUMNS>([&](auto n) {
+        constexpr int i = code_in_turn<BITS>(n);
         const Float value = values.template value<i>();
         each<T>([&](auto t) {
-          sums[i % SETS][t] = fma(value, bits_to_float(every(x[column_of<BITS>(i) * T + t])), sums[i % SETS][t]);
+          sums[n % SETS][t] = fma(value, bits_to_float(every_at(&x[column_of<BITS>(i) * T + t])), sums[n % SETS][t]);
         });
       });
     }
@@ -178,7 +190,7 @@ struct PairDecoder<8, ZEROS> : LineCodes<8> {
 template <int BITS, int T, Zeros ZEROS>
 void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, const float* x_sums, int64_t columns,
                  int64_t group, int64_t m0, int v) {
-  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
+  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = std::max(std::min(PAIRS, CHAINS) / T, 1);
   const char* line = strip_of(work, v);
   PairDecoder<BITS, ZEROS> decoder(work.a);
   Float totals[T];
@@ -196,9 +208,10 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
       decoder.take(load(line));
       fetch_line<BITS == 4 && T == 1>(line);
-      each<PAIRS>([&](auto i) {
+      each<PAIRS>([&](auto n) {
+        constexpr int i = pair_in_turn<BITS>(n);
         const Int pair = decoder.template pair<i>();
-        each<T>([&](auto t) { sums[i % SETS][t] = dot_pairs(sums[i % SETS][t], pair, every(x[i * T + t])); });
+        each<T>([&](auto t) { sums[n % SETS][t] = dot_pairs(sums[n % SETS][t], pair, every_at(&x[i * T + t])); });
       });
     }
     const Float scale = bits_to_float(load(&work.scale[of_group]));
@@ -221,7 +234,7 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
     Int pairs[VECTORS];
     each<VECTORS>([&](auto v) { pairs[v] = load(slab + v * VECTOR_BYTES); });
     each<T>([&](auto t) {
-      const Int given = every(x[t]);
+      const Int given = every_at(&x[t]);
       each<VECTORS>([&](auto v) { sums[t][v] = dot_pairs(sums[t][v], pairs[v], given); });
     });
   }
@@ -412,6 +425,16 @@ void strip_float_product(const Arguments& a) {
           strip_floats<Values, t>(work, gathered, x + m * columns, columns, group, m, v);
         });
       });
+}
+
+// Of codes that are numbers.
+template <int BITS>
+void code_float_product(const Arguments& a) {
+#if NEON
+  if constexpr (BITS == 4)
+    if (a.zero == nullptr && a.levels == nullptr) return strip_float_product<CentredValues>(a);
+#endif
+  strip_float_product<CodeValues<BITS>>(a);
 }
 
 // Of codes of a table of 16.

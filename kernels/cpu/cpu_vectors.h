@@ -25,7 +25,7 @@
 #endif
 
 // Pairs of bf16 have dot products. ARM has them together with products of tiles of bytes.
-#if (WIDE && defined(__AVX512BF16__)) || (NEON && defined(__ARM_FEATURE_BF16) && defined(__ARM_FEATURE_MATMUL_INT8))
+#if (WIDE && defined(__AVX512BF16__)) || (NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8))
 #define BF16_DOT 1
 #else
 #define BF16_DOT 0
@@ -36,6 +36,13 @@
 #define VNNI 1
 #else
 #define VNNI 0
+#endif
+
+// Bytes of two rows are multiplied by those of two tokens at once.
+#if NEON && defined(__ARM_FEATURE_MATMUL_INT8)
+#define SQUARES 1
+#else
+#define SQUARES 0
 #endif
 
 // The instructions that a library is built for.

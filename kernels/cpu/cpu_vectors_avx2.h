@@ -20,6 +20,7 @@ INLINE void store(void* p, Int v) {
   _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, v.b);
 }
 INLINE Int every(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
+INLINE Int every_at(const int32_t* p) { return every(*p); }
 INLINE Float every(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
 INLINE Int both(Int x, Int y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 INLINE Int differ(Int x, Int y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }

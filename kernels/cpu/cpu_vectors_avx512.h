@@ -10,6 +10,7 @@ using Int = __m512i;
 INLINE Int load(const void* p) { return _mm512_loadu_si512(p); }
 INLINE void store(void* p, Int v) { _mm512_storeu_si512(p, v); }
 INLINE Int every(int32_t v) { return _mm512_set1_epi32(v); }
+INLINE Int every_at(const int32_t* p) { return every(*p); }
 INLINE Float every(float v) { return _mm512_set1_ps(v); }
 INLINE Int lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 INLINE Int both(Int a, Int b) { return _mm512_and_si512(a, b); }

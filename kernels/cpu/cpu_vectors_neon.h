@@ -45,6 +45,7 @@ INLINE void store(void* p, Int v) {
 }
 INLINE Int every(int32x4_t v) { return {v, v, v, v}; }
 INLINE Int every(int32_t v) { return every(vdupq_n_s32(v)); }
+INLINE Int every_at(const int32_t* p) { return every(vld1q_dup_s32(p)); }
 INLINE Float every(float v) {
   const float32x4_t four = vdupq_n_f32(v);
   return {four, four, four, four};
@@ -313,13 +314,16 @@ INLINE Int in_pairs(Int words) {
 }
 
 struct WordTable {
-  uint8x16x2_t table;
+  uint8x16_t lower, upper;  // bytes
 
   INLINE WordTable() {}
-  INLINE explicit WordTable(Float values) : table{{u8(to_bf16s(values.a, values.b)), u8(to_bf16s(values.c, values.d))}} {}
+  INLINE explicit WordTable(Float values) {
+    const uint8x16_t low = u8(to_bf16s(values.a, values.b)), high = u8(to_bf16s(values.c, values.d));
+    lower = vuzp1q_u8(low, high), upper = vuzp2q_u8(low, high);
+  }
   INLINE int32x4_t of(int32x4_t words) const {
-    const uint16x8_t at = vandq_u16(u16(words), vdupq_n_u16(LANES - 1));
-    return s32(vqtbl2q_u8(table, vreinterpretq_u8_u16(vmlaq_u16(vdupq_n_u16(0x0100), at, vdupq_n_u16(0x0202)))));
+    const uint8x16_t at = u8(vandq_s32(words, vdupq_n_s32(0x0f0f0f0f)));
+    return s32(vtrn1q_u8(vqtbl1q_u8(lower, at), vqtbl1q_u8(upper, at)));
   }
   INLINE Int of(Int words) const { return {of(words.a), of(words.b), of(words.c), of(words.d)}; }
 };

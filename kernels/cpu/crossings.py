@@ -19,7 +19,7 @@ import torch
 
 from compress.kernels.cpu import build, compiled_libraries
 from compress.kernels.cpu.libraries import HERE
-from compress.kernels.cpu.processor import cpu_name
+from compress.kernels.cpu.processor import cpu_flags, cpu_name, target
 from compress.kernels.private import candidates, why_not_ours
 
 NEVER = 2**62  # tokens
@@ -27,9 +27,9 @@ ABOUT = "tokens from which dense blocks are faster than the loops on this machin
 
 
 @cache
-def _key(target: str) -> str:
+def _key(of: str) -> str:
     sources = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("cpu_*"))]
-    depends = [*sources, target, torch.__version__, cpu_name(), *sorted(build.cpu_flags())]
+    depends = [*sources, of, torch.__version__, cpu_name(), *sorted(cpu_flags())]
     return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
 
 
@@ -37,7 +37,7 @@ def file() -> Path | None:
     """The file of this machine's figures; None where no folder of this user's can be written."""
     for folder in candidates(build.PRIVATE_FOLDER):
         if folder.is_dir() and os.access(folder, os.W_OK) and why_not_ours(folder) is None:
-            return folder / f"routes-{_key(build.target())}.json"
+            return folder / f"routes-{_key(target())}.json"
     return None
 
 

@@ -78,7 +78,7 @@ def use(library: ctypes.CDLL) -> None:
     limits = [rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
     loops = (library.weight_only, library.int8_activation, library.attend)
     exact, rounded, attend = (ctypes.cast(loop, ctypes.c_void_p) for loop in loops)
-    pairs = rows_up_to("pair_strips" if library.instructions() == PAIRS else "strips", library)
+    pairs = rows_up_to("pair_strips" if library.instructions() in PAIRS else "strips", library)
     by_rows = ((ctypes.c_int64 * 4)(*limits), pairs, rows_up_to("w8a8", library))
     by_blocks = dense.entry(lambda: use(library))
     build.library("operators").use(ctypes.byref(_Loops(exact, rounded, *by_rows, attend, by_blocks)))

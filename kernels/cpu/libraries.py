@@ -85,6 +85,7 @@ LIBRARIES = {
     "spill": Library("tensors on disk", "spill", seconds=1),
     "trellis": Library("paths through a trellis", "trellis", seconds=1),
 }
+OF_LINUX = ("spill",)
 LINKED_TO_TORCH = {"dense": ("torch_cpu",), "operators": ("torch_cpu",), "spill": ("c10",)}
 
 

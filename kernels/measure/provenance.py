@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu.processor import cpu_name
+from compress.kernels.cpu.processor import cpu_flags, cpu_name
 
 PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
 # Variables that cap the instructions of our kernels and of those that torch calls.
 CAPS = ("COMPRESS_CPU", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "sse4")
+VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "i8mm", "bf16", "sve")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         **origin(device),
         "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
-        "cpu_flags": sorted(flag for flag in cpu.cpu_flags() if flag.startswith(VECTOR_FLAGS)),
+        "cpu_flags": sorted(flag for flag in cpu_flags() if flag.startswith(VECTOR_FLAGS)),
         "caps": {name: os.environ[name] for name in CAPS if os.environ.get(name)},
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }

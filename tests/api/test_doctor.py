@@ -14,7 +14,7 @@ from places import ROOT
 from compress.api.doctor import computing, machine, packages
 from compress.api.doctor.findings import Observation
 from compress.cli import examined
-from compress.kernels.cpu import build, compiled_libraries
+from compress.kernels.cpu import build, compiled_libraries, processor
 from compress.system import memory
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -37,6 +37,9 @@ def test_what_a_processor_lacks_is_said_with_what_follows(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "OMP_NUM_THREADS=2 of 8 cores" in words(machine.of_processor(ALL, 8))
     assert not list(machine.of_processor(ALL, 2))
+    m1 = words(machine.of_processor(frozenset({"asimd", "asimddp"}), 8))
+    assert m1.startswith("processor: it has no products of tiles of bytes, products of bfloat16: compiled kernels take")
+    assert not list(machine.of_processor(frozenset({"asimd", "asimddp", "i8mm", "bf16"}), 2))
 
 
 def test_a_package_of_another_version_breaks_and_an_extra_is_only_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +88,7 @@ def test_the_state_of_a_library_is_looked_up_and_nothing_is_built(
     folder = tmp_path / build.PRIVATE_FOLDER
     folder.mkdir(mode=0o700)
     for compiler in build.compilers():
-        path = build.path_of(folder, compiler, build.flags_for(build.target()), "columns")
+        path = build.path_of(folder, compiler, build.flags_for(processor.target()), "columns")
         compiled_libraries.keep_failure(path, "it was tired")
     assert "it was tired (on " in build.state("columns")
     made = tmp_path / "made"

@@ -1,10 +1,13 @@
-"""The compiled CPU products that tests run on."""
+"""The compiled CPU products that tests run on: of this processor, and in an emulator of ARM."""
+
+from functools import partial
 
 import pytest
 import torch
+from emulated import TARGETS, Emulated, attention, emulated
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import direct
+from compress.kernels.cpu import direct, processor
 
 
 @pytest.fixture
@@ -16,16 +19,22 @@ def fresh(monkeypatch):
     cpu._loaded.cache_clear()
 
 
-@pytest.fixture(scope="module", params=["native", "avx2"])
+@pytest.fixture(scope="module", params=["native", "avx2", *TARGETS])
 def compiled(request):
-    """Why there are no compiled kernels, or the library to test: for this processor, and for one without AVX-512."""
+    """Why there are no compiled kernels, or the library to test: for this processor, for one without AVX-512, and for
+    ARM."""
     if cpu.why_not():
         pytest.skip("; ".join(cpu.why_not()))
     if request.param == "native":
-        return cpu.library()
+        yield cpu.library()
+        return
+    if request.param in processor.ARM:
+        with emulated(request.param) as library:
+            yield library
+        return
     library, reasons = cpu.load_from_a_place("gemm", cpu.flags_for("avx2"))
     assert library is not None, reasons
-    return library
+    yield library
 
 
 @pytest.fixture
@@ -38,12 +47,17 @@ def library(compiled, monkeypatch):
 
 @pytest.fixture
 def looped(compiled):
-    """The operators of C++, on the loops under test."""
+    """The operators of C++, on the loops under test; of those in an emulator, attention alone, which Python calls."""
     if direct.why_not():
         pytest.skip("; ".join(direct.why_not()))
+    if isinstance(compiled, Emulated):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(direct, "attention", partial(attention, compiled))
+            yield compiled
+        return
     operators = cpu.library("operators")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cpu, "library", lambda name="gemm": compiled if name == "gemm" else operators)
         direct.use(compiled)
-        yield
+        yield compiled
     direct.use(cpu.library())

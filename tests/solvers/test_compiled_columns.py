@@ -1,13 +1,16 @@
 """The compiled loops of the solver decide what torch's operations do."""
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from combinations import every
+from emulated import TARGETS, Emulated, emulated
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import processor
 from compress.kernels.cpu.column_sweep import SweptBlock
 from compress.solvers.gptq import GridRule, Known, gptq
 from compress.solvers.tile_rule import TileRule
@@ -25,13 +28,26 @@ GRIDS = {
 }
 
 
-@pytest.fixture(params=["native", "avx2"])
-def library(request, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=["native", "avx2", "without OpenMP", *TARGETS])
+def compiled(request) -> Iterator[ctypes.CDLL | Emulated]:
+    if request.param in processor.ARM:
+        with emulated(request.param, "columns") as found:
+            yield found
+        return
     if cpu.machine_reasons():
         pytest.skip("; ".join(cpu.machine_reasons()))
-    found, reasons = cpu.load_from_a_place("columns", cpu.flags_for(request.param))
+    flags = cpu.flags_for("avx2" if request.param == "avx2" else processor.target())
+    if request.param == "without OpenMP":
+        flags = tuple(flag for flag in flags if flag != "-fopenmp")
+    found, reasons = cpu.load_from_a_place("columns", flags)
     if found is None:
         pytest.skip("; ".join(reasons))
+    yield found
+
+
+@pytest.fixture
+def library(compiled: ctypes.CDLL | Emulated, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL | Emulated:
+    found = compiled
     monkeypatch.setattr(cpu, "library", lambda name: found)
     monkeypatch.setattr(cpu, "why_not", lambda name: ())
     return found

@@ -46,6 +46,7 @@ def test_search_is_exact(bits: int):
         assert found == pytest.approx(brute_force(x, d, code), rel=1e-5)
 
 
+@pytest.mark.usefixtures("trellis_loops")
 @pytest.mark.parametrize(("bits", "states"), [(1, 12), (2, 12), (3, 12), (4, 12), (2, 16)])
 def test_compiled_search_is_that_of_torch(bits: int, states: int):
     code = Code(bits, states, MULTIPLIERS[states], 300)

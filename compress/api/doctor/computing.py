@@ -34,12 +34,13 @@ def imported(*names: str) -> list[Observation]:
 def kernels(build: bool) -> tuple[dict[str, Any], Iterator[Observation]]:
     """(Facts, findings) about compiled kernels. build: compile those that are not there yet."""
     from compress.kernels.cpu import build as cpu
+    from compress.kernels.cpu.processor import target
 
     reasons, names = cpu.machine_reasons(), cpu.names_here()
     if build and not reasons:
         cpu.build_all(names)
     states = {name: "off" if reasons else compiled(name, build) for name in names}
-    facts = {"compilers": [shlex.join(words) for words in cpu.compilers()], "target": cpu.target(), "libraries": states}
+    facts = {"compilers": [shlex.join(words) for words in cpu.compilers()], "target": target(), "libraries": states}
     return facts, of_kernels(reasons, states)
 
 
@@ -55,6 +56,7 @@ def compiled(name: str, build: bool) -> str:
 def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Observation]:
     """Findings about compiled kernels. reasons: against building any on this machine."""
     from compress.kernels.cpu.libraries import LIBRARIES
+    from compress.kernels.cpu.processor import target
 
     about = "kernels"
     if reasons:
@@ -86,7 +88,7 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
         )
         yield Observation(about, "slow", said, "`compress doctor --build` compiles them now")
     elif all(state == "there" for state in states.values()):
-        yield Observation(about, "good", "all compiled for this processor")
+        yield Observation(about, "good", f"all compiled for this processor ({target()})")
     if states.get("dense") in ("prebuilt", "there"):
         yield from of_dense_blocks()
 

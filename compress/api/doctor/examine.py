@@ -21,8 +21,7 @@ def examine(build: bool = False) -> Examination:
         said = "processor, kernels and GPU were not looked at, because torch is needed for it"
         return gathered([*parts, ("machine", {}, [Observation("machine", "missing", said)]), ("memory", *memory())])
     from compress.kernels.cache import cache_directory
-    from compress.kernels.cpu.build import cpu_flags
-    from compress.kernels.cpu.processor import cpu_name
+    from compress.kernels.cpu.processor import cpu_flags, cpu_name
 
     parts.append(("processor", *processor(cpu_flags(), cpu_name())))
     parts.append(("kernels", *kernels(build)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.api.doctor.findings import Observation
+from compress.kernels.cpu.processor import usable_cores
 from compress.system.memory import container_limit, meminfo
 
 GIB = 2**30
@@ -23,13 +24,19 @@ INSTRUCTIONS = {
     "avx512_vnni": "AVX512-VNNI",
     "avx512_bf16": "AVX512-BF16",
     "amx_int8": "AMX",
+    "asimd": "NEON",
+    "asimddp": "dot products of bytes",
+    "i8mm": "products of tiles of bytes",
+    "bf16": "products of bfloat16",
 }
+
+ARM_PRODUCTS = ("asimddp", "i8mm", "bf16")
 
 
 def processor(flags: frozenset[str], name: str) -> tuple[dict[str, Any], Iterator[Observation]]:
     """(Facts, findings) about a processor of these flags and this name."""
     has = [word for flag, word in INSTRUCTIONS.items() if flag in flags]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     facts = {
         "name": name,
         "system": f"{platform.system()} on {platform.machine()}",
@@ -48,6 +55,27 @@ def of_processor(flags: frozenset[str], cores: int) -> Iterator[Observation]:
             about, "slow", "the system names no instructions of the processor, so compiled kernels stay off"
         )
         return
+    if "asimd" in flags:
+        yield from of_arm(flags)
+    else:
+        yield from of_x86(flags)
+    if cores == 1:
+        yield Observation(about, "slow", "this process may use one core")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) < cores:
+        yield Observation(about, "slow", f"OMP_NUM_THREADS={threads} of {cores} cores", "unset it to use all of them")
+
+
+def of_arm(flags: frozenset[str]) -> Iterator[Observation]:
+    """Findings about an ARM processor of these flags."""
+    if missing := [word for flag, word in INSTRUCTIONS.items() if flag in ARM_PRODUCTS and flag not in flags]:
+        said = f"it has no {', '.join(missing)}: compiled kernels take more instructions for the same products"
+        yield Observation("processor", "slow", said)
+
+
+def of_x86(flags: frozenset[str]) -> Iterator[Observation]:
+    """Findings about an x86 processor of these flags."""
+    about = "processor"
     if missing := [
         word for flag, word in INSTRUCTIONS.items() if flag in ("avx2", "fma", "f16c") and flag not in flags
     ]:
@@ -65,11 +93,6 @@ def of_processor(flags: frozenset[str], cores: int) -> Iterator[Observation]:
         yield Observation(
             about, "slow", said, "`compress export --to onnx-exact` writes codes whose products are exact"
         )
-    if cores == 1:
-        yield Observation(about, "slow", "this process may use one core")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) < cores:
-        yield Observation(about, "slow", f"OMP_NUM_THREADS={threads} of {cores} cores", "unset it to use all of them")
 
 
 def memory() -> tuple[dict[str, Any], list[Observation]]:

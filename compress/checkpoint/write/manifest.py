@@ -1,7 +1,6 @@
 """The record of a run, `compress.json`: made and read back."""
 
 import platform
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from compress.checkpoint.seal import Checksums
 from compress.checkpoint.write.coverage import Coverage
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
 from compress.model.edits.folds import FoldRecord
+from compress.system.memory import peak_bytes
 from compress.system.schema import fits
 from compress.system.version import VERSION
 
@@ -82,7 +82,7 @@ def manifest(
         "world_size": ranks,
         "seconds": round(record.seconds, 3),
         "spent": {activity: round(seconds, 3) for activity, seconds in record.spent.items()},
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory_bytes": peak_bytes(),
         "block_forwards": record.block_forwards,
         "structure": record.structure,
         "coverage": None if record.coverage is None else asdict(record.coverage),

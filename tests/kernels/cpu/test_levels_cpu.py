@@ -6,6 +6,7 @@ import pytest
 import torch
 from combinations import every
 from commands import command, make_llama, save
+from emulated import Emulated
 from planar import TABLES, inputs, table_of
 
 import compress
@@ -63,6 +64,8 @@ def test_what_no_loop_takes_is_said():
 @every("scheme", SCHEMES)
 @every("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_layers_compute_in_strips_what_they_do_in_rows(looped, scheme, dtype):
+    if isinstance(looped, Emulated):
+        pytest.skip("layers multiply by operators, which are linked to torch")
     torch.manual_seed(0)
     rows = QuantLinear.from_linear(torch.nn.Linear(192, 64, dtype=dtype), scheme)
     assert rows.dtype == dtype

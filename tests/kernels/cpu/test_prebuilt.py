@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.kernels.cpu import build, prebuilding, prebuilt
+from compress.kernels.cpu import prebuilding, prebuilt, processor
 from compress.kernels.cpu.compiled_libraries import sha256_of
 from compress.kernels.notes import note_once
 
@@ -50,7 +50,7 @@ def test_the_best_level_of_a_processor_is_taken_unless_another_is_asked_for():
     assert prebuilt.level_of("avx2", FLAGS) == "avx2"
     assert prebuilt.level_of("avx2-vnni", FLAGS) is None
     assert prebuilt.level_of("native", frozenset()) is None
-    assert set(build.TARGETS) - {"native"} <= set(prebuilt.LEVELS)
+    assert set(processor.X86) - {"native"} <= set(prebuilt.LEVELS)
 
 
 def test_libraries_are_found_by_name_and_none_where_the_package_brings_none(folder, tmp_path):

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from combinations import every
+from emulated import TARGETS, emulated
 from planar import inputs, planar_of, within
 
 from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.cpu import processor
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import Strips, pack_strips, unpack_strips, why_not_strips
 from compress.kernels.operators import strips
@@ -19,18 +21,26 @@ TOKENS = (1, 2, 3, 4, 7, 17, 63)
 GROUPS = ((32, 32), (96, 32), (200, -1), (256, 64), (640, 320), (640, 128), (1000, -1), (1088, 544))
 
 
-@pytest.fixture(scope="module", params=["native", "avx2", pytest.param("avx2-vnni", marks=pytest.mark.slow)])
+SLOW = [pytest.param("avx2-vnni", marks=pytest.mark.slow), *TARGETS]
+
+
+@pytest.fixture(scope="module", params=["native", "avx2", *SLOW])
 def compiled(request):
     if cpu.why_not():
         pytest.skip("; ".join(cpu.why_not()))
     if request.param == "native":
-        return cpu.library()
-    if request.param == "avx2-vnni" and cpu.VNNI not in cpu.cpu_flags():
-        pytest.skip(f"the CPU has no {cpu.VNNI}")
+        yield cpu.library()
+        return
+    if request.param in processor.ARM:
+        with emulated(request.param) as library:
+            yield library
+        return
+    if request.param == "avx2-vnni" and processor.VNNI not in processor.cpu_flags():
+        pytest.skip(f"the CPU has no {processor.VNNI}")
     library, reasons = cpu.load_from_a_place("gemm", cpu.flags_for(request.param))
     assert library is not None, reasons
     assert library.instructions().decode() == request.param
-    return library
+    yield library
 
 
 @every("K", [8, 32, 50, 200])

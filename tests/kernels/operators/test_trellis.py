@@ -27,6 +27,7 @@ def needs_compiled(weight: TrellisWords) -> None:
         pytest.skip("; ".join(reasons))
 
 
+@pytest.mark.usefixtures("trellis_loops")
 @pytest.mark.parametrize(("bits", "states"), [(1, 16), (2, 12), (3, 12), (3, 16), (4, 14)])
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 def test_product(bits: int, states: int, few: bool):
@@ -40,6 +41,7 @@ def test_product(bits: int, states: int, few: bool):
         assert ((found - wanted).abs() < 8 * bound).all()
 
 
+@pytest.mark.usefixtures("trellis_loops")
 def test_a_token_has_the_same_sum_beside_others():
     weight = weight_of(3)
     needs_compiled(weight)
@@ -49,6 +51,7 @@ def test_a_token_has_the_same_sum_beside_others():
         assert torch.equal(trellis_linear(*arguments(x[m : m + 1], weight))[0], together[m])
 
 
+@pytest.mark.usefixtures("trellis_loops")
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_compiled_levels_are_those_of_torch(bits: int):
     weight = weight_of(bits)
