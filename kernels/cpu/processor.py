@@ -15,8 +15,8 @@ from compress.errors import InputError
 
 
 class Target(NamedTuple):
-    """What a library is compiled for: flags of the compiler, and the instructions that it uses, by the names that Linux
-    has for them."""
+    """A kind of processor that libraries are compiled for: flags of the compiler, and the instructions that they use,
+    by the names that Linux has for them."""
 
     flags: tuple[str, ...]
     needs: tuple[str, ...]
@@ -49,7 +49,7 @@ def machine() -> tuple[str, str]:
 
 
 def targets() -> dict[str, Target]:
-    """What kernels can be compiled for on this machine; empty where they are not written for it."""
+    """The targets of this machine; empty where kernels are not written for it."""
     return MACHINES.get(machine(), {})
 
 
