@@ -61,6 +61,7 @@ SCHEMES = (
     *(f"w{bits}a16" for bits in range(2, 9)),
     "mxfp4a16",
     "nvfp4a16",
+    "iq4_nl",
     "w4a8",
     "w8a8",
     "q2_k",
