@@ -23,7 +23,7 @@ COLUMNS = (
     "ONNX Runtime",
 )
 FLOATS = ("F32", "F16", "BF16")
-ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "mxfp4a16", "nvfp4a16", "w4a8", "w8a8")
+ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "mxfp4a16", "nvfp4a16", "iq4_nl", "w4a8", "w8a8")
 
 
 def rows_of(file: str) -> list[dict[str, Any]]:
