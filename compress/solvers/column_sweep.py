@@ -20,8 +20,11 @@ from torch import Tensor
 
 from compress.errors import CompressError
 from compress.kernels.cpu.column_sweep import SweptBlock
+from compress.system.threads import one_thread
 
 BLOCK = 128
+# Numbers in columns that are decided one after another, from which several threads are worth it.
+WORTH_THREADS = 2**18
 DAMP = 0.01
 DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
 ActOrder = Literal["none", "static", "group"]
@@ -119,6 +122,11 @@ def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None
     return (inside + starts)[outside].reshape(-1)
 
 
+def is_small(columns: Tensor) -> bool:
+    """True for columns whose steps take a CPU less time than several threads take to meet."""
+    return columns.device.type == "cpu" and columns.numel() < WORTH_THREADS
+
+
 class ColumnRule(ABC):
     """Decides columns. `group` columns share what `begin` prepares (0: `begin` is never called), and `span` columns,
     which are several groups, what `open` does before (0: `open` is never called)."""
@@ -140,14 +148,15 @@ class ColumnRule(ABC):
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
         """Decide columns [begin, end) of a block, whose targets have the feedback of all columns before `begin`."""
-        for j in range(begin, end):
-            target = block.target[j]
-            value = self.decide(block.first + j, target)
-            block.loss.add_(block.diagonal[j] * (target - value) ** 2)
-            block.value[j] = value
-            block.change[j] = block.weight[j] - value
-            if j + 1 < end:
-                block.target[j + 1 : end].addr_(block.matrix[j, j + 1 : end], block.change[j])
+        with one_thread(is_small(block.target[begin:end])):
+            for j in range(begin, end):
+                target = block.target[j]
+                value = self.decide(block.first + j, target)
+                block.loss.add_(block.diagonal[j] * (target - value) ** 2)
+                block.value[j] = value
+                block.change[j] = block.weight[j] - value
+                if j + 1 < end:
+                    block.target[j + 1 : end].addr_(block.matrix[j, j + 1 : end], block.change[j])
 
 
 def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, Tensor]:

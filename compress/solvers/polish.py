@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
-from compress.solvers.column_sweep import BLOCK, ColumnRule
+from compress.solvers.column_sweep import BLOCK, ColumnRule, is_small
+from compress.system.threads import one_thread
 
 
 class SettledRule(ColumnRule):
@@ -48,6 +49,10 @@ class SettledRule(ColumnRule):
             descend_columns(block, compiled)
 
     def _one_by_one(self, block: ColumnBlock) -> None:
+        with one_thread(is_small(block.target)):
+            self._each_column(block)
+
+    def _each_column(self, block: ColumnBlock) -> None:
         columns, target = len(block.target), block.target
         for j in range(columns):
             wanted = block.value[j] + target[j] / block.diagonal[j]

@@ -18,6 +18,13 @@ from compress.kernels.cpu.arguments import TYPES
 
 Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
 RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")
+# What rounding a number takes, in multiplications; and those that are worth a thread, as in cpu_work.h.
+DECISION, WORTH_A_THREAD = 32, 2**17
+
+
+def useful_threads(multiplications: int) -> int:
+    """The threads that so many multiplications are worth."""
+    return min(torch.get_num_threads(), max(1, multiplications // WORTH_A_THREAD))
 
 
 class _Rounding(ctypes.Structure):
@@ -148,7 +155,7 @@ def _call(
     count, outputs = block.target.shape
     part = slice(block.first, block.first + count)
     filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=held.rounding._as_read())
-    filled.threads = torch.get_num_threads()
+    filled.threads = useful_threads(outputs * (end - begin) * (end - begin + DECISION))
     tensors: dict[str, Tensor | None] = {each.name: getattr(block, each.name) for each in fields(block)}
     del tensors["first"]
     tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "price": held.price}
@@ -182,7 +189,8 @@ def search_ranges(
     filled.least_scale = max(numbers.least, torch.finfo(torch.float32).tiny)
     filled.largest_scale = min(numbers.largest, torch.finfo(torch.float32).max)
     filled.number_type = TYPES[torch.float16 if numbers.half else rounding.scale_dtype]
-    filled.kind, filled.threads = RANGES.index(kind), torch.get_num_threads()
+    filled.kind = RANGES.index(kind)
+    filled.threads = useful_threads(count * members * len(factors) * DECISION)
     filled.x, filled.factors = x_gN.data_ptr(), tried.data_ptr()
     filled.scale, filled.zero = scale_N.data_ptr(), zero_N.data_ptr()
     if importance_g is not None:

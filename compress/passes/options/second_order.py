@@ -30,6 +30,7 @@ from compress.solvers.loss import quadratic
 from compress.solvers.outliers import has_outliers, share_of_outliers
 from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
 from compress.system.comm import Comm
+from compress.system.threads import one_thread
 from compress.weights.decision import Figures
 from compress.weights.matrix import Matrix
 
@@ -38,6 +39,8 @@ Solution = Literal["rounding", "gptq without drift", "gptq"]
 SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
 JUDGED_ROWS = 128
+# Multiplications of the sweeps of a site, from which several threads are worth it.
+WORTH_THREADS = 2**28
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,10 @@ class SecondOrder(Pass):
 
     def solved(self, site: Site) -> dict[str, tuple[Matrix, Figures]]:
         """{layer: (its weight, figures)}."""
+        with one_thread(_is_small(site)):
+            return self._solved(site)
+
+    def _solved(self, site: Site) -> dict[str, tuple[Matrix, Figures]]:
         statistics: HessianResult = site.stats["hessian"]
         chosen: dict[str, Solution] = dict.fromkeys(site.weights, "gptq")
         if self.shrink and statistics.few:
@@ -203,6 +210,13 @@ class SecondOrder(Pass):
             "drift": solved.drift,
             **({"outliers": share_of_outliers(solved.weight)} if has_outliers(solved.weight) else {}),
         }
+
+
+def _is_small(site: Site) -> bool:
+    """True on a CPU for layers whose sweeps several threads would not shorten."""
+    sweeps = [rows * columns**2 for rows, columns in (weight.shape for weight in site.weights.values())]
+    on_cpu = all(weight.device.type == "cpu" for weight in site.weights.values())
+    return on_cpu and sum(sweeps) < WORTH_THREADS
 
 
 def borne_out(
