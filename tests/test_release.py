@@ -99,6 +99,7 @@ def test_it_installs_in_a_clean_environment_and_runs_the_demo(form: str, built: 
     assert "Nothing is broken." in done(programs / "compress", "doctor", folder=tmp_path)
 
 
+@pytest.mark.timeout(7200)  # five minutes of CPU time, which a busy machine takes long for
 def test_a_wheel_with_compiled_kernels_runs_them_where_no_compiler_is(checkout: Path, tmp_path: Path) -> None:
     pytest.importorskip("build", reason="`build` makes wheels and sdists")
     if reasons := build.machine_reasons():
