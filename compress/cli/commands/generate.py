@@ -38,7 +38,7 @@ from compress.system.terminal import visible
     "--int8-activations", is_flag=True, help="Also round inputs of layers to int8: faster on a CPU, less exact."
 )
 @click.option(
-    "--compile", "compiled", is_flag=True, help="Compile decoding first: takes a minute, then each token is faster."
+    "--compile", "compiled", is_flag=True, help="Compile decoding first, for minutes: for blocks not run in one call."
 )
 @trust_option
 @plugin_option

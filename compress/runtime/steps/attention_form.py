@@ -32,7 +32,9 @@ def attention_form(trace: Trace) -> tuple[AttentionForm, Tensor]:
         raise UnknownFormError(f"attention takes {', '.join(sorted(trace.attended.beside))}")
     query, (key, value) = trace.attended.query, trace.kept
     states, output = _states(trace, first), rest[0]
-    if output.out.numel() != trace.x.numel() or not near(output.x.flatten(), _attended(trace).flatten()):
+    # Of loud queries and keys, sums in another order tell another token the likeliest.
+    attends = trace.loud or near(output.x.flatten(), _attended(trace).flatten())
+    if output.out.numel() != trace.x.numel() or not attends:
         raise UnknownFormError("what follows attention does not read its result, and nothing else")
     after, a = added(trace.after, output.out)
     return AttentionForm(

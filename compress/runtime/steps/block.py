@@ -188,10 +188,12 @@ def known_block(block: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> KnownBlo
         raise UnknownFormError("; ".join(reasons))
     state = torch.random.get_rng_state()
     try:
-        tried = trace(block, x.shape[2], x.dtype, kwargs)
+        tried, loud = (trace(block, x.shape[2], x.dtype, kwargs, loud) for loud in (False, True))
     finally:
         torch.random.set_rng_state(state)
     form = form_of(tried)
+    if form_of(loud) != form:
+        raise UnknownFormError("large numbers are treated in another way than small ones")
     planned = Planner(x.dtype, x.shape[2]).plan(form)
     if not planned.weights:
         raise UnknownFormError("no loop multiplies by its weights")

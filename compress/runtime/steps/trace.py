@@ -14,6 +14,10 @@ from compress.runtime.steps.watch import Attended, watching
 
 TOKENS = 2  # sequences of a trial
 HISTORY = 5  # tokens that each of them has in its cache
+# A position so far on that a block which reads positions by itself shows it.
+FAR = 100_003
+# Factors of what products return in a second trial, by which limits show that no usual number reaches.
+LOUD = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: 16.0}
 
 
 class UnknownFormError(CompressError):
@@ -37,7 +41,8 @@ class Called:
 
 @dataclass
 class Trace:
-    """One forward of a block. before, after: modules called before attention and after it."""
+    """One forward of a block. before, after: modules called before attention and after it. loud: products returned
+    larger numbers than theirs."""
 
     x: Tensor
     out: Tensor
@@ -49,6 +54,7 @@ class Trace:
     values: Tensor
     cache_index: int
     attended: Attended
+    loud: bool
     before: list[Called] = field(default_factory=list)
     after: list[Called] = field(default_factory=list)
 
@@ -71,8 +77,8 @@ class TrialCache(Cache):  # type: ignore[misc]
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this one."""
-        return HISTORY
+        """Tokens before this one, for a block that asks for them itself."""
+        return FAR
 
 
 def _history(x: Tensor) -> Tensor:
@@ -84,9 +90,19 @@ def turned(part: Tensor, other: Tensor, doubled: Tensor) -> Tensor:
     return torch.cat([part[:1], doubled[:1].to(part.dtype), *([part[:1]] * (TOKENS - 2))])
 
 
-def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, Any]) -> Trace:
+def _far_away(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positions of a real step, as FAR ones of TOKENS sequences."""
+    found = {}
+    if (positions := kwargs.get("position_ids")) is not None:
+        found["position_ids"] = positions.new_full((*positions.shape[:-2], TOKENS, positions.shape[-1]), FAR)
+    if (places := kwargs.get("cache_position")) is not None:
+        found["cache_position"] = torch.full_like(places, FAR)
+    return found
+
+
+def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, Any], loud: bool = False) -> Trace:
     """One forward of a block on random tokens. kwargs: those of a real step, whose mask, cache and positions are
-    replaced. Raises UnknownFormError."""
+    replaced. loud: multiply what products return by LOUD. Raises UnknownFormError."""
     x = torch.randn(TOKENS, 1, width).to(dtype)
     cache = TrialCache()
     mask = torch.rand(TOKENS, 1, 1, HISTORY + 1) < 0.7
@@ -99,17 +115,19 @@ def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, An
             raise NotYetError("positions from 1 on tell how queries are rotated")
         cos, sin = turned(cos, sin, 2 * cos.float() ** 2 - 1), turned(sin, cos, 2 * sin.float() * cos.float())
         given["position_embeddings"] = (cos, sin)
-    if (positions := kwargs.get("position_ids")) is not None:
-        given["position_ids"] = positions[:1].expand(TOKENS, *positions.shape[1:])
+    given |= _far_away(kwargs)
     seen: list[Called] = []
     handles = []
     with watching() as watch:
 
-        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
+            if loud and isinstance(module, OnCodes | nn.Linear):
+                out = out * LOUD[dtype]
             entry, left = (args[0] if args else named.get("hidden_states")), out[0] if isinstance(out, tuple) else out
             if isinstance(entry, Tensor) and isinstance(left, Tensor):
                 seen.append(Called(module, entry.clone(), left.clone(), len(args) == 1 and not named))
                 watch.ended = len(seen)
+            return out
 
         on_codes = [module for module in block.modules() if isinstance(module, OnCodes)]
         inside = {part for module in on_codes for part in module.modules() if part is not module}
@@ -128,5 +146,15 @@ def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, An
     keys, values, index = cache.added[0]
     attended = watch.attended[0]
     return Trace(
-        x, out, cos, sin, mask, (keys, values), *cache.held, index, attended, seen[: attended.at], seen[attended.at :]
+        x,
+        out,
+        cos,
+        sin,
+        mask,
+        (keys, values),
+        *cache.held,
+        index,
+        attended,
+        loud,
+        *(seen[: attended.at], seen[attended.at :]),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stepping import assert_same_answers, known, reasons, stepping, unfused
+from stepping import answer, assert_same_answers, known, reasons, stepping, unfused
 
 import compress
 from compress.runtime.steps.block import installed, left_alone
@@ -21,7 +21,7 @@ def test_a_known_block_says_what_its_own_forward_says(kind, tmp_path):
     assert left_alone(model) == []
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "opt", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "olmo_clipped", "cohere", "opt", "gpt2"])
 def test_a_block_of_another_form_is_left_alone_with_a_reason(kind, tmp_path):
     model = stepping(tmp_path, kind)
     assert_same_answers(model, unfused(model))
@@ -64,3 +64,20 @@ def test_layers_that_are_one_product_and_inputs_in_int8(tmp_path):
     model = stepping(tmp_path, "llama", fuse=True, int8_activations=True)
     assert_same_answers(model, unfused(model))
     assert known(model) == 2, reasons(model)
+
+
+@pytest.mark.parametrize("what", ["position_ids", "length"])
+def test_a_block_that_reads_positions_by_itself_is_left_alone(what, tmp_path, monkeypatch):
+    """Like the attentions that scale queries from some thousand tokens on (Llama 4)."""
+    model = stepping(tmp_path)
+    attention = type(model.model.layers[0].self_attn)
+    own = attention.forward
+
+    def scaled(self, hidden_states, position_ids=None, past_key_values=None, **given):
+        seen = position_ids.max() if what == "position_ids" else past_key_values.get_seq_length(self.layer_idx)
+        out, weights = own(self, hidden_states, position_ids=position_ids, past_key_values=past_key_values, **given)
+        return out * (2.0 if seen > 8192 else 1.0), weights
+
+    monkeypatch.setattr(attention, "forward", scaled)
+    answer(model)
+    assert known(model) == 0

@@ -28,6 +28,7 @@ MORE = {
         transformers.Qwen3MoeConfig(**WHOLE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
     ),
     "granite": lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**WHOLE, residual_multiplier=0.5)),
+    "olmo_clipped": lambda: transformers.OlmoForCausalLM(transformers.OlmoConfig(**OF_HEADS, clip_qkv=20.0)),
     "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**WHOLE)),
 }
 
