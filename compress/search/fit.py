@@ -84,7 +84,7 @@ def fit(
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> FitResult:
-    """Find the recipe that meets a target, run it, and measure what it cost on text that nothing was fitted to.
+    """Find the recipe that meets a target, run it, and measure what it cost on text that no weight was fitted to.
 
     One of: size, of all weight files, like 85MB; bits per weight of the layers, like 3.4; kl, nats per token;
     task_loss, the share by which the loss on held-out text may rise, like 0.01 or 1%. A size or bits are met with the

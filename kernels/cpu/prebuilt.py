@@ -5,8 +5,8 @@
     prebuilt/about.json       {"sources": hash, "torch": version, "sha256": {file: checksum}}
 
 One is used if its checksum is right, nobody else could have changed it, and the sources beside it are those that it was
-made of. Otherwise kernels are compiled on this machine, and a note says why. They are written with intrinsics, so a
-library that is compiled for the very processor is no faster, and none is made.
+made of. Otherwise kernels are compiled on this machine, and a note says why. They are written with intrinsics,
+so that none is compiled for the very processor beside them.
 """
 
 import ctypes

@@ -65,7 +65,7 @@ def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Obs
     there = ("prebuilt", "there", "not yet")
     came = sum(state == "prebuilt" for state in states.values())
     if came:
-        said = f"{came} of {len(states)} prebuilt in the wheel; compiling them here would gain nothing"
+        said = f"{came} of {len(states)} prebuilt in the wheel; COMPRESS_CPU_KERNELS=compile compiles them here"
         yield Observation(about, "good", said)
     instead = {"spill": "--spill needs them"}
     if states["gemm"] in there:

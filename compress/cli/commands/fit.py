@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @exits_cleanly
 def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: Any) -> None:
     """Find a scheme for each layer of MODEL and for its embedding that meets a target, run it, and measure what it cost
-    on text that nothing was fitted to, beside the original and beside the same bits for every layer.
+    on text that no weight was fitted to, beside the original and beside the same bits for every layer.
 
     \b
     compress fit MODEL --size 85MB --calibration TEXT --output OUT

@@ -75,11 +75,13 @@ def paragraph_of(proof: FitProof) -> str:
     assert chosen is not None
     kl, ratio = chosen.figures["kl_mean"], chosen.figures["perplexity_ratio"]
     share = chosen.bytes / proof.original_bytes
+    tried = len(proof.runs)
+    but = f" (the choice among {tried} recipes was)" if tried > 1 else ""
     words = [
         f"{proof.model} now takes {chosen.bytes:,} bytes, {share:.0%} of the original's {proof.original_bytes:,}; its "
         f"layers have {chosen.bits_per_weight:.3g} bits per weight.",
-        f"On {proof.windows} windows of {proof.held_out}, which nothing was fitted to, its KL to the original is "
-        f"{said(kl)} nats per token, and its perplexity {said(ratio)} times the original's (95 % intervals).",
+        f"On {proof.windows} windows of {proof.held_out}, which no weight was fitted to{but}, its KL to the original "
+        f"is {said(kl)} nats per token, and its perplexity {said(ratio)} times the original's (95 % intervals).",
         f"The target, {proof.target}, is {'met' if proof.met else 'MISSED'}.",
     ]
     other = proof.run(proof.uniform)
