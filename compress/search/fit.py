@@ -35,9 +35,7 @@ from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
 from compress.search.candidate import BITS, Candidate
-from compress.search.fitting.choice import (
-    FitChoice,
-)
+from compress.search.fitting.choice import FitChoice
 from compress.search.fitting.deadline import Deadline
 from compress.search.fitting.proof import FitProof
 from compress.search.fitting.tables import possible_tables
