@@ -29,7 +29,7 @@ def planar_from_rows(stored: Tensor, bits: int, columns: int, container: int) ->
     if bits != container or not _lays(stored, bits):
         return words.planar_from_rows(stored, bits, columns, container)
     stored = stored.contiguous()
-    out = torch.empty(len(stored), planar_words(columns, bits), dtype=torch.int16)
+    out = torch.empty(len(stored), planar_words(columns, bits), dtype=torch.int16, device=stored.device)
     return _call("planar_of_rows", stored, out, len(stored), stored.shape[1] * stored.element_size(), columns, bits)
 
 
@@ -39,7 +39,7 @@ def pack_strips(weight: Planar, columns: int) -> Strips:
         return strips.pack_strips(weight, columns)
     planar, bits = weight.words.contiguous(), weight.bits
     lines = lines_of(columns, bits)
-    out = torch.empty(len(planar) // ROWS, lines, LINE_BYTES, dtype=torch.uint8)
+    out = torch.empty(len(planar) // ROWS, lines, LINE_BYTES, dtype=torch.uint8, device=planar.device)
     _call("strips_of_planar", planar, out, len(out), planar.shape[1] * planar.element_size(), lines, bits)
     zero = None if weight.zero is None else by_strip(weight.zero)
     return Strips(out, by_strip(weight.scale), zero, weight.group_size, bits)

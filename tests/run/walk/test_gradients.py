@@ -116,12 +116,12 @@ def test_parts_of_the_micro_batches_give_the_sums_of_all(monkeypatch) -> None:
         if at_once is not None:
             ends = list(range(0, 4, at_once))
 
-            def parts(run, stack, calls, ends=ends, at_once=at_once):
+            def parts(run, stack, whole, ends=ends, at_once=at_once):
                 for start in ends:
                     some = slice(start, start + at_once)
-                    yield stage.MicroBatches(run.batches[some], [each[some] for each in calls])
+                    yield stage.MicroBatches(run.batches[some], [each[some] for each in whole.calls])
 
-            monkeypatch.setattr(stage, "_parts", parts)
+            monkeypatch.setattr(stage, "in_memory", parts)
         model = build("llama")
         compress.quantize(model, compress.Taylor(), calibration=tokens(8), batch_size=2)
         found.append({name: p != 0 for name, p in model.named_parameters()})
