@@ -16,6 +16,7 @@ from places import ROOT
 
 from compress.kernels.cpu import build
 
+QUANTIZE = ("quantize", "demo", "--method", "rtn", "--scheme", "w4a16")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -119,7 +120,7 @@ def test_a_wheel_with_compiled_kernels_runs_them_where_no_compiler_is(checkout: 
     assert {name for name, state in states.items() if state != "prebuilt"} == {"spill"}
     assert found["facts"]["kernels"]["compilers"] == []
     out = tmp_path / "out"
-    done(programs / "compress", "quantize", "demo", "--scheme", "w4a16", "--output", out, folder=tmp_path, **alone)
+    done(programs / "compress", *QUANTIZE, "--output", out, folder=tmp_path, **alone)
     said = done(programs / "compress", "inspect", out, "--kernels", folder=tmp_path, **alone)
     assert "cpu strips" in said
     done(programs / "compress", "generate", out, "--prompt", "The", "--tokens", "4", folder=tmp_path, **alone)

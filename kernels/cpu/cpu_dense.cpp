@@ -14,9 +14,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include <map>
 #include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
 
 #include "cpu_ints.h"
 #include "cpu_panels.h"
@@ -32,8 +31,8 @@ constexpr int64_t PANEL_BYTES = 2 << 20, ROWS_OF_THREAD = 64;
 
 using Ask = int64_t (*)(const Arguments*, int32_t);
 
-std::shared_mutex guard;
-std::unordered_map<uint64_t, int64_t> known;  // tokens from which dense blocks are faster
+std::mutex guard;
+std::map<uint64_t, int64_t> known;  // tokens from which dense blocks are faster
 Ask ask = nullptr;
 
 // A matrix of torch's on memory that is not its own.
@@ -207,14 +206,14 @@ extern "C" int32_t dense(const Arguments* a, int32_t operation) {
   const uint64_t kind = kind_of(*a, operation);
   int64_t from = -1;
   {
-    std::shared_lock<std::shared_mutex> lock(guard);
+    std::lock_guard<std::mutex> lock(guard);
     const auto found = known.find(kind);
     if (found != known.end()) from = found->second;
   }
   if (from < 0) {
     if (ask == nullptr) return NOT_TAKEN;
     from = ask(a, operation);
-    std::unique_lock<std::shared_mutex> lock(guard);
+    std::lock_guard<std::mutex> lock(guard);
     known[kind] = from;
   }
   return a->M < from ? NOT_TAKEN : dense_product(a, operation);
@@ -222,7 +221,7 @@ extern "C" int32_t dense(const Arguments* a, int32_t operation) {
 
 // Measure by `given` from now on; what was known is forgotten.
 extern "C" void dense_ask(Ask given) {
-  std::unique_lock<std::shared_mutex> lock(guard);
+  std::lock_guard<std::mutex> lock(guard);
   ask = given;
   known.clear();
 }
