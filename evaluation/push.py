@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line
-from compress.evaluation.report.card import HUB_ID, as_card
-from compress.evaluation.report.compose import article
+from compress.evaluation.report.card import HUB_ID, card_of_run
 from compress.evaluation.report.runs import open_runs
-from compress.weights.own_words import is_own
 
 CARD = "README.md"
 HINTS = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "use a token that may write there"}
@@ -101,9 +99,7 @@ def _card(folder: Path, record: dict[str, Any], repo: str, base_model: str | Non
     if "export" in record["identity"]:
         return _card_of_export(record, repo, base_model)
     (run,) = open_runs([str(folder)])
-    own = is_own(find_source(str(folder)).quantization)
-    about = replace(article(run), name=repo.partition("/")[2])
-    return as_card(about, run.evaluation, own, place=repo, base_model=base_model)
+    return card_of_run(run, name=repo.partition("/")[2], place=repo, base_model=base_model)
 
 
 def _card_of_export(record: dict[str, Any], repo: str, base_model: str | None) -> str:

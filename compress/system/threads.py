@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 _lock = threading.Lock()
-# How many of `one_thread` are entered, and the number of threads before the first was.
+# The number of `one_thread` that are entered, and that of threads before the first was.
 _entered = {"count": 0, "before": 1}
 
 

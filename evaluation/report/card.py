@@ -3,20 +3,31 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from compress.checkpoint.read.source import find_source
 from compress.evaluation.document import Evaluation, TextResult
 from compress.evaluation.report import wording
+from compress.evaluation.report.compose import article as article_of
 from compress.evaluation.report.content import Article
 from compress.evaluation.report.markdown import body, plain
+from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
+from compress.weights.own_words import is_own
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 METRICS = {"perplexity": "perplexity", "kl_mean": "kl_divergence", "same_top": "same_top_token"}
 PIPELINES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
 OPTIONS = ("scheme", "pattern")
+
+
+def card_of_run(run: ReportedRun, name: str | None = None, place: str = "PATH", base_model: str | None = None) -> str:
+    """The card of a run with a directory. name: by default that of the run; place, base_model: as in `as_card`."""
+    about, own = article_of(run), is_own(find_source(str(run.directory)).quantization)
+    return as_card(about if name is None else replace(about, name=name), run.evaluation, own, place, base_model)
 
 
 def as_card(

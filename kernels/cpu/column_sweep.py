@@ -18,7 +18,7 @@ from compress.kernels.cpu.arguments import TYPES
 
 Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
 RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")
-# What rounding a number takes, in multiplications; and those that are worth a thread, as in cpu_work.h.
+# The cost of rounding a number, in multiplications; and the multiplications that are worth a thread, as in cpu_work.h.
 DECISION, WORTH_A_THREAD = 32, 2**17
 
 

@@ -42,18 +42,7 @@ struct Halves16 {
 INLINE Halves16 upper_halves(Float v) { return {bytes_at<2>(v), bytes_at<3>(v)}; }
 INLINE Halves16 lower_halves(Float v) { return {bytes_at<0>(v), bytes_at<1>(v)}; }
 
-// Code i of a line, counted from the lowest bits, as a number of every row; those of 4 bits are short enough for half a
-// number, to which zeros are added.
-template <int BITS>
-struct LineCodes {
-  Int held;
-
-  INLINE void take(Int words) { held = words; }
-  template <int CODE>
-  INLINE Float value() const {
-    return to_float(both(shift_right<BITS * CODE>(held), every((1 << BITS) - 1)));
-  }
-};
+// Codes of 4 bits: short enough for half a number, to which zeros are added.
 template <>
 struct LineCodes<4> {
   Halves16 halves;

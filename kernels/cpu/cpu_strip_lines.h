@@ -18,6 +18,19 @@
 #pragma once
 
 #include "cpu_work.h"
+
+// Code i of a line as a number of every row, counted from the lowest bits.
+template <int BITS>
+struct LineCodes {
+  Int held;
+
+  INLINE void take(Int words) { held = words; }
+  template <int CODE>
+  INLINE Float value() const {
+    return to_float(both(shift_right<BITS * CODE>(held), every((1 << BITS) - 1)));
+  }
+};
+
 #if NEON
 #include "cpu_lines_neon.h"
 #endif
@@ -64,18 +77,6 @@ constexpr int pair_in_turn(int n) {
 }
 
 #if !NEON
-// Code i of a line as a number of every row.
-template <int BITS>
-struct LineCodes {
-  Int held;
-
-  INLINE void take(Int words) { held = words; }
-  template <int CODE>
-  INLINE Float value() const {
-    return to_float(both(shift_right<BITS * CODE>(held), every((1 << BITS) - 1)));
-  }
-};
-
 // The number that it names in a table of 16.
 struct LineTable {
   Float table;

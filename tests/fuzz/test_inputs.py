@@ -360,7 +360,7 @@ def hurried() -> Iterator[None]:
 
 
 def complaint(words: Made, outcome: Outcome, things: Things) -> str | None:
-    """What is wrong with the end of a case; None if nothing is."""
+    """The fault in the end of a case; None if there is none."""
     if DEFECT.search(outcome.err):
         return "a defect"
     if "not done after" in outcome.err:

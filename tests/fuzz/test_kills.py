@@ -138,8 +138,8 @@ def ended(child: int, reads: int) -> tuple[int, str]:
 
 
 def result(path: Path) -> dict[str, Any] | None:
-    """What is compared of an output: weights and configuration of a directory, the logits of a file; True of a document
-    that is there; None where there is nothing."""
+    """The part of an output that is compared: weights and configuration of a directory, the logits of a file; of a
+    document that it is there; None where there is nothing."""
     if path.is_dir():
         parts = [p for p in sorted(path.iterdir()) if p.suffix in (".safetensors", ".gguf") or p.name == "config.json"]
         return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in parts}

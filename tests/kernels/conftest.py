@@ -1,13 +1,15 @@
 """The compiled CPU products that tests run on: of this processor, and in an emulator of ARM."""
 
+import logging
 from functools import partial
 
 import pytest
 import torch
-from emulated import TARGETS, Emulated, attention, emulated
+from emulated import TARGETS, Emulated, attention, products_for
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import direct, processor
+from compress.kernels.cpu import direct
+from compress.kernels.notes import note_once
 
 
 @pytest.fixture
@@ -23,18 +25,17 @@ def fresh(monkeypatch):
 def compiled(request):
     """Why there are no compiled kernels, or the library to test: for this processor, for one without AVX-512, and for
     ARM."""
-    if cpu.why_not():
-        pytest.skip("; ".join(cpu.why_not()))
-    if request.param == "native":
-        yield cpu.library()
-        return
-    if request.param in processor.ARM:
-        with emulated(request.param) as library:
-            yield library
-        return
-    library, reasons = cpu.load_from_a_place("gemm", cpu.flags_for("avx2"))
-    assert library is not None, reasons
-    yield library
+    with products_for(request.param) as library:
+        yield library
+
+
+@pytest.fixture
+def notes(caplog):
+    """Collects the notes of the kernels, beginning with none said."""
+    note_once.cache_clear()
+    caplog.set_level(logging.WARNING, "compress.kernels")
+    yield lambda: [record.getMessage() for record in caplog.records]
+    note_once.cache_clear()
 
 
 @pytest.fixture

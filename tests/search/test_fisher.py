@@ -35,7 +35,7 @@ def table(model: torch.nn.Module, *bits: int, score: str = "fisher", **data: obj
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, draws: int = 1) -> list[fisher.Fisher]:
-    """What measurements find out, as they make it, from so many draws."""
+    """The Fisher information as measurements make it, from so many draws."""
     made: list[fisher.Fisher] = []
     usual = fisher.Fisher
 

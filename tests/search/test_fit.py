@@ -92,7 +92,7 @@ def test_recipes_are_run_with_other_options_than_layers_are_measured_with():
 
 
 def evaluation(kl: Figure, ratio: Figure, perplexity: float = math.e**2) -> compress.Evaluation:
-    """What a target reads of an evaluation."""
+    """The figures of an evaluation that a target reads."""
     model = strong()
     found = compress.evaluate(model, reference=model, text=tokens(2, 16))
     figures = {"kl_mean": kl, "log_perplexity_ratio": ratio, "reference_perplexity": Figure(perplexity)}

@@ -135,13 +135,9 @@ def _formed(suffix: str, made: "Report", found: Sequence["ReportedRun"], data: d
 
 def _card(run: "ReportedRun", overwrite: bool) -> None:
     """README.md in the directory of a run."""
-    from compress.checkpoint.read.source import find_source
     from compress.checkpoint.write.late_files import put_beside
-    from compress.evaluation.report.card import as_card
-    from compress.evaluation.report.compose import article
-    from compress.weights.own_words import is_own
+    from compress.evaluation.report.card import card_of_run
 
     if run.directory is None:
         raise InputError(f"{run.path} is an evaluation alone; --card goes into the directory of a run: give that")
-    own = is_own(find_source(str(run.directory)).quantization)
-    put_beside(run.directory, {"README.md": as_card(article(run), run.evaluation, own)}, overwrite)
+    put_beside(run.directory, {"README.md": card_of_run(run)}, overwrite)

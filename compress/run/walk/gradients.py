@@ -32,7 +32,7 @@ from compress.run.walk.capture import Recorder, check_hidden_alone, instead, swa
 from compress.run.walk.state import Run
 from compress.system.comm import RowShard
 
-# What is differentiated, and the gradient by it (None: of a number, 1).
+# A tensor to differentiate, and the gradient by it (None: of a number, 1).
 Differentiated = tuple[Tensor, Tensor | None]
 UNREACHED = "no gradient of the loss reached it"
 

@@ -7,7 +7,7 @@ from compress.api.forecast.forecast import plan
 from compress.passes.gptq import GPTQ
 from compress.search.candidate import Candidate
 
-# What a forward of the whole model takes beside that of its blocks, whose time a plan tells, at most.
+# The time of a forward of the whole model over that of its blocks, which a plan tells, at most.
 OF_A_FORWARD = 2.0
 GRADIENTS = 3  # forwards that a backward pass takes, with the forward before it
 

@@ -1,7 +1,6 @@
 """Building the compiled CPU kernels: once, by one process, where nobody else can write, and what is said about it."""
 
 import fcntl
-import logging
 import os
 import re
 import signal
@@ -20,19 +19,10 @@ from compress.kernels import private
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import compiled_libraries, compiling, gemm
 from compress.kernels.cpu.libraries import HERE, PARTS, CompileUnit
-from compress.kernels.notes import note_once
 
+pytestmark = pytest.mark.usefixtures("notes")
 FLAGS = ("-fPIC",)
 SOMEBODY = 12345
-
-
-@pytest.fixture(autouse=True)
-def notes(caplog):
-    """Collects notes, beginning with none said."""
-    note_once.cache_clear()
-    caplog.set_level(logging.WARNING, "compress.kernels")
-    yield lambda: [record.getMessage() for record in caplog.records]
-    note_once.cache_clear()
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def large(dtype=torch.bfloat16):
 
 
 def by_blocks(M, product):
-    """Whether a product of M tokens is the one by dense blocks, and whether that of the loops: bit for bit."""
+    """(True if a product of M tokens is the one by dense blocks, True if it is that of the loops): bit for bit."""
     x, _ = inputs(M, LARGE[1], LARGE[0], torch.bfloat16)
     found = product(x)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,6 @@
 """Kernels that come compiled with the package: which library fits a machine, and when one is left alone."""
 
 import json
-import logging
 import subprocess
 from pathlib import Path
 
@@ -9,17 +8,8 @@ import pytest
 
 from compress.kernels.cpu import prebuilding, prebuilt, processor
 from compress.kernels.cpu.compiled_libraries import sha256_of
-from compress.kernels.notes import note_once
 
 FLAGS = prebuilt.LEVELS["avx512"].needs
-
-
-@pytest.fixture
-def notes(caplog):
-    note_once.cache_clear()
-    caplog.set_level(logging.WARNING, "compress.kernels")
-    yield lambda: [record.getMessage() for record in caplog.records]
-    note_once.cache_clear()
 
 
 @pytest.fixture

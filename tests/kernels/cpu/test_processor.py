@@ -1,4 +1,4 @@
-"""What processors are taken for, and what is compiled for them, on systems that are described to it."""
+"""Processors of described systems: the instructions found on them, and the flags to compile with."""
 
 import pytest
 

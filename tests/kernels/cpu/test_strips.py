@@ -3,14 +3,13 @@
 import pytest
 import torch
 from combinations import every
-from emulated import TARGETS, emulated
+from emulated import TARGETS, products_for
 from planar import inputs, planar_of, within
 
 from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu import processor
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import Strips, pack_strips, unpack_strips, why_not_strips
 from compress.kernels.operators import strips
@@ -26,21 +25,8 @@ SLOW = [pytest.param("avx2-vnni", marks=pytest.mark.slow), *TARGETS]
 
 @pytest.fixture(scope="module", params=["native", "avx2", *SLOW])
 def compiled(request):
-    if cpu.why_not():
-        pytest.skip("; ".join(cpu.why_not()))
-    if request.param == "native":
-        yield cpu.library()
-        return
-    if request.param in processor.ARM:
-        with emulated(request.param) as library:
-            yield library
-        return
-    if request.param == "avx2-vnni" and processor.VNNI not in processor.cpu_flags():
-        pytest.skip(f"the CPU has no {processor.VNNI}")
-    library, reasons = cpu.load_from_a_place("gemm", cpu.flags_for(request.param))
-    assert library is not None, reasons
-    assert library.instructions().decode() == request.param
-    yield library
+    with products_for(request.param) as library:
+        yield library
 
 
 @every("K", [8, 32, 50, 200])

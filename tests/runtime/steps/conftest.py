@@ -1,4 +1,4 @@
-"""What all tests of steps need."""
+"""Fixtures of all tests of steps."""
 
 import pytest
 

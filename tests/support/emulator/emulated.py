@@ -56,7 +56,7 @@ class Emulated:
         return self.read(NUMBER.unpack(self.read(NUMBER.size))[0])
 
     def call(self, name: str, *arguments: Any) -> int:
-        """What a function returns, given pointers to structs and to memory of tensors, which it may change."""
+        """The result of a function, given pointers to structs and to memory of tensors, which it may change."""
         sent, held = [text(name), NUMBER.pack(len(arguments))], []
         for argument in arguments:
             if isinstance(argument, ctypes.c_void_p):
@@ -113,7 +113,7 @@ class _Attention(ctypes.Structure):
 def attention(
     library: Emulated, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """What `direct.attention` returns, by the loop of an emulated library and not by way of torch's operator."""
+    """The result of `direct.attention`, by the loop of an emulated library and not by way of torch's operator."""
     batch, heads, _, size = query.shape
     filled = _Attention(batch=batch, heads=heads, key_heads=key.shape[1], keys=key.shape[2], size=size, scale=scale)
     filled.value_size, filled.type, filled.threads = value.shape[3], TYPES[query.dtype], 2
@@ -192,3 +192,24 @@ def _driver(folder: Path) -> Path:
     made = folder / "emulated"
     subprocess.run([COMPILER, "-std=c++17", "-O1", str(DRIVER), "-ldl", "-o", str(made)], check=True)
     return made
+
+
+@contextmanager
+def products_for(target: str) -> Iterator[Any]:
+    """The library of products for this processor ("native"), for less than it has, or for ARM in an emulator. Skips
+    where there is none."""
+    if build.why_not():
+        pytest.skip("; ".join(build.why_not()))
+    if target in processor.ARM:
+        with emulated(target) as library:
+            yield library
+        return
+    if target == "native":
+        yield build.library()
+        return
+    if target == "avx2-vnni" and processor.VNNI not in processor.cpu_flags():
+        pytest.skip(f"the CPU has no {processor.VNNI}")
+    library, reasons = build.load_from_a_place("gemm", build.flags_for(target))
+    assert library is not None, reasons
+    assert library.instructions().decode() == target
+    yield library

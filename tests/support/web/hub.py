@@ -15,7 +15,8 @@ LARGE = ".safetensors"  # what goes as a large file
 
 @dataclass
 class Hub:
-    """What the server holds. repositories: {owner/name: {file: content}}; private: names of those; asked: requests."""
+    """The content of the server. repositories: {owner/name: {file: content}}; private: names of those; asked: the
+    requests."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
