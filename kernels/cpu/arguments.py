@@ -65,6 +65,11 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in CHOICES),
     )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of x."""
+        return next(dtype for dtype, number in TYPES.items() if number == self.x_type)
+
 
 def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
     """The product of x, of this dtype, with a weight in strips, of a table or not."""

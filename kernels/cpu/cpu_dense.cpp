@@ -170,7 +170,7 @@ bool multiply_rows_of_int8(const Arguments& a) {
   return true;
 }
 
-// What decides which way is faster, as one number.
+// The sizes that decide which way is faster, as one number.
 uint64_t kind_of(const Arguments& a, int32_t operation) {
   const auto order = [](int64_t v) { return v <= 0 ? 0 : 64 - __builtin_clzll(v); };  // of magnitude
   uint64_t found = 0;
@@ -190,7 +190,7 @@ bool takes(const Arguments& a, int32_t operation) {
 
 }  // namespace
 
-// Whatever number of tokens there are; the caller has seen that `takes` them.
+// For any number of tokens; the caller has seen that `takes` accepts them.
 extern "C" int32_t dense_product(const Arguments* a, int32_t operation) {
   try {
     const bool words = a->planar || a->strips;

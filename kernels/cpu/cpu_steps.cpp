@@ -23,7 +23,7 @@
 namespace {
 
 enum Kind : int32_t { NORMALIZE, MULTIPLY, ROTATE, KEEP, ATTEND, ACTIVATE, ADD };
-// What is rounded of a norm: x / rms before the weight, or the result alone; the weight as it is or plus one.
+// The rounded part of a norm: x / rms before the weight, or the result alone; the weight as it is or plus one.
 enum Norm : int32_t { RMS, RMS_AT_ONCE, RMS_PLUS_ONE, LAYER };
 enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU };
 constexpr int64_t X = -1, OUT = -2;
@@ -216,7 +216,7 @@ void add(const Step& s, const Instruction& of) {
 
 }  // namespace
 
-// What the first loop returned that did not succeed; 0 where all did.
+// The result of the first loop that did not succeed; 0 where all did.
 extern "C" int32_t run_step(const Instruction* first, int64_t count, const Call* call) {
   const Step step(*call);
   for (const Instruction* each = first; each < first + count; ++each) {

@@ -74,7 +74,7 @@ void take_off(float* values, int64_t count, float least) {
   for (int64_t i = 0; i < count; i += EIGHT) store(values + i, minus(load_eight(values + i), eight(least)));
 }
 
-// What a thread searches with.
+// Memory of a thread that searches.
 struct Searched {
   Floats cost, best;
   std::vector<uint8_t> from;

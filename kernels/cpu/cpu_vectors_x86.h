@@ -1,4 +1,4 @@
-// What AVX2 and AVX-512 share below cpu_vectors.h.
+// Shared by AVX2 and AVX-512, below cpu_vectors.h.
 
 #pragma once
 

@@ -31,7 +31,7 @@ struct Arguments {
   int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits, strips;
 };
 
-// What a product returns: no memory to pack x, or no part that could be compiled.
+// Results of a product: no memory to pack x, or no part that could be compiled.
 enum Outcome : int32_t { DONE, NO_MEMORY, NO_PART };
 
 namespace {

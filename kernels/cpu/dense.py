@@ -178,7 +178,6 @@ def taken_from(operation: Operation, N: int, K: int, bits: int, dtype: torch.dty
 
 def operation_of(filled: Arguments, loop: str) -> Operation:
     """The name of a product, from its arguments."""
-    dtype = next(dtype for dtype, number in TYPES.items() if number == filled.x_type)
     if loop == "sparse24":
         return "sparse24"
     if loop == "int8_activation":
@@ -187,7 +186,7 @@ def operation_of(filled: Arguments, loop: str) -> Operation:
         return "weight_only"
     if filled.levels:
         return "tiles"
-    return "table_strips" if filled.table else strips_operation(False, dtype)
+    return "table_strips" if filled.table else strips_operation(False, filled.dtype)
 
 
 def _order(size: int) -> int:
@@ -203,8 +202,7 @@ def kind(operation: Operation, N: int, K: int, bits: int, dtype: torch.dtype, th
 
 def kind_of(operation: Operation, filled: Arguments) -> str:
     """The `kind` of a product, from its arguments."""
-    dtype = next(dtype for dtype, number in TYPES.items() if number == filled.x_type)
-    return kind(operation, filled.N, filled.K, filled.bits, dtype, filled.threads)
+    return kind(operation, filled.N, filled.K, filled.bits, filled.dtype, filled.threads)
 
 
 def measured(given: Arguments, loop: str) -> int:
@@ -238,10 +236,9 @@ class _Trial:
     def __init__(self, given: Arguments, loop: str) -> None:
         self.filled, self.loop = Arguments.from_buffer_copy(given), loop
         self.filled.N = min(given.N, max(MEASURED_ROWS, ROWS_OF_THREAD * given.threads))
-        dtype = next(dtype for dtype, number in TYPES.items() if number == given.x_type)
         g = torch.Generator().manual_seed(0)
-        self.x = torch.randn(TRIED[-1], given.K, generator=g).to(dtype)
-        self.out = torch.empty(TRIED[-1], self.filled.N, dtype=dtype)
+        self.x = torch.randn(TRIED[-1], given.K, generator=g).to(given.dtype)
+        self.out = torch.empty(TRIED[-1], self.filled.N, dtype=given.dtype)
         self.filled.x, self.filled.out = self.x.data_ptr(), self.out.data_ptr()
         self.limit = rows_up_to(operation_of(given, loop), build.library())
         self.clock = time.thread_time if given.threads == 1 else time.perf_counter

@@ -21,6 +21,7 @@ from compress.system.progress import Reporter
 WIDTHS = (8, 6, 4)
 AS_IT_IS = TableOption("as it is", (), 0, 0.0)
 PARTS = 4  # tensors of a table's codes, at most, whose header entries take a place of their own
+# A name longer than those of tables of embeddings, for an upper bound of their header entries.
 LONG = "model.decoder.embed_tokens.weight_packed.and.more"
 
 
