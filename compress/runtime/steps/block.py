@@ -205,7 +205,7 @@ def known_block(block: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> KnownBlo
 
 
 def _dependencies(block: nn.Module, planned: StepPlan) -> tuple[list[Any], list[Any], list[Any]]:
-    """Links, hooks and places of `Known`."""
+    """Links, hooks and places of `KnownBlock`."""
     links: list[Any] = [(block.__dict__, "training", False)]
     hooks: list[Any] = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     places: list[Any] = []
@@ -380,7 +380,7 @@ def _run(known: KnownBlock, call: StepCall, x: Tensor, update: Any) -> Tensor:
 
 
 def _leave(part: Leave, x: Tensor, work: Tensor, batch: int) -> None:
-    """StepCall a module on a register."""
+    """Call a module on a register."""
     given = x if part.x.at == steps.IN else _register(part.x, work, batch)
     found = part.module(given)
     _register(part.to, work, batch).copy_(found[0] if isinstance(found, tuple) else found)
