@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import Desk, Outcome, command, configured, half, last_line, make_llama, save
 
+from compress.kernels.cpu import build
 from compress.passes.protocol.recipe import PASSES
 
 METHODS = ", ".join(sorted(PASSES))
@@ -1220,6 +1221,12 @@ REFUSED = {
     )
     for name, case in cases.items()
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compiles the libraries that `fit` asks before it tells its time: that is announced, beside a refusal."""
+    build.build_all(["columns", "gemm"])
 
 
 @pytest.mark.parametrize("name", REFUSED)
