@@ -17,6 +17,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from compress.kernels.division import divide
+
 INT8_MIN, INT8_MAX = -128, 127
 INT8_STEPS = INT8_MAX - INT8_MIN
 # A symmetric grid spreads the largest magnitude over 127.5 steps, as `weights.grid` does for a whole int8 range.
@@ -128,9 +130,9 @@ def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     zero = torch.zeros_like(lo)
     if symmetric:
-        scale = (torch.maximum(-lo, hi) / INT8_HALF_RANGE).clamp(min=tiny)
+        scale = divide(torch.maximum(-lo, hi), INT8_HALF_RANGE).clamp(min=tiny)
     else:
-        scale = ((hi - lo) / INT8_STEPS).clamp(min=tiny)
+        scale = divide(hi - lo, INT8_STEPS).clamp(min=tiny)
         zero = torch.round(INT8_MIN - lo / scale).clamp(INT8_MIN, INT8_MAX)
     codes = (torch.round(x / scale.unsqueeze(-1)) + zero.unsqueeze(-1)).clamp(INT8_MIN, INT8_MAX)
     return codes.to(torch.int8), scale, None if symmetric else zero.to(torch.int32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.kernels.division import divide
 from compress.solvers.outliers import by_count, exact_places
 from compress.solvers.polish import Polish, SettledRule, members
 from compress.weights.formats.tiles import Tiles, fit_tiles, scales_and_zeros
@@ -140,7 +141,7 @@ def inner_range(x_Ng: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 def rounding_cost(x: Tensor, lowest: Tensor, highest: Tensor, bits: int, cost: Tensor) -> Tensor:
     """[..., g] what rounding x costs on codes from lowest to highest [...], whose scale and zero point are not
     rounded."""
-    step = ((highest - lowest) / (2**bits - 1)).unsqueeze(-1)
+    step = divide(highest - lowest, 2**bits - 1).unsqueeze(-1)
     values = encode_unsigned(x, step, -lowest.unsqueeze(-1) / step, bits) * step + lowest.unsqueeze(-1)
     return (values - x).square() * cost
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from compress.errors import CompressError, InputError
 from compress.kernels.cpu import column_sweep
 from compress.kernels.cpu.column_sweep import Range
+from compress.kernels.division import divide
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
 from compress.weights.few_levels import scale_of_levels
@@ -409,14 +410,14 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     """(scale, zero_point) of ranges [lo, hi] (lo <= 0 <= hi, any shape), both in the dtype of `lo`."""
     kind, divisor = steps_of_range(grid)
     if kind == "asymmetric":
-        scale = round_scale((hi - lo) / divisor, scale_dtype, grid.scales)
+        scale = round_scale(divide(hi - lo, divisor), scale_dtype, grid.scales)
         return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
     span = hi if kind == "unsigned" else torch.maximum(-lo, hi)
     if kind == "signed scale":
         span = torch.where(hi > -lo, -hi, -lo)
     if grid.scales == "e8m0":
-        return power_above(span / divisor, inclusive=grid.range_choice == "ceil"), torch.zeros_like(span)
-    return stored_scale(span / divisor, grid, scale_dtype), torch.zeros_like(span)
+        return power_above(divide(span, divisor), inclusive=grid.range_choice == "ceil"), torch.zeros_like(span)
+    return stored_scale(divide(span, divisor), grid, scale_dtype), torch.zeros_like(span)
 
 
 def steps_of_range(grid: Grid) -> tuple[Range, float]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from compress.errors import InputError
+from compress.kernels.division import divide
 from compress.kernels.operators.register import operator
 from compress.kernels.reference import rescale
 
@@ -40,7 +41,7 @@ Fp8Path = Literal["scaled_mm", "torch"]
 def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(codes float8 [M, K], scale fp32 [M]): one scale per row, fitted to it. A row of zeros has zero codes."""
     x = x_MK.to(torch.float32)
-    scale = (x.abs().amax(-1) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = divide(x.abs().amax(-1), E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return _encode(x, scale.unsqueeze(-1)), scale
 
 

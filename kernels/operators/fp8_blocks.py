@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.division import divide
 from compress.kernels.layouts.scale_blocks import BLOCK, INPUT_BLOCK, WEIGHT_BLOCK, blocked, blocks_of, multiply_
 from compress.kernels.operators import fp8
 from compress.kernels.operators.register import operator
@@ -30,7 +31,7 @@ SHORT_SUMS = 2.0**-13
 def quantize_token_blocks(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(codes float8 [M, K], scale fp32 [M, B]): one scale per row and 128 columns. Zeros alone have zero codes."""
     blocks_MBC = blocked(x_MK.to(torch.float32), INPUT_BLOCK)
-    scale = (blocks_MBC.abs().amax(-1) / fp8.E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = divide(blocks_MBC.abs().amax(-1), fp8.E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     codes = fp8._encode(blocks_MBC, scale.unsqueeze(-1)).flatten(1)
     return codes[:, : x_MK.shape[1]], scale
 

@@ -16,6 +16,7 @@ from compress.kernels.cpu import direct
 from compress.kernels.cpu.arguments import Operation
 from compress.kernels.cpu.laying import planar_from_rows
 from compress.kernels.cpu.steps import StepWeight
+from compress.kernels.division import divide
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips, unpack_strips
 from compress.kernels.layouts.words import (
@@ -152,7 +153,7 @@ class PackedLinear(WordLinear):
         if self.input_group is None or self.scheme.inputs is not None:
             return 0.0
         # int8 inputs for speed alone: seven standard deviations of the error by that rounding.
-        step_M1 = x_MK.abs().amax(-1, keepdim=True) / reference.INT8_HALF_RANGE
+        step_M1 = divide(x_MK.abs().amax(-1, keepdim=True), reference.INT8_HALF_RANGE)
         return 2 * step_M1 * self.dequantize().double().norm(dim=-1)
 
     @classmethod

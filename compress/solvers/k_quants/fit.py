@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.kernels.division import divide
 from compress.weights.formats.k_quants import KQuant
 from compress.weights.grid import encode_unsigned
 
@@ -99,14 +100,14 @@ def _guesses(x: Tensor, most: int, zero: int, has_minima: bool) -> Iterator[tupl
     if has_minima:
         low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
         for shrink in SHRINKS:
-            scale = (high - low) / (most * (1 + shrink))
+            scale = divide(high - low, most * (1 + shrink))
             yield scale, -low * (1 - max(shrink, 0) / 2)
         return
     low, high = x.amin(-1), x.amax(-1)
     extreme = torch.where(high > -low, high, low)
     for shrink in SHRINKS:
-        yield -extreme / (zero * (1 + shrink)), torch.zeros_like(low)
-        yield extreme / ((most - zero) * (1 + shrink)), torch.zeros_like(low)
+        yield divide(-extreme, zero * (1 + shrink)), torch.zeros_like(low)
+        yield divide(extreme, (most - zero) * (1 + shrink)), torch.zeros_like(low)
 
 
 def least_squares(x: Tensor, cost: Tensor, steps: Tensor, has_minima: bool) -> tuple[Tensor, Tensor]:
@@ -128,9 +129,9 @@ def first_steps(scale: Tensor, minimum: Tensor, format_: KQuant) -> KSteps:
     """The steps [B] that the largest scales and minima [B, G] of super-blocks just fill."""
     least, most = format_.scale_range
     if format_.layout.has_minima:
-        return KSteps(as_float16(scale.amax(-1) / most), as_float16(minimum.amax(-1) / most))
+        return KSteps(as_float16(divide(scale.amax(-1), most)), as_float16(divide(minimum.amax(-1), most)))
     low, high = scale.amin(-1), scale.amax(-1)
-    d = as_float16(torch.where(high > -low, high, low) / least)
+    d = as_float16(divide(torch.where(high > -low, high, low), least))
     return KSteps(d, torch.zeros_like(d))
 
 
