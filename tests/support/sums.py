@@ -53,11 +53,15 @@ def tiles_of(
     return TileWords(words, pack_levels(scale, zero, level_bits), ranges.to(dtype), container, group, rows)
 
 
-def error(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
-    """Distance of a product of x and a weight (fp64) over what is allowed, its rounding included; not finite is inf."""
+def error(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, terms: tuple[Tensor, ...] = ()) -> float:
+    """Distance of a product of x and a weight (fp64) over what is allowed, its rounding included; not finite is inf.
+    terms: those of the weight whose products, the first with the bias, may be rounded before they are added."""
     given = x.double()
     truth = given @ weight.t()
     allowed = reference.tolerance(given, weight, truth, x.dtype) + reference.weight_rounding(given, weight, x.dtype)
+    for i, term in enumerate(terms):
+        part = given @ term.t() + (bias.double() if bias is not None and i == 0 else 0)
+        allowed += torch.finfo(x.dtype).eps * part.abs()
     if bias is not None:
         truth = truth + bias.double()
         allowed += torch.finfo(x.dtype).eps * truth.abs()

@@ -13,8 +13,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HALF = (torch.float16, torch.bfloat16)
-# What is rounded once more where entries are added to a product that has been rounded.
-ROUNDED_TWICE = 2
 
 
 def on_gpu(parts):
@@ -33,17 +31,18 @@ def test_products_and_gradients(M, N, K, dtype, wide):
     x, bias = torch.randn(M, K).to(dtype), torch.randn(N).to(dtype)
     dense = pack.planar_weight(planar, K).double(), pack_tiles.tile_weight(weight, K).double()
     cases = (
-        (sparse.sparse_linear, (*entries, bias, K), extra),
-        (sparse.weight_only_sparse_linear, (*planar[:3], bias, 4, 32, *entries), dense[0] + extra),
-        (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], *entries), dense[1] + extra),
-        (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], None, None, None), dense[1]),
+        (sparse.sparse_linear, (*entries, bias, K), (extra,)),
+        (sparse.weight_only_sparse_linear, (*planar[:3], bias, 4, 32, *entries), (dense[0], extra)),
+        (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], *entries), (dense[1], extra)),
+        (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], None, None, None), (dense[1],)),
     )
-    for op, given, values in cases:
-        own = x.cuda().requires_grad_()
+    for op, given, terms in cases:
+        values, own = sum(terms), x.cuda().requires_grad_()
         out = op(own, *on_gpu(given))
-        assert error(out.detach().cpu(), x, values, bias) <= ROUNDED_TWICE
+        assert error(out.detach().cpu(), x, values, bias, terms) <= 1
         (back,) = torch.autograd.grad(out, own, out.detach())
-        assert error(back.cpu(), out.detach().cpu(), values.t().contiguous()) <= ROUNDED_TWICE
+        turned = tuple(term.t().contiguous() for term in terms)
+        assert error(back.cpu(), out.detach().cpu(), sum(turned), None, turned) <= 1
 
 
 def test_the_paths_are_those_of_triton():
