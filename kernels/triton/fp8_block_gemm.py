@@ -30,11 +30,13 @@ _STEPS = tl.constexpr(1.5 * 2.0**20)
 
 @triton.jit
 def round_e4m3(x):
-    """fp32 |x| <= 448 to the nearest value of e4m3, ties to the even code; converting that changes nothing. Adding and
-    subtracting 1.5 * 2^23 steps rounds to a multiple of the step, which is 2^-3 of the power of two below x."""
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    magic = tl.maximum(power, _LEAST_POWER) * _STEPS
-    return (x + magic) - magic
+    """fp32 |x| <= 448 to the nearest value of e4m3, ties to the even code, -0 for what is negative; converting that
+    changes nothing. Adding and subtracting 1.5 * 2^23 steps rounds to a multiple of the step, which is 2^-3 of the
+    power of two below x."""
+    bits = x.to(tl.int32, bitcast=True)
+    magic = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), _LEAST_POWER) * _STEPS
+    rounded = ((x + magic) - magic).to(tl.int32, bitcast=True)
+    return (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -32,11 +32,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", sorted(p.name for p in LLMCOMPRESSOR.iterdir() if p.is_dir()))
 def test_the_gpu_computes_what_the_cpu_does(name, fuse):
+    """In bfloat16 a GPU is as near to the CPU's float32 as the CPU is; where inputs are rounded, a code may differ."""
     ids = probe(24)
-    expected = outputs(compress.load(LLMCOMPRESSOR / name, torch.float32), ids)
+    exact, narrow = (outputs(compress.load(LLMCOMPRESSOR / name, dtype), ids) for dtype in (torch.float32, None))
     found = outputs(compress.load(LLMCOMPRESSOR / name, device=CUDA, fuse=fuse), ids.to(CUDA)).float().cpu()
-    # bfloat16 through two blocks, and where inputs are rounded a code more or less.
-    assert (found - expected).abs().max() <= 0.15 * expected.std()
+    assert (found - exact).norm() <= 1.5 * (narrow.float() - exact).norm()
 
 
 def test_layers_agree_with_their_dequantized_product(checkpoint):
