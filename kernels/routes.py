@@ -24,7 +24,7 @@ from compress.kernels.cpu.crossings import NEVER
 from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
-from compress.kernels.layouts.words import Planar
+from compress.kernels.layouts.words import Planar, Table
 from compress.kernels.layouts.words24 import Words24
 from compress.kernels.operators import fp8, fp8_blocks, sparse, tiles
 from compress.kernels.operators import words as ops
@@ -79,6 +79,11 @@ def planar_route(
     if int8_input:
         reasons = why_not_int8(x_MK, weight)
         return Route(ops.path_of(device, reasons), tuple(reasons))
+    return _fused_route(x_MK, weight)
+
+
+def _fused_route(x_MK: torch.Tensor, weight: Planar) -> Route:
+    """The route of a weight in planar words on a GPU, with x as it is."""
     path, _ = ops.weight_only_path(x_MK, weight)
     fused = tuple(ops.why_not_weight_only(x_MK, weight))
     if path == "dequantize" and not fused:
@@ -114,8 +119,21 @@ def strips_route(
     return _cpu_route(strips_operation(int8_input, dtype), M, (N, K), bits, group_size, dtype)
 
 
-def levels_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:
-    """The route of codes of a table of 16 levels on a CPU."""
+def levels_route(
+    M: int,
+    N: int,
+    K: int,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: torch.dtype | None = None,
+) -> Route:
+    """The route of codes of a table of 16 levels. scales: their dtype, where it is not that of x."""
+    if device.type != "cpu":
+        meta = torch.device("meta")
+        table = Table(torch.empty(0, device=meta), signed=False)
+        words, scale = torch.empty(N, 0, device=meta), torch.empty(0, dtype=scales or dtype, device=meta)
+        return _fused_route(_tokens(M, K, dtype, device), Planar(words, scale, None, group_size, NIBBLE, table))
     return _cpu_route("table_strips", M, (N, K), NIBBLE, group_size, dtype, why_not_strips(N, NIBBLE))
 
 

@@ -96,11 +96,20 @@ def _unpacked(words: Tensor, bits: int, count: int, signed: bool) -> Tensor:
     return (codes.view(rows, -1)[:, :count] - offset).to(torch.int8 if signed else torch.uint8)
 
 
+class Table(NamedTuple):
+    """The levels that codes of 4 bits stand for. values: fp32 [17], by code, then a factor of all scales. signed: the
+    levels of codes 8 to 15 are those of 0 to 7, negated."""
+
+    values: Tensor
+    signed: bool
+
+
 class Planar(NamedTuple):
     """A weight as the weight-only kernels read it.
 
     words int16 [N, W] (`pack_planar`); scale [G, N] in the dtype of the activations; zero uint8 [G, N], or None where
-    every code is centred on 2^(bits-1); group_size in columns, -1 for one scale per output channel (G = 1).
+    every code is centred on 2^(bits-1); group_size in columns, -1 for one scale per output channel (G = 1); table: the
+    levels of codes that are no numbers.
     """
 
     words: Tensor
@@ -108,6 +117,7 @@ class Planar(NamedTuple):
     zero: Tensor | None
     group_size: int
     bits: int
+    table: Table | None = None
 
 
 def planar_block(bits: int) -> int:
@@ -199,6 +209,15 @@ def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: 
 def planar_weight(weight: Planar, columns: int) -> Tensor:
     """[N, columns] values that a planar weight stands for, in the dtype of its scale; the kernels' reference."""
     codes = unpack_planar(weight.words, weight.bits, columns)
+    if weight.table is not None:
+        return _looked_up(codes, weight.scale, weight.table)
     scale_NG = weight.scale.t()
     zero = torch.full_like(weight.scale, 2 ** (weight.bits - 1)) if weight.zero is None else weight.zero
     return reference.dequantize(codes, scale_NG, zero.t())
+
+
+def _looked_up(codes: Tensor, scale_GN: Tensor, table: Table) -> Tensor:
+    """[N, columns] the values of codes of a table, in the dtype of the scales."""
+    levels = table.values[:-1].index_select(0, codes.flatten().int()).view(len(codes), len(scale_GN), -1)
+    scaled = levels * (scale_GN.float() * table.values[-1]).t().unsqueeze(-1)
+    return scaled.view(codes.shape).to(scale_GN.dtype)

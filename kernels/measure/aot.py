@@ -41,6 +41,7 @@ from compress.kernels.triton.int8_quantize import (
     quantize_tokens_kernel,
 )
 from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
+from compress.kernels.triton.look_up import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
@@ -65,6 +66,7 @@ ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
 # Of SpQR's tiles.
 TILE_ROWS = 16
+TABLE_NAMES = {SIGNED: "signed levels", FULL: "levels"}
 # Additional arguments of kernels for experts.
 EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
 EXPERT_TYPES |= dict.fromkeys(("token_ptr", "start_ptr"), "*i32")
@@ -89,10 +91,19 @@ class CompileReport:
 
 
 def weight_only(
-    arch: int, bits: int, group: int, zero: bool, dtype: str, M: int | None, N: int, K: int = 4096, experts: int = 0
+    arch: int,
+    bits: int,
+    group: int,
+    zero: bool,
+    dtype: str,
+    M: int | None,
+    N: int,
+    K: int = 4096,
+    experts: int = 0,
+    table_kind: int = 0,
 ) -> CompileReport:
     """Compile the weight-only kernel as it would run for these sizes; M None: batch-invariant; experts: that of so
-    many, for M pairs of each."""
+    many, for M pairs of each; table_kind: of codes of a table (`look_up`)."""
     device = Device(capability=arch)
     if M is None:
         shape = invariant(table.ProductKind("weight_only", bits, group, zero, dtype), N, K, device)
@@ -116,7 +127,11 @@ def weight_only(
         "SCALE_SUMS": shape.scales_sums(group, bits),
         "EVEN_K": True,
         "ASM": True,
+        "TABLE": table_kind,
     }
+    types["table_ptr"] = "*fp32"
+    if not table_kind:
+        constants["table_ptr"] = None
     aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
     kernel = planar_kernel
     if experts:
@@ -127,7 +142,8 @@ def weight_only(
     overhead = 0 if group == -1 else (16 + 8 * zero) / group
     kind = f"{dtype} group {group}{' zero points' if zero else ''}"
     whose = f"{experts} experts " if experts else ""
-    name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    codes = TABLE_NAMES[table_kind] if table_kind else f"w{bits}a16"
+    name = f"{whose}{codes} {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     name += " batch-invariant" if M is None else ""
     return CompileReport(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
 
@@ -289,15 +305,18 @@ def quantize_fp8_blocks(arch: int) -> CompileReport:
     return CompileReport("quantize fp8 blocks", arch, read, per_element, round(instruction_budget(16 + 8), 2))
 
 
-def dequantize(arch: int, bits: int, group: int, dtype: str) -> CompileReport:
-    """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
+def dequantize(arch: int, bits: int, group: int, dtype: str, table: bool = False) -> CompileReport:
+    """Compile the dequantization, with zero points or a table of levels; all instructions, per weight that is read and
+    written."""
     types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
     types |= {"words_ptr": "*i16", "scale_ptr": f"*{dtype}", "zero_ptr": "*u8", "out_ptr": f"*{dtype}"}
-    constants = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "BLOCK_N": BLOCK_ROWS, "HAS_ZERO": True}
+    constants: dict[str, int | None] = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "BLOCK_N": BLOCK_ROWS}
+    constants |= {"HAS_ZERO": not table, "TABLE": table} | ({} if table else {"table_ptr": None})
+    types |= {"table_ptr": "*fp32"}
     aligned = ("N", "K", "stride_wn", "stride_on")
     read = cost(compile_for(dequantize_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
     per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
-    name = f"dequantize w{bits} {dtype} group {group}"
+    name = f"dequantize {'levels' if table else f'w{bits}'} {dtype} group {group}"
     return CompileReport(
         name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2)
     )

@@ -45,6 +45,7 @@ Path = Literal["triton", "dequantize", "cpu", "reference"]
 MAX_INT8_COLUMNS = 2**16
 OLDEST_CAPABILITY = (8, 0)
 HALF = (torch.float16, torch.bfloat16)
+HALF_PLANE = PLANE // 2
 
 
 @cache
@@ -74,7 +75,7 @@ def why_not_weight_only(x: Tensor, weight: Planar, device: torch.device | None =
     reasons = [*_why_not_triton(device or x.device)]
     if x.dtype not in HALF:
         reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16")
-    if weight.scale.dtype != x.dtype:
+    if weight.scale.dtype != x.dtype and (weight.table is None or weight.scale.dtype != torch.float32):
         reasons.append(f"scales are {weight.scale.dtype}, x is {x.dtype}; lay the weight out for the dtype of x")
     return reasons + why_not_groups(weight)
 
@@ -82,6 +83,8 @@ def why_not_weight_only(x: Tensor, weight: Planar, device: torch.device | None =
 def why_not_groups(weight: Planar) -> list[str]:
     """Reasons why a loop over blocks of words cannot scale groups of such a weight; empty when it can."""
     group, block = weight.group_size, planar_block(weight.bits)
+    if weight.table is not None and group == HALF_PLANE:
+        return []
     if group != -1 and (group % PLANE or (group % block and block % group)):
         return [f"group size {group}; allowed: 32, 64, multiples of {block}, -1 (one scale per channel)"]
     return []
@@ -135,7 +138,8 @@ def weight_only_path(x_MK: Tensor, weight: Planar, batch_invariant: bool = False
         return path_of(x_MK.device, dequantized), None
     if why_not_weight_only(x_MK, weight):
         return "dequantize", None
-    kind = kind_of("weight_only", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
+    operation = "weight_only" if weight.table is None else "levels"
+    kind = kind_of(operation, weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
     sizes = (len(weight.words), x_MK.shape[1], device_of(x_MK.device))
     if batch_invariant:
         return "triton", invariant(kind, *sizes)
@@ -172,6 +176,44 @@ def _check_words(x: Tensor, words: Tensor, bits: int) -> None:
         raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
 
 
+def planar_product(x: Tensor, weight: Planar, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+    """[..., N] = x weight^T + bias, in the dtype of x, on the path of `weight_only_path`."""
+    _check_words(x, weight.words, weight.bits)
+    x_MK = _rows(x)
+    path, shape = weight_only_path(x_MK, weight, batch_invariant)
+    refused = weight.table is not None or cpu_gemm.why_not("weight_only", x, weight.scale, weight.group_size)
+    if path == "triton":
+        from compress.kernels.triton.planar_gemm import planar_gemm
+
+        out_MN = planar_gemm(x_MK, weight, bias, shape)
+    elif path == "dequantize":
+        from compress.kernels.triton.dequantize_gemm import dequantize_gemm
+
+        out_MN = dequantize_gemm(x_MK, weight, bias)
+    elif path == "cpu" and not refused:
+        out_MN = cpu_gemm.weight_only(x_MK, weight, bias, batch_invariant=batch_invariant)
+    else:
+        out_MN = _unpacked_product(x_MK, weight, bias)
+    return _shaped(out_MN, x)
+
+
+def planar_gradient(grad: Tensor, weight: Planar, columns: int) -> Tensor:
+    """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `planar_product`."""
+    grad_MN = _rows(grad)
+    if why_not_dequantize(grad, weight):
+        sums_MK = torch.zeros(
+            len(grad_MN), columns, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+        )
+        for rows, part in _parts(weight, columns):
+            sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
+        out_MK = sums_MK.to(grad.dtype)
+    else:
+        from compress.kernels.triton.dequantize_gemm import input_gradient
+
+        out_MK = input_gradient(grad_MN, weight, columns)
+    return out_MK.view(*grad.shape[:-1], columns)
+
+
 def _like_product(x: Tensor, words: Tensor, bits: int) -> Tensor:
     """The shape, for tracing, of x times a weight in planar words."""
     torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
@@ -190,23 +232,7 @@ def weight_only_linear(
     batch_invariant: bool = False,
 ) -> Tensor:
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `layouts.words.Planar`."""
-    _check_words(x, words, bits)
-    weight = Planar(words, scale, zero, group_size, bits)
-    x_MK = _rows(x)
-    path, shape = weight_only_path(x_MK, weight, batch_invariant)
-    if path == "triton":
-        from compress.kernels.triton.planar_gemm import planar_gemm
-
-        out_MN = planar_gemm(x_MK, weight, bias, shape)
-    elif path == "dequantize":
-        from compress.kernels.triton.dequantize_gemm import dequantize_gemm
-
-        out_MN = dequantize_gemm(x_MK, weight, bias)
-    elif path == "cpu" and not cpu_gemm.why_not("weight_only", x, scale, group_size):
-        out_MN = cpu_gemm.weight_only(x_MK, weight, bias, batch_invariant=batch_invariant)
-    else:
-        out_MN = _unpacked_product(x_MK, weight, bias)
-    return _shaped(out_MN, x)
+    return planar_product(x, Planar(words, scale, zero, group_size, bits), bias, batch_invariant)
 
 
 @weight_only_linear.register_fake
@@ -241,20 +267,7 @@ def weight_only_gradient(
     grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
 ) -> Tensor:
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `weight_only_linear`."""
-    weight = Planar(words, scale, zero, group_size, bits)
-    grad_MN = _rows(grad)
-    if why_not_dequantize(grad, weight):
-        sums_MK = torch.zeros(
-            len(grad_MN), columns, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
-        )
-        for rows, part in _parts(weight, columns):
-            sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
-        out_MK = sums_MK.to(grad.dtype)
-    else:
-        from compress.kernels.triton.dequantize_gemm import input_gradient
-
-        out_MK = input_gradient(grad_MN, weight, columns)
-    return out_MK.view(*grad.shape[:-1], columns)
+    return planar_gradient(grad, Planar(words, scale, zero, group_size, bits), columns)
 
 
 @weight_only_gradient.register_fake

@@ -6,8 +6,8 @@ element of it is one sum too. Values are those of `layouts.words.planar_weight`,
 scales; the entries of sparse rows are added to them there, rounded once more.
 
 The kernel is bound by what it writes, 2 or 4 bytes per weight: masking and shifting in plain Triton keeps up, so that
-there is no inline assembly here. Any group size: a plane of 32 columns that lies in one group reads one scale per row,
-any other plane one per weight, from cache.
+there is no inline assembly here; a table of levels is read from the nearest cache. Any group size: a plane of 32
+columns that lies in one group reads one scale per row, any other plane one per weight, from cache.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,7 @@ def dequantize_kernel(
     words_ptr,
     scale_ptr,
     zero_ptr,
+    table_ptr,
     out_ptr,
     first_row,
     first_block,
@@ -48,9 +49,10 @@ def dequantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
-    """words [N, W], scale and zero [G, N] -> out [rows, ...]: rows from first_row on, columns to K from those of
-    first_block on. Grid: (blocks of words, tiles of rows)."""
+    """words [N, W], scale and zero [G, N], table [17] -> out [rows, ...]: rows from first_row on, columns to K from
+    those of first_block on. Grid: (blocks of words, tiles of rows)."""
     PLANES: tl.constexpr = 16 // BITS
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
     block = first_block + tl.program_id(0)
@@ -63,8 +65,11 @@ def dequantize_kernel(
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * stride_on + (tl.program_id(0) * PLANES * PLANE + k)[None, :]
     for plane in tl.static_range(PLANES):
         column = (block * PLANES + plane) * PLANE
-        # A code in the mantissa of 2^23 is an fp32 number without a conversion instruction.
-        code = (wide >> (BITS * plane) & (2**BITS - 1) | _POWER_BITS).to(tl.float32, bitcast=True) - _POWER
+        if TABLE:
+            code = tl.load(table_ptr + (wide >> (BITS * plane) & (2**BITS - 1)))
+        else:
+            # A code in the mantissa of 2^23 is an fp32 number without a conversion instruction.
+            code = (wide >> (BITS * plane) & (2**BITS - 1) | _POWER_BITS).to(tl.float32, bitcast=True) - _POWER
         if GROUP == -1 or GROUP % PLANE == 0:
             group = 0 if GROUP == -1 else min(column, K - 1) // GROUP
             scale = tl.load(scale_ptr + group * N + n, mask=inside, other=0.0)[:, None]
@@ -75,10 +80,13 @@ def dequantize_kernel(
             scale = tl.load(scale_ptr + at, mask=inside[:, None], other=0.0)
             if HAS_ZERO:
                 code -= tl.load(zero_ptr + at, mask=inside[:, None], other=0).to(tl.float32)
-        if not HAS_ZERO:
-            code -= MIDDLE
-        # The product of an integer below 2^8 and a half-precision scale is exact in fp32, so it is rounded once.
-        value = (code * scale.to(tl.float32)).to(scale_ptr.dtype.element_ty)
+        if TABLE:
+            value = (code * (scale.to(tl.float32) * tl.load(table_ptr + 16))).to(scale_ptr.dtype.element_ty)
+        else:
+            if not HAS_ZERO:
+                code -= MIDDLE
+            # The product of an integer below 2^8 and a half-precision scale is exact in fp32, so it is rounded once.
+            value = (code * scale.to(tl.float32)).to(scale_ptr.dtype.element_ty)
         kept = inside[:, None] & ((column + k) < K)[None, :]
         tl.store(out_ptrs + plane * PLANE, value.to(out_ptr.dtype.element_ty), mask=kept)
 
@@ -94,6 +102,7 @@ def dequantize(weight: Planar, K: int, rows: range, columns: range, out: Tensor)
         weight.words,
         weight.scale,
         weight.zero,
+        None if weight.table is None else weight.table.values,
         out,
         rows.start,
         columns.start // block,
@@ -107,6 +116,7 @@ def dequantize(weight: Planar, K: int, rows: range, columns: range, out: Tensor)
         GROUP=weight.group_size,
         BLOCK_N=BLOCK_ROWS,
         HAS_ZERO=weight.zero is not None,
+        TABLE=weight.table is not None,
         num_warps=DEQUANTIZE_WARPS,
     )
 
@@ -120,7 +130,10 @@ def blocks(length: int, width: int, itemsize: int) -> list[range]:
 
 
 def work_dtype(x: Tensor, weight: Planar) -> torch.dtype:
-    """The dtype of the product: that of x, or the wider one where scales are wider than x."""
+    """The dtype of the product: that of x, or the wider one where scales are wider than x. Levels times a scale are
+    rounded to the dtype of x."""
+    if weight.table is not None:
+        return x.dtype
     return torch.promote_types(x.dtype, weight.scale.dtype)
 
 

@@ -11,6 +11,8 @@ plane multiplied by its own slice of x.
     split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile (`split`).
     scales   of the next step are loaded while this one multiplies: they are too narrow for the asynchronous copies
              that bring words and activations, and their latency would be paid in every step.
+    tables   codes of a table of levels are looked up in registers (`look_up`). A group of 16 columns is half a plane:
+             words are then read 16 at a time, and every half multiplied by its own slice of x.
     tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
              zeros of x times padding, scaled like the last group.
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_gemm import power8, unpack8
+from compress.kernels.triton.look_up import byte_planes, kind_of_table, look_up
 from compress.kernels.triton.split import arrives_last, collect, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
@@ -41,26 +44,37 @@ def power(bits: int, plane: int, dtype: tl.dtype) -> float:
     return power4(plane, dtype) if bits == 4 else power8(dtype)
 
 
+@triton.constexpr_function
+def width_of(plane: int, group: int) -> int:
+    """The columns of a plane that are multiplied at once: those of one group."""
+    return plane if group == -1 else min(plane, group)
+
+
 @triton.jit
 def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
     """The values of COUNT consecutive groups of a block for rows n: a tuple of COUNT tensors. Past the end: the last
     group's."""
-    STEP: tl.constexpr = BLOCK_K // COUNT
-    last = (K - 1) // GROUP
-    ptrs = ptr + n
-    inside = n < N
-    column = block * BLOCK_K
-    a = tl.load(ptrs + min(column // GROUP, last) * N, mask=inside, other=0)
-    if COUNT == 1:
-        return (a,)
+    if COUNT == 8:
+        a = load_groups(ptr, 2 * block, n, N, K, BLOCK_K // 2, GROUP, 4)
+        b = load_groups(ptr, 2 * block + 1, n, N, K, BLOCK_K // 2, GROUP, 4)
+        return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
     else:  # noqa: RET505  Triton 3.6 compiles what follows a constexpr return, unless it is an else
-        b = tl.load(ptrs + min((column + STEP) // GROUP, last) * N, mask=inside, other=0)
-        if COUNT == 2:
-            return a, b
+        STEP: tl.constexpr = BLOCK_K // COUNT
+        last = (K - 1) // GROUP
+        ptrs = ptr + n
+        inside = n < N
+        column = block * BLOCK_K
+        a = tl.load(ptrs + min(column // GROUP, last) * N, mask=inside, other=0)
+        if COUNT == 1:
+            return (a,)
         else:  # noqa: RET505
-            c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
-            d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
-            return a, b, c, d
+            b = tl.load(ptrs + min((column + STEP) // GROUP, last) * N, mask=inside, other=0)
+            if COUNT == 2:
+                return a, b
+            else:  # noqa: RET505
+                c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
+                d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
+                return a, b, c, d
 
 
 @triton.jit
@@ -118,62 +132,78 @@ def planar_sums(
     SCALE_SUMS: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
+    table_ptr=None,
+    TABLE: tl.constexpr = 0,
 ):
-    """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [PLANE, BLOCK_M], words_ptrs
-    [BLOCK_N, PLANE]: of the first of them."""
+    """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [WIDTH, BLOCK_M], words_ptrs
+    [BLOCK_N, WIDTH]: of the first of them (`width_of`). TABLE: 0, or the kind of the table (`look_up`)."""
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANES * PLANE
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
-    PLANES_PER_SCALE: tl.constexpr = min(GROUP // PLANE, PLANES)
-    k = tl.arange(0, PLANE)
+    PLANES_PER_SCALE: tl.constexpr = max(1, min(GROUP // PLANE, PLANES))
+    WIDTH: tl.constexpr = width_of(PLANE, GROUP)
+    PARTS: tl.constexpr = PLANE // WIDTH
+    k = tl.arange(0, WIDTH)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if TABLE:
+        levels = byte_planes(table_ptr, TABLE, DT, ASM)
     if GROUP == -1:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
         if HAS_ZERO:
             zero = tl.load(zero_ptr + n, mask=n < N, other=0)
     else:
-        GROUPS: tl.constexpr = PLANES // PLANES_PER_SCALE
+        GROUPS: tl.constexpr = PLANES * PARTS // PLANES_PER_SCALE
         next_scales = load_groups(scale_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
         if HAS_ZERO:
             next_zeros = load_groups(zero_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
     for block in range(first, last):
-        words = tl.load(words_ptrs, eviction_policy="evict_first")
         if GROUP != -1:
             scales = next_scales
             next_scales = load_groups(scale_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
             if HAS_ZERO:
                 zeros = next_zeros
                 next_zeros = load_groups(zero_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
-        weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
-        for plane in tl.static_range(PLANES):
-            if EVEN_K:
-                x = tl.load(x_ptrs + plane * PLANE).to(DT)
+        for part in tl.static_range(PARTS):
+            words = tl.load(words_ptrs + part * WIDTH, eviction_policy="evict_first")
+            if TABLE:
+                weights = look_up(words, levels, TABLE, DT, ASM)
             else:
-                inside = (block * BLOCK_K + plane * PLANE + k)[:, None] < K
-                x = tl.load(x_ptrs + plane * PLANE, mask=inside, other=0.0).to(DT)
-            if GROUP != -1:
-                scale = scales[plane // PLANES_PER_SCALE]
-                if HAS_ZERO:
-                    zero = zeros[plane // PLANES_PER_SCALE]
-            if HAS_ZERO:
-                raised = raise4(zero, plane, DT, ASM) if BITS == 4 else zero.to(DT) + power8(DT)
-                weight = weights[plane] - raised[:, None]
-            else:
-                weight = weights[plane] - (MIDDLE + power(BITS, plane, DT))
-            if GROUP == -1:
-                acc = tl.dot(weight, x, acc)
-            elif SCALE_SUMS:
-                if plane % PLANES_PER_SCALE == 0:
-                    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                sums = tl.dot(weight, x, sums)
-                if (plane + 1) % PLANES_PER_SCALE == 0:
-                    acc += sums * scale[:, None].to(tl.float32)
-            else:
-                acc = tl.dot(weight * scale[:, None].to(DT), x, acc)
+                weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
+            for plane in tl.static_range(PLANES):
+                if EVEN_K:
+                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH)).to(DT)
+                else:
+                    inside = (block * BLOCK_K + plane * PLANE + part * WIDTH + k)[:, None] < K
+                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH), mask=inside, other=0.0).to(DT)
+                if GROUP != -1:
+                    scale = scales[plane * PARTS // PLANES_PER_SCALE + part]
+                    if HAS_ZERO:
+                        zero = zeros[plane * PARTS // PLANES_PER_SCALE + part]
+                if TABLE:
+                    weight = weights[plane]
+                elif HAS_ZERO:
+                    raised = raise4(zero, plane, DT, ASM) if BITS == 4 else zero.to(DT) + power8(DT)
+                    weight = weights[plane] - raised[:, None]
+                else:
+                    weight = weights[plane] - (MIDDLE + power(BITS, plane, DT))
+                if GROUP == -1:
+                    acc = tl.dot(weight, x, acc)
+                elif SCALE_SUMS:
+                    if plane % PLANES_PER_SCALE == 0:
+                        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                    sums = tl.dot(weight, x, sums)
+                    if (plane + 1) % PLANES_PER_SCALE == 0:
+                        acc += sums * scale[:, None].to(tl.float32)
+                elif scale_ptr.dtype.element_ty == tl.float32:
+                    acc = tl.dot((weight.to(tl.float32) * scale[:, None]).to(DT), x, acc)
+                else:
+                    acc = tl.dot(weight * scale[:, None].to(DT), x, acc)
         x_ptrs += BLOCK_K
         words_ptrs += PLANE
     if GROUP == -1:
         acc *= scale[:, None].to(tl.float32)
+    if TABLE:
+        acc *= tl.load(table_ptr + 16)
     return acc
 
 
@@ -184,6 +214,7 @@ def planar_kernel(
     words_ptr,
     scale_ptr,
     zero_ptr,
+    table_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -206,11 +237,13 @@ def planar_kernel(
     SCALE_SUMS: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
-    """x [M, K], words [N, W] int16, scale and zero [G, N], bias [N], out [M, N] contiguous.
+    """x [M, K], words [N, W] int16, scale and zero [G, N], table fp32 [17], bias [N], out [M, N] contiguous.
 
-    GROUP: columns per scale, 32, 64 or a multiple of 128; -1 for one scale per channel. Grid: (N tiles, M tiles,
-    SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is wrong.
+    GROUP: columns per scale, 32, 64 or a multiple of 128, with a table 16, too; -1 for one scale per channel. Grid:
+    (N tiles, M tiles, SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is
+    wrong.
     """
     BLOCK_K: tl.constexpr = 16 // BITS * PLANE
     tile_n = tl.program_id(0)
@@ -218,7 +251,7 @@ def planar_kernel(
     split = tl.program_id(2)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, PLANE)
+    k = tl.arange(0, width_of(PLANE, GROUP))
     m_read = tl.where(m < M, m, 0).to(tl.int64)
     n_read = tl.where(n < N, n, 0).to(tl.int64)
     first = split * blocks_per_split
@@ -245,6 +278,8 @@ def planar_kernel(
         SCALE_SUMS,
         EVEN_K,
         ASM,
+        table_ptr,
+        TABLE,
     )
     finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
@@ -258,7 +293,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     (M, K), N = x_MK.shape, weight.words.shape[0]
     assert x_MK.stride(-1) == 1
     assert weight.words.shape[1] == planar_words(K, weight.bits)
-    assert weight.scale.dtype == x_MK.dtype
+    assert weight.scale.dtype == x_MK.dtype or (weight.table is not None and weight.scale.dtype == torch.float32)
     assert weight.scale.is_contiguous()
     out_MN = torch.empty(M, N, dtype=x_MK.dtype, device=x_MK.device)
     if M == 0 or N == 0:
@@ -274,12 +309,13 @@ def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor,
     (M, K), N = x_MK.shape, out_MN.shape[1]
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
     partial, counters = partials(out_MN, shape)
-    block = planar_block(weight.bits)
+    block, table = planar_block(weight.bits), weight.table
     planar_kernel[grid](
         x_MK,
         weight.words,
         weight.scale,
         weight.zero,
+        None if table is None else table.values,
         bias_N,
         out_MN,
         partial,
@@ -302,6 +338,7 @@ def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor,
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
         EVEN_K=K % block == 0,
         ASM=ASSEMBLY,
+        TABLE=kind_of_table(table),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,

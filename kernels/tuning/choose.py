@@ -73,7 +73,7 @@ def choose(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Choice:
     found = table.lookup(kind, device.names, M, N, K)
     if found is not None and (found == DEQUANTIZE or _counted(found, M, N)):
         return found
-    if kind.op == "weight_only" and M >= DEQUANTIZE_TOKENS:
+    if kind.op in ("weight_only", "levels") and M >= DEQUANTIZE_TOKENS:
         return DEQUANTIZE
     return derived(kind, M, N, K, device)
 

@@ -105,6 +105,9 @@ class ExpertStack:
         first = layers[0][0]
         self.kind = PackedLinear if isinstance(first, PackedLinear) else Int8Linear
         self.layer, self.layers, self.on_cpu = first, layers, ops.runs_on_cpu(first.device)
+        if not self.on_cpu:
+            for layer in (layer for beside in layers for layer in beside):
+                layer.lay_in_rows()  # no kernel looks up the codes of several experts
         self.held = {name: self._stack(name) for name in STACKED[self.kind]}
         self.bias = self._stack("bias")
         self.group_size = first.group_size if isinstance(first, PackedLinear) else -1

@@ -2,14 +2,14 @@
 
 A level is a whole number of the least one (a half of E2M1, an eighth of E2M3), from -12 to 12 or from -60 to 60, so
 that int8 holds it, and the scale times that least level is a power of two, too: nothing is rounded. Weights take 8 bits
-each in memory, and run as fast as those of 8 bits; on a CPU those of E2M1 are in strips of 4 bits, whose codes are
-looked up as they are read (`kernels.operators.levels`). Stored exponents are held beside them, because 16-bit floats
-have fewer. A code of -0 is saved as that of 0.
+each in memory, and run as fast as those of 8 bits. Codes of E2M1 are held in 4 bits where they are looked up as they
+are read (`kernels.operators.levels`): in strips on a CPU, in planar words on a GPU. Stored exponents are held beside
+them, because 16-bit floats have fewer. A code of -0 is saved as that of 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from compress.kernels.operators.levels import levels_linear, why_not_levels
 from compress.kernels.routes import Route, levels_route
 from compress.runtime.layers.base import QuantLinear
 from compress.runtime.layers.packed import PackedLinear
-from compress.weights.formats.levels import LevelCodes
+from compress.weights.formats.levels import LevelCodes, NF4Float32
 from compress.weights.levels import Levels
 from compress.weights.scales import FLOAT8, of_e8m0
 from compress.weights.scheme import NARROW, WIDE, Scheme
@@ -57,24 +57,27 @@ class LevelsLinear(PackedLinear):
         sizes = (self.out_features, self.in_features, self.group_size)
         if self.in_strips or self.input_group is not None or not _in_nibbles(self.scheme):
             super().lay_in_strips()
-        elif self.device.type == "cpu" and not why_not_levels(*sizes):
+        elif self.device.type == "cuda" or (self.device.type == "cpu" and not why_not_levels(*sizes)):
             self._look_up()
 
     def _look_up(self) -> None:
-        """Lay codes of 4 bits in strips; a table has the whole number of each."""
+        """Hold codes of 4 bits, on a CPU in strips; a table has the whole number of each."""
         planar = self.planar
-        codes = torch.empty(len(planar.words), planar_words(self.in_features, NARROW), dtype=torch.int16)
+        size = (len(planar.words), planar_words(self.in_features, NARROW))
+        codes = torch.empty(size, dtype=torch.int16, device=self.device)
         for chunk in some_rows(len(codes), self.in_features):
             codes[chunk] = pack_planar(self._codes(planar.words[chunk]), NARROW)
-        laid = pack_strips(planar._replace(words=codes, bits=NARROW), self.in_features)
-        self.words, self.scale, self.container = laid.words, laid.scale, NARROW
-        self.lookup = torch.tensor([*(value / step_of(self.levels) for value in self.levels.values), 1.0])
+        self.words, self.container = codes, NARROW
+        self.lookup = _lookup_of(self.levels, step_of(self.levels), 1.0, self.device)
+        if self.device.type == "cpu":
+            laid = pack_strips(planar._replace(words=codes, bits=NARROW), self.in_features)
+            self.words, self.scale = laid.words, laid.scale
 
     @property
     def planar(self) -> Planar:
         if self.lookup is None:
             return super().planar
-        found = unpack_strips(Strips(self.words, self.scale, None, self.group_size, NARROW), self.in_features)
+        found = _planar_codes(self)
         device = found.words.device
         words = torch.empty(len(found.words), planar_words(self.in_features, WIDE), dtype=torch.int16, device=device)
         raised = raised_by_code(self.levels).to(device)
@@ -84,9 +87,17 @@ class LevelsLinear(PackedLinear):
         return found._replace(words=words, bits=WIDE)
 
     def lay_in_rows(self) -> None:
-        if self.in_strips:
+        if self.in_strips or self.lookup is not None:
             self.words, self.scale, _ = self.planar[:3]
             self.container, self.lookup = WIDE, None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.lookup is not None and self.device.type == "cuda":
+            self.lookup = self.lookup.to(self.device)
+        elif not self.in_strips:
+            self.lay_in_rows()  # codes in planar words are looked up on a GPU alone
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if self.lookup is None:
@@ -96,7 +107,7 @@ class LevelsLinear(PackedLinear):
         if not self.batch_invariant and direct.serves("table_strips", x, scale.dtype, self.in_features, group_size):
             return direct.linear(self._rounded(x), words, scale, None, bias, NARROW, group_size, None, self.lookup)
         x = self._rounded(self._own(x))
-        return levels_linear(x, words, scale, self.lookup, bias, group_size, self.batch_invariant)
+        return levels_linear(x, words, scale, self.lookup, bias, group_size, self.batch_invariant, True)
 
     def step_weight(self) -> StepWeight | None:
         if self.lookup is None:
@@ -111,8 +122,8 @@ class LevelsLinear(PackedLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        if _in_nibbles(scheme) and device.type == "cpu":
-            return levels_route(M, *shape, scheme.weights.group_size or -1, dtype)
+        if _in_nibbles(scheme) and device.type in ("cpu", "cuda"):
+            return levels_route(M, *shape, scheme.weights.group_size or -1, dtype, device)
         return super().route(scheme, M, shape, dtype, device)
 
     def _codes(self, words: Tensor) -> Tensor:
@@ -147,7 +158,8 @@ class LevelsLinear(PackedLinear):
 
 class TableLinear(QuantLinear):
     """Weights of a table of 16 levels in words of 4 bits, with scales of any kind: NVFP4, whose scales are stored in
-    float8 beside a global one, NF4 and IQ4_NL. On a CPU they are multiplied in strips; elsewhere their values are.
+    float8 beside a global one, NF4 and IQ4_NL. They are multiplied in strips on a CPU and in planar words on a GPU;
+    elsewhere their values are.
 
     scale: the local ones, in a dtype that has all float8 numbers. divisor: the global scale as stored.
     """
@@ -166,7 +178,7 @@ class TableLinear(QuantLinear):
         group = self.format.on.group_size
         assert group is not None
         self.group_size = group
-        self.lookup: Tensor | None = None  # in strips
+        self.lookup: Tensor | None = None  # where codes are looked up
 
     @property
     def format(self) -> LevelCodes:
@@ -186,6 +198,25 @@ class TableLinear(QuantLinear):
         for chunk in some_rows(rows.stop, self.in_features):
             words[chunk] = pack_planar(form.unpack(parts[form.packed][chunk], self.in_features), NARROW)
         self.hold({"words": words, "scale": scale.t(), "divisor": parts.get(form.of_weights)}, rows)
+        self._look_up_in_rows()
+
+    def _look_up_in_rows(self) -> None:
+        """Make the table for codes in planar words, where there is a kernel for these."""
+        if self.words is not None and not self.in_strips:
+            self.lookup = self._table() if self.device.type == "cuda" else None
+
+    def _table(self) -> Tensor:
+        levels = self.format.grid.levels
+        assert levels is not None
+        # Whole numbers where they are all: a CPU finds these by a shuffle of bytes, and bfloat16 has them.
+        step = 1.0 if self.divisor is None else step_of(levels)
+        factor = 1.0 if self.divisor is None else 1 / self.format.global_scale(self.divisor)
+        return _lookup_of(levels, step, step * factor, self.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._look_up_in_rows()
+        return self
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "tables of levels are not read by rows"
@@ -202,22 +233,14 @@ class TableLinear(QuantLinear):
     @property
     def planar(self) -> Planar:
         """Codes in planar words and local scales [G, N]; converted at each access where they are in strips."""
-        if self.in_strips:
-            laid = Strips(self.words, self.scale, None, self.group_size, NARROW)
-            return unpack_strips(laid, self.in_features)
-        return Planar(self.words, self.scale, None, self.group_size, NARROW)
+        return _planar_codes(self)
 
     def lay_in_strips(self) -> None:
         sizes = (self.out_features, self.in_features, self.group_size)
         if self.in_strips or self.device.type != "cpu" or why_not_levels(*sizes):
             return
         self.words, self.scale = pack_strips(self.planar, self.in_features)[:2]
-        levels = self.format.grid.levels
-        assert levels is not None
-        # Whole numbers where they are all: a shuffle of bytes finds these (`kernels.operators.levels`).
-        step = 1.0 if self.divisor is None else step_of(levels)
-        factor = 1.0 if self.divisor is None else 1 / self.format.global_scale(self.divisor)
-        self.lookup = torch.tensor([*(value / step for value in levels.values), step * factor])
+        self.lookup = self._table()
 
     def lay_in_rows(self) -> None:
         if self.in_strips:
@@ -231,7 +254,8 @@ class TableLinear(QuantLinear):
         words, scale = buffers["words"], buffers["scale"]
         if direct.serves("table_strips", x, self._dtype, self.in_features, self.group_size):
             return direct.linear(x, words, scale, None, bias, NARROW, self.group_size, None, self.lookup)
-        return levels_linear(self._own(x), words, scale, self.lookup, bias, self.group_size)
+        signed = self.format.grid.type == "float"
+        return levels_linear(self._own(x), words, scale, self.lookup, bias, self.group_size, False, signed)
 
     def step_weight(self) -> StepWeight | None:
         return None if self.lookup is None else _table_weight(self, self.lookup)
@@ -246,10 +270,22 @@ class TableLinear(QuantLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        if device.type != "cpu":
+        if device.type not in ("cpu", "cuda"):
             kind = scheme.terms[0].kind
             return Route("torch", (f"{kind} has no kernel on {device.type}: its values are multiplied",))
-        return levels_route(M, *shape, scheme.weights.group_size or -1, dtype)
+        scales = torch.float32 if isinstance(scheme.terms[0], NF4Float32) else dtype
+        return levels_route(M, *shape, scheme.weights.group_size or -1, dtype, device, scales)
+
+
+def _planar_codes(layer: LevelsLinear | TableLinear) -> Planar:
+    """The codes of a layer in planar words of 4 bits; converted where they are in strips."""
+    held = (layer.words, layer.scale, None, layer.group_size, NARROW)
+    return unpack_strips(Strips(*held), layer.in_features) if layer.in_strips else Planar(*held)
+
+
+def _lookup_of(levels: Levels, step: float, factor: float, device: torch.device) -> Tensor:
+    """float32 [17]: levels in units of a step, and a factor of all of them."""
+    return torch.tensor([*(value / step for value in levels.values), factor], device=device)
 
 
 def _table_weight(layer: LevelsLinear | TableLinear, lookup: Tensor) -> StepWeight | None:

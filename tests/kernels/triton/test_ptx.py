@@ -12,8 +12,10 @@ import triton.language as tl
 from compress.kernels.layouts.words24 import TOP_BIT
 from compress.kernels.triton.int8_gemm import PRMT_BF16, PRMT_FP16, power8
 from compress.kernels.triton.int8_planar_gemm import BYTES_4, BYTES_4_ZERO, BYTES_8, RAISED
+from compress.kernels.triton.look_up import FULL_LOOK_UP, SIGNED_LOOK_UP
 from compress.kernels.triton.sparse24_gemm import expand_ptx
 from compress.kernels.triton.unpack import LOP3_BF16, LOP3_FP16, power4
+from compress.weights.levels import E2M1, NF4
 
 
 def lop3(a, b, c, table):
@@ -26,21 +28,19 @@ def lop3(a, b, c, table):
 
 def prmt(a, b, selector):
     """Bytes 0 to 3 come from a, 4 to 7 from b; with bit 3 of a selector, eight copies of the top bit of that byte."""
-    source = [a >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
-    source += [b >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
+    source = np.stack([word >> np.uint32(8 * i) & np.uint32(255) for word in (a, b) for i in range(4)])
     out = np.zeros_like(a)
     for i in range(4):
-        pick = int(selector) >> 4 * i & 15
-        byte = source[pick & 7]
-        if pick & 8:
-            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        pick = selector >> np.uint32(4 * i) & np.uint32(15)
+        byte = np.take_along_axis(source, (pick & np.uint32(7)).astype(np.int64)[None], 0)[0]
+        byte = np.where(pick & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
         out |= byte << np.uint32(8 * i)
     return out
 
 
 OPERATIONS = {
     "lop3.b32": lambda a, b, c, table: lop3(a, b, c, table.flat[0]),
-    "prmt.b32": lambda a, b, selector: prmt(a, b, selector.flat[0]),
+    "prmt.b32": prmt,
     "shr.u32": lambda a, count: a >> count,
     "shl.b32": lambda a, count: a << count,
     "and.b32": lambda a, b: a & b,
@@ -141,3 +141,21 @@ def test_expansion_of_quads_matches_the_layout(quarter):
         expected = (m0 * a, m1 * np.where(m0, b, a), m2 * np.where(m3, a, b), m3 * b)
         for mine, truth in zip(columns, expected, strict=True):
             assert np.array_equal(mine[half], truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("ptx", "levels"), [(SIGNED_LOOK_UP, E2M1), (FULL_LOOK_UP, E2M1), (FULL_LOOK_UP, NF4)])
+def test_codes_become_the_levels_of_a_table(ptx, levels, dtype):
+    """Every word in either half, beside words in another order."""
+    low = np.arange(2**16, dtype=np.uint32)
+    high = np.random.default_rng(0).permutation(low)
+    patterns = torch.tensor(levels.values).to(dtype).view(torch.int16).numpy().view(np.uint16)
+    registers = []
+    for first in (0, 8)[: 1 if ptx is SIGNED_LOOK_UP else 2]:
+        for shift in (0, 8):
+            parts = (patterns[first : first + 8].astype(np.uint32) >> shift & 255).reshape(2, 4)
+            words = (parts << np.arange(0, 32, 8)).sum(1).astype(np.uint32)
+            registers += [np.full_like(low, word) for word in words for _ in range(2)]
+    for plane, register in enumerate(emulate(ptx, 4, low | high << np.uint32(16), *registers)):
+        for pattern, word in zip(halves(register), (low, high), strict=True):
+            assert np.array_equal(pattern, patterns[word >> np.uint32(4 * plane) & np.uint32(15)])
