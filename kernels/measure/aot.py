@@ -18,6 +18,7 @@ import triton.language as tl
 
 from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.strips import NIBBLE
+from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS, Code
 from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.measure.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, CompiledCost, compile_for, cost
@@ -46,6 +47,15 @@ from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
+from compress.kernels.triton.trellis_gemm import (
+    DENSE_ROWS,
+    DENSE_WARPS,
+    ROWS,
+    SLICES,
+    code_constants,
+    dequantize_trellis_kernel,
+    trellis_kernel,
+)
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import (
     W8A8_BLOCK_K,
@@ -54,6 +64,7 @@ from compress.kernels.tuning.choose import (
     fused,
     fused24,
     fused_fp8_blocks,
+    fused_trellis,
     fused_w8a8,
     grouped,
     invariant,
@@ -127,11 +138,10 @@ def weight_only(
         "SCALE_SUMS": shape.scales_sums(group, bits),
         "EVEN_K": True,
         "ASM": True,
-        "TABLE": table_kind,
     }
     types["table_ptr"] = "*fp32"
-    if not table_kind:
-        constants["table_ptr"] = None
+    if not experts:
+        constants |= {"TABLE": table_kind} | ({} if table_kind else {"table_ptr": None})
     aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
     kernel = planar_kernel
     if experts:
@@ -383,6 +393,43 @@ def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> C
     )
 
 
+def trellis(arch: int, bits: int, M: int, N: int = 4096, K: int = 4096) -> CompileReport:
+    """Compile the product with trellis codes of states of 12 bits as it would run for these sizes."""
+    shape = fused_trellis(M, N, -(-K // (SLICES * INPUTS)), Device(capability=arch))
+    types = dict.fromkeys(("M", "N", "K", "stored", "stride_xm", "stride_w", "steps_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    types |= {"words_ptr": "*i32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    segments = shape.block_n // ROWS
+    constants = {**code_constants(_code(bits), True), "SEGMENTS": segments, "SLICES": SLICES, "HAS_BIAS": True}
+    constants |= {"BLOCK_M": shape.block_m, "SPLIT_K": shape.split_k, "DT": tl.bfloat16}
+    aligned = ("K", "stride_xm")
+    read = cost(compile_for(trellis_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * SLICES * INPUTS), 2)
+    name = f"trellis {bits} bits tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits), 2))
+
+
+def dequantize_trellis(arch: int, bits: int) -> CompileReport:
+    """Compile the decoding of trellis codes to dense blocks; all instructions, per weight."""
+    types = dict.fromkeys(("first_row", "first_column", "rows", "stride_w", "stride_on"), "i32")
+    types |= {"words_ptr": "*i32", "scale_ptr": "*bf16", "out_ptr": "*bf16"}
+    constants = {**code_constants(_code(bits), True), "BLOCK_N": DENSE_ROWS}
+    read = cost(compile_for(dequantize_trellis_kernel, arch, types, constants, ("stride_on",), DENSE_WARPS))
+    per_weight = round(read.per_element(DENSE_WARPS, DENSE_ROWS * INPUTS), 2)
+    name = f"decode trellis {bits} bits"
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + 16), 2))
+
+
+def _code(bits: int) -> Code:
+    return Code(bits, 12, MULTIPLIERS[12], 1024)
+
+
+def float4(arch: int) -> Iterator[CompileReport]:
+    """Compile products with tables of levels: those of NVFP4, MXFP4 and NF4, for few tokens and for many."""
+    for (kind, group), M in itertools.product(((SIGNED, 16), (SIGNED, 32), (FULL, 64)), (1, 64, 128)):
+        yield weight_only(arch, NIBBLE, group, False, "bf16", M, 4096, table_kind=kind)
+
+
 def sums(arch: int) -> Iterator[CompileReport]:
     """Compile the additional kernels for sums of codes and sparse rows, beside the products of the codes."""
     for M in (1, MAX_BLOCK_M):
@@ -439,6 +486,13 @@ def selection() -> Iterator[CompileReport]:
         yield dequantize(HOPPER, 4, group, "bf16")
     for arch in (HOPPER, AMPERE):
         yield from sums(arch)
+    for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield from float4(arch)
+        yield trellis(arch, 2, 1)
+    for bits in (1, 3, 4):
+        yield trellis(HOPPER, bits, 64)
+    yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
+    yield dequantize_trellis(HOPPER, 2)
 
 
 def quick() -> Iterator[CompileReport]:
@@ -469,6 +523,13 @@ def quick() -> Iterator[CompileReport]:
     yield quantize_fp8_blocks(HOPPER)
     yield dequantize(HOPPER, 4, 96, "bf16")
     yield from sums(HOPPER)
+    yield from float4(HOPPER)
+    for arch in (AMPERE, GEFORCE):
+        yield weight_only(arch, NIBBLE, 16, False, "bf16", 1, 4096, table_kind=SIGNED)
+        yield trellis(arch, 2, 1)
+    yield trellis(HOPPER, 3, 64)
+    yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
+    yield dequantize_trellis(HOPPER, 2)
 
 
 def everything() -> Iterator[CompileReport]:

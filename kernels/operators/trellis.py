@@ -1,7 +1,7 @@
 """Products with trellis codes (`kernels.layouts.trellis`).
 
-On a CPU with AVX2, few tokens are multiplied as codes are decoded; for more, codes are decoded to a dense block of rows
-first. Elsewhere torch decodes them, for every product.
+On a CPU with AVX2 and on a GPU, few tokens are multiplied as codes are decoded; for more, codes are decoded to a dense
+block of rows first. Elsewhere torch decodes them, for every product.
 """
 
 from collections.abc import Iterator
@@ -14,25 +14,39 @@ from compress.kernels import reference
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
 from compress.kernels.operators.register import operator
+from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
 
-FEW = 8  # tokens for which codes are decoded anew, four by four
-NO_TRITON = "trellis codes have no Triton kernel: torch decodes them for each product"
+FEW = 8  # tokens for which a CPU decodes codes anew, four by four
+FEW_ON_GPU = 64  # in tiles of 32 at most
+SEGMENT = 8  # rows of a run that a GPU decodes one after the other
 
 
 def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Reasons why no compiled kernel decodes on this device; empty when one does."""
-    if device.type != "cpu":
-        return [NO_TRITON]
+    if not runs_on_cpu(device):
+        reasons = [*_why_not_triton(device)]
+        if dtype not in (*HALF, torch.float32):
+            reasons.append(f"x is {dtype}; allowed: float16, bfloat16, float32")
+        return reasons
     if dtype == torch.float64:
         return ["the CPU kernel computes in float32; x is float64"]
     return compiled.why_not(code.state_bits, code.bits)
 
 
+def why_not_fused(code: Code, rows: int, dtype: torch.dtype) -> list[str]:
+    """Reasons why the GPU's kernel for few tokens does not multiply such a weight of so many rows; empty when it
+    does."""
+    reasons = [] if dtype in HALF else [f"x is {dtype}; allowed: float16, bfloat16"]
+    if rows > code.run and code.run % SEGMENT:
+        reasons.append(f"runs of {code.run} outputs; allowed: multiples of {SEGMENT}")
+    return reasons
+
+
 def values_by_run(weight: TrellisWords, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(Rows, their values [rows, K]) of a weight, rounded as they are stored, in a dtype."""
     work = torch.float64 if weight.scale.dtype == torch.float64 else torch.float32
-    found = run_blocks(weight)
-    if not why_not_trellis(weight.code, torch.float32, weight.words.device):
+    found, device = run_blocks(weight), weight.words.device
+    if runs_on_cpu(device) and not why_not_trellis(weight.code, torch.float32, device):
         whole = compiled.decode_levels(weight)
         found = ((own, whole[own]) for own, _ in weight.code.parts(weight.rows))
     for own, levels in found:
@@ -54,7 +68,10 @@ def trellis_linear(
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `TrellisWords`."""
     weight = TrellisWords(words, scale, Code(bits, state_bits, multiplier, run))
     x_MK = x.reshape(-1, x.shape[-1])
-    if len(x_MK) <= FEW and not why_not_trellis(weight.code, x.dtype, x.device):
+    compiles = not why_not_trellis(weight.code, x.dtype, x.device)
+    if compiles and not runs_on_cpu(x.device) and scale.dtype != torch.float64:
+        out_MN = _product_on_gpu(x_MK, weight, bias)
+    elif compiles and runs_on_cpu(x.device) and len(x_MK) <= FEW:
         sums = compiled.multiply_levels(x_MK.float(), weight) * scale.float()
         out_MN = (sums if bias is None else sums + bias.float()).to(x.dtype)
     else:
@@ -62,6 +79,14 @@ def trellis_linear(
         for own, dense in values_by_run(weight, x.dtype):
             out_MN[:, own] = reference.linear(x_MK, dense, None if bias is None else bias[own])
     return out_MN.view(*x.shape[:-1], len(scale))
+
+
+def _product_on_gpu(x_MK: Tensor, weight: TrellisWords, bias: Tensor | None) -> Tensor:
+    from compress.kernels.triton.trellis_gemm import trellis_dequantize_gemm, trellis_gemm
+
+    x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
+    few = len(x_MK) <= FEW_ON_GPU and not why_not_fused(weight.code, weight.rows, x_MK.dtype)
+    return (trellis_gemm if few else trellis_dequantize_gemm)(x_MK, weight, bias)
 
 
 @trellis_linear.register_fake
@@ -98,6 +123,11 @@ def trellis_gradient(
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `trellis_linear`."""
     weight = TrellisWords(words, scale, Code(bits, state_bits, multiplier, run))
     grad_MN = grad.reshape(-1, grad.shape[-1])
+    wide = grad.dtype == torch.float64 or scale.dtype == torch.float64
+    if not (wide or runs_on_cpu(grad.device) or why_not_trellis(weight.code, grad.dtype, grad.device)):
+        from compress.kernels.triton.trellis_gemm import input_gradient
+
+        return input_gradient(grad_MN.contiguous(), weight).view(*grad.shape[:-1], weight.columns)
     out_MK = grad_MN.new_zeros(len(grad_MN), weight.columns)
     for own, dense in values_by_run(weight, grad.dtype):
         out_MK += grad_MN[:, own] @ dense

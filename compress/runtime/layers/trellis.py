@@ -8,7 +8,16 @@ from torch import Tensor
 
 from compress.kernels import reference
 from compress.kernels.layouts.trellis import TrellisWords
-from compress.kernels.operators.trellis import FEW, trellis_linear, values_by_run, why_not_trellis
+from compress.kernels.operators.tiles import MANY
+from compress.kernels.operators.trellis import (
+    FEW,
+    FEW_ON_GPU,
+    trellis_linear,
+    values_by_run,
+    why_not_fused,
+    why_not_trellis,
+)
+from compress.kernels.operators.words import runs_on_cpu
 from compress.kernels.routes import Route
 from compress.runtime.layers.base import QuantLinear
 from compress.weights.formats.trellis import TrellisCodes
@@ -57,6 +66,11 @@ class TrellisLinear(QuantLinear):
         reasons = why_not_trellis(code, dtype, device)
         if reasons:
             return Route("torch", tuple(reasons))
+        if not runs_on_cpu(device):
+            reasons = why_not_fused(code, shape[0], dtype)
+            if M <= FEW_ON_GPU and not reasons:
+                return Route("triton", ())
+            return Route("dequantize", tuple(reasons) or (MANY,))
         if M <= FEW:
             return Route("cpu trellis", ())
         return Route("cpu trellis, then torch", (f"more than {FEW} tokens: codes are decoded once for all of them",))

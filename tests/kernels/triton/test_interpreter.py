@@ -9,7 +9,7 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-NAMES = ("cases", "sums", "grouped", "experts", "invariance", "int8_words", "fp8_blocks", "levels")
+NAMES = ("cases", "sums", "grouped", "experts", "invariance", "int8_words", "fp8_blocks", "levels", "trellis")
 CASES = [SUPPORT / "interpreter" / f"interpreter_{name}.py" for name in NAMES]
 
 
