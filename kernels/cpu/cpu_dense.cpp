@@ -14,11 +14,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
+#include "cpu_amx_products.h"
 #include "cpu_ints.h"
-#include "cpu_panels.h"
 
 namespace {
 
@@ -28,6 +29,16 @@ constexpr int32_t NOT_TAKEN = -1;
 constexpr int64_t FEW_TOKENS = 8, FEW_WEIGHTS = 1 << 18;
 // Of a panel: small enough to stay in the cache, wide enough for a call of torch and for every thread of it.
 constexpr int64_t PANEL_BYTES = 2 << 20, ROWS_OF_THREAD = 64;
+
+// Whether AMX multiplies where the processor has it; torch does otherwise.
+std::atomic<bool> amx_allowed{true};
+bool uses_amx() {
+#if AMX
+  return amx_allowed && has_tiles();
+#else
+  return false;
+#endif
+}
 
 using Ask = int64_t (*)(const Arguments*, int32_t);
 
@@ -80,12 +91,18 @@ int64_t block_rows(const Arguments& a, int64_t row_bytes) {
 }
 
 bool multiply_exact(const Arguments& given) {
+#if AMX
+  if (given.x_type == BF16 && uses_amx()) {
+    multiply_with_amx(given);
+    return true;
+  }
+#endif
   Arguments a = given;
   a.by_rows = true;  // no sums are kept
   a.bias = nullptr;  // which torch adds
   const int64_t size = size_of(a.x_type), width = block_rows(a, a.K * size), slabs = width / ROWS;
   const int32_t dtype = dtype_of(a.x_type);
-  const Panel panel = {kept_panel(stored_columns(a) * width * size), width, a.x_type};
+  const Panel panel = {kept_panel(stored_columns(a) * width * size), width, a.x_type, 0, stored_columns(a)};
   const Memory<char> bias = allocate<char>(given.bias == nullptr ? 0 : a.N * size);
   for (int64_t n = 0; n < a.N && given.bias != nullptr; n += LANES) {
     const char* from = static_cast<const char*>(given.bias) + n * size_of(given.bias_type);
@@ -95,12 +112,13 @@ bool multiply_exact(const Arguments& given) {
   std::vector<Work> works;
   works.reserve(threads);
   for (int i = 0; i < threads; ++i) works.emplace_back(a, CHUNK * ROWS * 4, i);
-  const Unpack unpack = unpack_of(a, a.x_type);
+  const Layout layout = lines_of(a.x_type);
+  const Unpack unpack = layout == LINES ? unpack_of<LINES>(a) : unpack_of<BF16_LINES>(a);
   const Matrix x(a.x, a.M, a.K, a.K, 1, dtype);
   for (int64_t n0 = 0; n0 < a.N; n0 += width) {
     const int64_t here = std::min(width, a.N - n0);
     in_parallel((here + ROWS - 1) / ROWS, threads, [&](int64_t i, int thread) {
-      unpack_rows(works[thread], n0 + i * ROWS, unpack, panel, i * ROWS);
+      unpack_rows(works[thread], n0 + i * ROWS, unpack, layout, panel, i * ROWS);
     });
     const Matrix values(panel.values, a.K, here, width, 1, dtype);
     const Matrix out(static_cast<char*>(a.out) + n0 * size, a.M, here, a.N, 1, dtype);
@@ -217,6 +235,12 @@ extern "C" int32_t dense(const Arguments* a, int32_t operation) {
     known[kind] = from;
   }
   return a->M < from ? NOT_TAKEN : dense_product(a, operation);
+}
+
+// Let AMX multiply, or not. Nonzero where it does from now on.
+extern "C" int32_t dense_amx(int32_t allowed) {
+  amx_allowed = allowed != 0;
+  return uses_amx();
 }
 
 // Measure by `given` from now on; what was known is forgotten.

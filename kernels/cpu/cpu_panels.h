@@ -1,9 +1,10 @@
-// Panels: the values of some rows of a compressed weight, whatever its layout, as a matrix that torch multiplies by.
+// Panels: the values of some rows of a compressed weight, whatever its layout, as a matrix.
 //
-//   panel [columns][width]        a column of the weight after the other, in the type of x
+//   LINES, BF16_LINES [columns][width]       a column of the weight after the other, in the type of x; for torch
+//   PAIRS [rows / 16][columns / 2][16][2]    pairs of columns of 16 rows, in bf16; for the tiles of AMX (cpu_amx.h)
 //
-// ROWS rows are decoded at a time, which are a line of the panel for each column: strips straight to their places, planar
-// words and 2:4 weights by way of the slabs of floats that their products have. Sparse rows are added to the panel.
+// ROWS rows are decoded at a time: strips straight to their places, planar words and 2:4 weights by way of the slabs of
+// floats that their products have. Sparse rows are added to the panel.
 
 #pragma once
 
@@ -13,10 +14,21 @@
 
 namespace {
 
+enum Layout { LINES, BF16_LINES, PAIRS };
+
+// Columns first ... last of the weight: whole chunks of CHUNK, or up to the end.
 struct Panel {
   char* values;
   int64_t width;  // a multiple of ROWS
   Type type;
+  int64_t first, last;
+
+  // Of row r, counted from the first of the panel.
+  char* place(Layout layout, int64_t column, int64_t r) const {
+    const int64_t k = column - first;
+    if (layout != PAIRS) return values + (k * width + r) * size_of(type);
+    return values + ((r / LANES * (last - first) / 2 + k / 2) * LANES + r % LANES) * 4 + k % 2 * 2;
+  }
 };
 
 // Columns of a row as it is stored, with padding.
@@ -75,30 +87,44 @@ void halved_slab(Work& work, int64_t first, int64_t last) {
 using MakeSlab = void (*)(Work&, int64_t, int64_t);
 using Unpack = void (*)(Work&, const Panel&, int64_t);
 
-// ROWS numbers of a column, from number r of its line on.
-template <bool PAIRS>
-INLINE void store_line(const Panel& panel, int64_t column, int64_t r, const Float (&values)[VECTORS]) {
-  const int64_t size = size_of(panel.type);
-  char* to = panel.values + (column * panel.width + r) * size;
-#if BF16_DOT
-  if constexpr (PAIRS) return store(to, to_bf16s(values[0], values[VECTORS - 1]));
+// ROWS numbers of a column and of the next one, from row r of the panel on.
+template <Layout LAYOUT>
+INLINE void store_columns(const Panel& panel, int64_t column, int64_t r, const Float (&values)[2][VECTORS]) {
+  if constexpr (LAYOUT == PAIRS) {
+    each<VECTORS>([&](auto v) {
+#if WIDE && BF16_DOT
+      const Int pairs = in_pairs(to_bf16s(values[0][v], values[1][v]));
+#else
+      const Int low = float_to_bits(rounded_to(BF16, values[0][v])), high = float_to_bits(rounded_to(BF16, values[1][v]));
+      const Int pairs = differ(shift_right<16>(low), high);
 #endif
-  each<VECTORS>([&](auto v) { store_floats(to + v * LANES * size, panel.type, values[v]); });
+      store(panel.place(PAIRS, column, r + v * LANES), pairs);
+    });
+  } else {
+    each<2>([&](auto i) {
+      char* to = panel.place(LAYOUT, column + i, r);
+#if BF16_DOT
+      if constexpr (LAYOUT == BF16_LINES) return store(to, to_bf16s(values[i][0], values[i][VECTORS - 1]));
+#endif
+      each<VECTORS>([&](auto v) { store_floats(to + v * LANES * size_of(panel.type), panel.type, values[i][v]); });
+    });
+  }
 }
 
 // By slabs, a chunk of columns at a time.
-template <bool PAIRS, MakeSlab MAKE>
+template <Layout LAYOUT, MakeSlab MAKE>
 void unpack_slabs(Work& work, const Panel& panel, int64_t r) {
-  const int64_t columns = stored_columns(work.a);
-  for (int64_t first = 0; first < columns; first += CHUNK) {
-    const int64_t last = std::min(first + CHUNK, columns);
+  for (int64_t first = panel.first; first < panel.last; first += CHUNK) {
+    const int64_t last = std::min(first + CHUNK, panel.last);
     MAKE(work, first, last);
     const char* from = work.slab.get();
-    for (int64_t k = first; k < last; ++k) {
-      Float values[VECTORS];
-      each<VECTORS>([&](auto v) { values[v] = bits_to_float(load(from + v * VECTOR_BYTES)); });
-      store_line<PAIRS>(panel, k, r, values);
-      from += VECTORS * VECTOR_BYTES;
+    for (int64_t k = first; k < last; k += 2) {
+      Float values[2][VECTORS];
+      each<2>([&](auto i) {
+        each<VECTORS>([&](auto v) { values[i][v] = bits_to_float(load(from + v * VECTOR_BYTES)); });
+        from += VECTORS * VECTOR_BYTES;
+      });
+      store_columns<LAYOUT>(panel, k, r, values);
     }
   }
 }
@@ -117,44 +143,49 @@ struct NibbleValues : LineTable {
   }
 };
 
-template <bool PAIRS, class Values>
+template <Layout LAYOUT, class Values>
 void unpack_strips(Work& work, const Panel& panel, int64_t r) {
   constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
-  const int64_t columns = stored_columns(work.a), group = group_columns(work.a);
+  const int64_t group = group_columns(work.a);
   const bool half = work.count() <= LANES;  // whose second strip is not there: its numbers are not read
   const char* lines[VECTORS];
   Float scale[VECTORS];
   Values values[2] = {Values(work), Values(work)};
-  each<VECTORS>([&](auto v) { lines[v] = strip_of(work, half ? 0 : v); });
-  for (int64_t g = 0, k = 0; k < columns; ++g) {
+  each<VECTORS>([&](auto v) { lines[v] = strip_of(work, half ? 0 : v) + panel.first / COLUMNS * VECTOR_BYTES; });
+  for (int64_t k = panel.first; k < panel.last;) {
+    const int64_t g = k / group;
     each<VECTORS>([&](auto v) {
       values[v].begin(work, g * ROWS + v * LANES);
       scale[v] = scale_of<Values>(work, g * ROWS + v * LANES);
     });
-    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS) {
+    for (const int64_t end = std::min((g + 1) * group, panel.last); k < end; k += COLUMNS) {
       each<VECTORS>([&](auto v) {
         values[v].take(load(lines[v]));
         fetch(lines[v] + AHEAD);
         lines[v] += VECTOR_BYTES;
       });
-      each<COLUMNS>([&](auto i) {
-        Float found[VECTORS];
-        each<VECTORS>([&](auto v) { found[v] = times(values[v].template value<i>(), scale[v]); });
-        store_line<PAIRS>(panel, k + column_of<BITS>(i), r, found);
+      each<COLUMNS / 2>([&](auto pair) {
+        Float found[2][VECTORS];
+        each<2>([&](auto i) {
+          each<VECTORS>([&](auto v) {
+            found[i][v] = times(values[v].template value<code_of<BITS>(2 * pair + i)>(), scale[v]);
+          });
+        });
+        store_columns<LAYOUT>(panel, k + 2 * pair, r, found);
       });
     }
   }
 }
 
-// The entries of the rows, in the type of the panel.
-inline void add_to_panel(const Work& work, const Panel& panel, int64_t r) {
+// The entries of the rows, in the type of the panel; those of columns before it were added to an earlier one.
+inline void add_to_panel(Work& work, Layout layout, const Panel& panel, int64_t r) {
   const Entries entries{work.a};
-  const int64_t size = size_of(panel.type), line = panel.width * size;
   for (int64_t i = 0; i < work.count(); ++i) {
-    char* row = panel.values + (r + i) * size;
     const int64_t end = work.a.row_start[work.n0 + i + 1];
-    for (int64_t e = work.a.row_start[work.n0 + i]; e < end; ++e) {
-      char* to = row + entries.column(e) * line;
+    int64_t e = work.a.row_start[work.n0 + i];
+    while (e < end && entries.column(e) < panel.first) ++e;
+    for (int64_t column; e < end && (column = entries.column(e)) < panel.last; ++e) {
+      char* to = panel.place(layout, column, r + i);
       const float sum = load_float(to, panel.type) + entries.value(e);
       if (panel.type == BF16) {
         const uint16_t narrow = to_bf16(sum);
@@ -166,27 +197,25 @@ inline void add_to_panel(const Work& work, const Panel& panel, int64_t r) {
   }
 }
 
-template <bool PAIRS>
+template <Layout LAYOUT>
 Unpack unpack_of(const Arguments& a) {
   if (a.kept != nullptr)
-    return a.bits == 4   ? unpack_slabs<PAIRS, halved_slab<4>>
-           : a.bits == 8 ? unpack_slabs<PAIRS, halved_slab<8>>
-                         : unpack_slabs<PAIRS, halved_slab<NUMBER_BITS>>;
-  if (!a.strips) return a.bits == 4 ? unpack_slabs<PAIRS, planar_slab<4>> : unpack_slabs<PAIRS, planar_slab<8>>;
-  if (a.bits == 8) return unpack_strips<PAIRS, CodeValues<8>>;
-  return a.table != nullptr ? unpack_strips<PAIRS, TableValues> : unpack_strips<PAIRS, NibbleValues>;
+    return a.bits == 4   ? unpack_slabs<LAYOUT, halved_slab<4>>
+           : a.bits == 8 ? unpack_slabs<LAYOUT, halved_slab<8>>
+                         : unpack_slabs<LAYOUT, halved_slab<NUMBER_BITS>>;
+  if (!a.strips) return a.bits == 4 ? unpack_slabs<LAYOUT, planar_slab<4>> : unpack_slabs<LAYOUT, planar_slab<8>>;
+  if (a.bits == 8) return unpack_strips<LAYOUT, CodeValues<8>>;
+  return a.table != nullptr ? unpack_strips<LAYOUT, TableValues> : unpack_strips<LAYOUT, NibbleValues>;
 }
-inline Unpack unpack_of(const Arguments& a, Type type) {
-  // Two vectors of floats fill one of bf16.
-  return BF16_DOT && VECTORS == 2 && type == BF16 ? unpack_of<BF16_DOT && VECTORS == 2>(a) : unpack_of<false>(a);
-}
+// Two vectors of floats fill one of bf16.
+inline Layout lines_of(Type type) { return BF16_DOT && VECTORS == 2 && type == BF16 ? BF16_LINES : LINES; }
 
-// ROWS rows from n0 on, which are numbers r ... of every line of the panel.
-inline void unpack_rows(Work& work, int64_t n0, Unpack unpack, const Panel& panel, int64_t r) {
+// ROWS rows from n0 on, from row r of the panel on.
+inline void unpack_rows(Work& work, int64_t n0, Unpack unpack, Layout layout, const Panel& panel, int64_t r) {
   work.begin(n0);
   if (work.a.levels != nullptr) decode_levels(work);
   unpack(work, panel, r);
-  if (work.a.row_start != nullptr) add_to_panel(work, panel, r);
+  if (work.a.row_start != nullptr) add_to_panel(work, layout, panel, r);
 }
 
 }  // namespace

@@ -65,6 +65,12 @@ constexpr int column_of(int i) {
   return BITS == 4 ? i / 2 + i % 2 * (LINE / 2) : i;
 }
 
+// The code of a line that its column c has.
+template <int BITS>
+constexpr int code_of(int c) {
+  return BITS == 4 ? c % (LINE / 2) * 2 + c / (LINE / 2) : c;
+}
+
 // The n-th code and pair of a line that is decoded: on ARM those of the same bytes one after the other, so that what was
 // looked up for them need not stay in registers.
 template <int BITS>
