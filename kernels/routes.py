@@ -6,6 +6,7 @@ cpu strips   C++, of weights that are laid out in strips
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 cpu trellis  C++, few tokens multiplied as codes are decoded
 dense blocks C++ unpacks blocks of rows in the cache, torch multiplies: where that was measured to be faster here
+dense blocks by AMX    the same, multiplied by the tiles of AMX
 scaled_mm    torch's product of float8 matrices
 
 Where sparse rows are added to codes: "KERNEL with entries" is one pass over both, "KERNEL + entries" are two products.
@@ -35,7 +36,7 @@ from compress.kernels.operators.strips import why_not_lay_in_strips
 from compress.kernels.operators.tiles import MANY
 
 TOKENS = (1, 8, 64, 512)  # at which tables show routes
-DENSE_BLOCKS = "dense blocks"
+DENSE_BLOCKS, AMX_BLOCKS = "dense blocks", "dense blocks by AMX"
 NOT_MEASURED = f"{DENSE_BLOCKS} for many tokens, if the first product of them finds that faster (measured once)"
 NUMBERS = 16  # bits of a weight that is no code
 
@@ -183,7 +184,7 @@ def with_entries(codes: Route, M: int) -> Route:
     """The route of a weight whose codes have the given route and to which sparse rows are added. M: tokens."""
     if codes.kernel == "triton" and M > sparse.DECODE_TOKENS:
         return Route("dequantize with entries", (*codes.why_not, MANY))
-    if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs", DENSE_BLOCKS):
+    if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs", DENSE_BLOCKS, AMX_BLOCKS):
         return Route(f"{codes.kernel} with entries", codes.why_not)
     own = ("entries are added by a product of their own",)
     return Route(f"{codes.kernel} + entries", (*codes.why_not, *own))
@@ -234,4 +235,5 @@ def _cpu_route(
         return Route(loop, (*reasons, NOT_MEASURED))
     if first > M:
         return Route(loop, tuple(reasons))
-    return Route(DENSE_BLOCKS, (*reasons, f"{DENSE_BLOCKS} from {first} tokens on, measured to be faster here"))
+    name = AMX_BLOCKS if operation != "w8a8" and dense.by_amx(dtype) else DENSE_BLOCKS
+    return Route(name, (*reasons, f"{DENSE_BLOCKS} from {first} tokens on, measured to be faster here"))

@@ -75,9 +75,12 @@ void pack_tile(const Arguments& a, const Cut& cut, int64_t tile, int64_t column_
       const int64_t m = tile * TILE_ROWS + i;
       for (int64_t k = first; k < last; k += width) {
         char* at = to + (k - first) / width * TILE_BYTES + i * TILE_LINE;
-        const int64_t bytes = m < a.M ? std::clamp<int64_t>((a.K - k) * column_bytes, 0, TILE_LINE) : 0;
-        if (bytes < TILE_LINE) memset(at, 0, TILE_LINE);
-        if (bytes > 0) memcpy(at, line(m) + k * column_bytes, bytes);
+        if (m < a.M && k + width <= a.K) {
+          store(at, load(line(m) + k * column_bytes));
+        } else {
+          store(at, every(0));
+          if (m < a.M && k < a.K) memcpy(at, line(m) + k * column_bytes, (a.K - k) * column_bytes);
+        }
       }
     }
   }
@@ -95,6 +98,7 @@ void panel_product(const char* tokens, int64_t of_tile, const char* panel, int64
     load_tile<0>(sums), load_tile<1>(sums + TILE_BYTES);
     if constexpr (TOKENS_TOO) load_tile<2>(sums + 2 * TILE_BYTES), load_tile<3>(sums + 3 * TILE_BYTES);
   }
+  int64_t next_sums = 4 * TILE_BYTES;
   for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
     load_tile<TOKEN_TILE>(tokens + at);
     load_tile<OUTPUT_TILE>(panel + at);
@@ -104,6 +108,10 @@ void panel_product(const char* tokens, int64_t of_tile, const char* panel, int64
     if constexpr (TOKENS_TOO) load_tile<TOKEN_TILE + 1>(second_tokens + at);
     if constexpr (TOKENS_TOO) multiply_pairs<2, TOKEN_TILE + 1, OUTPUT_TILE>();
     if constexpr (TOKENS_TOO && STRIPS_TOO) multiply_pairs<3, TOKEN_TILE + 1, OUTPUT_TILE + 1>();
+    if (next_sums < 8 * TILE_BYTES) {  // of the tiles that follow
+      fetch(sums + next_sums), fetch(sums + next_sums + VECTOR_BYTES);
+      next_sums += 2 * VECTOR_BYTES;
+    }
   }
   store_tile<0>(sums), store_tile<1>(sums + TILE_BYTES);
   if constexpr (TOKENS_TOO) store_tile<2>(sums + 2 * TILE_BYTES), store_tile<3>(sums + 3 * TILE_BYTES);

@@ -26,7 +26,7 @@ namespace {
 // As in dense.py; outcomes are those of the loops, or NOT_TAKEN.
 enum Operation : int32_t { EXACT, ROUNDED, HALVED };
 constexpr int32_t NOT_TAKEN = -1;
-constexpr int64_t FEW_TOKENS = 8, FEW_WEIGHTS = 1 << 18;
+constexpr int64_t FEW_TOKENS = 3, FEW_WEIGHTS = 1 << 18;
 // Of a panel: small enough to stay in the cache, wide enough for a call of torch and for every thread of it.
 constexpr int64_t PANEL_BYTES = 2 << 20, ROWS_OF_THREAD = 64;
 

@@ -87,29 +87,43 @@ void halved_slab(Work& work, int64_t first, int64_t last) {
 using MakeSlab = void (*)(Work&, int64_t, int64_t);
 using Unpack = void (*)(Work&, const Panel&, int64_t);
 
-// ROWS numbers of a column and of the next one, from row r of the panel on.
+// Where ROWS numbers of two columns at a time go, from one column on.
 template <Layout LAYOUT>
-INLINE void store_columns(const Panel& panel, int64_t column, int64_t r, const Float (&values)[2][VECTORS]) {
-  if constexpr (LAYOUT == PAIRS) {
-    each<VECTORS>([&](auto v) {
-#if WIDE && BF16_DOT
-      const Int pairs = in_pairs(to_bf16s(values[0][v], values[1][v]));
-#else
-      const Int low = float_to_bits(rounded_to(BF16, values[0][v])), high = float_to_bits(rounded_to(BF16, values[1][v]));
-      const Int pairs = differ(shift_right<16>(low), high);
-#endif
-      store(panel.place(PAIRS, column, r + v * LANES), pairs);
-    });
-  } else {
-    each<2>([&](auto i) {
-      char* to = panel.place(LAYOUT, column + i, r);
-#if BF16_DOT
-      if constexpr (LAYOUT == BF16_LINES) return store(to, to_bf16s(values[i][0], values[i][VECTORS - 1]));
-#endif
-      each<VECTORS>([&](auto v) { store_floats(to + v * LANES * size_of(panel.type), panel.type, values[i][v]); });
-    });
+struct Columns {
+  const Type type;
+  const int64_t line;
+  char* to[VECTORS];
+
+  INLINE Columns(const Panel& panel, int64_t column, int64_t r) : type(panel.type), line(panel.width * size_of(type)) {
+    each<VECTORS>([&](auto v) { to[v] = panel.place(LAYOUT, column, r + v * LANES); });
   }
-}
+
+  // So many columns on, which must be even.
+  INLINE void store_two(int64_t columns, const Float (&values)[2][VECTORS]) const {
+    if constexpr (LAYOUT == PAIRS) {
+      each<VECTORS>([&](auto v) {
+#if WIDE && BF16_DOT
+        const Int pairs = in_pairs(to_bf16s(values[0][v], values[1][v]));
+#else
+        const Int low = float_to_bits(rounded_to(BF16, values[0][v])), high = float_to_bits(rounded_to(BF16, values[1][v]));
+        const Int pairs = differ(shift_right<16>(low), high);
+#endif
+        store(to[v] + columns / 2 * VECTOR_BYTES, pairs);
+      });
+    } else {
+      each<2>([&](auto i) {
+        const int64_t at = (columns + i) * line;
+#if BF16_DOT
+        if constexpr (LAYOUT == BF16_LINES) return store(to[0] + at, to_bf16s(values[i][0], values[i][VECTORS - 1]));
+#endif
+        each<VECTORS>([&](auto v) { store_floats(to[v] + at, type, values[i][v]); });
+      });
+    }
+  }
+  INLINE void advance(int64_t columns) {
+    each<VECTORS>([&](auto v) { to[v] += LAYOUT == PAIRS ? columns / 2 * VECTOR_BYTES : columns * line; });
+  }
+};
 
 // By slabs, a chunk of columns at a time.
 template <Layout LAYOUT, MakeSlab MAKE>
@@ -118,13 +132,15 @@ void unpack_slabs(Work& work, const Panel& panel, int64_t r) {
     const int64_t last = std::min(first + CHUNK, panel.last);
     MAKE(work, first, last);
     const char* from = work.slab.get();
+    Columns<LAYOUT> columns(panel, first, r);
     for (int64_t k = first; k < last; k += 2) {
       Float values[2][VECTORS];
       each<2>([&](auto i) {
         each<VECTORS>([&](auto v) { values[i][v] = bits_to_float(load(from + v * VECTOR_BYTES)); });
         from += VECTORS * VECTOR_BYTES;
       });
-      store_columns<LAYOUT>(panel, k, r, values);
+      columns.store_two(0, values);
+      columns.advance(2);
     }
   }
 }
@@ -143,6 +159,51 @@ struct NibbleValues : LineTable {
   }
 };
 
+#if WIDE
+// Codes of 4 bits less their zero point, times a scale of bf16. A code in the fraction of a power of two, which no shift
+// has to move, is the code plus that power. The power times the scale is taken away in the same step that multiplies.
+// Nothing is rounded before the end: powers have at most 16 bits, and scales 8.
+struct ScaledNibbles {
+  static constexpr int BITS = 4;
+  static constexpr float UNIT = 1;
+  static constexpr int PLACES = 3;  // of a code in the fraction of a float: 8, 12 and 16
+  Int words[PLACES];
+  Float taken[PLACES];
+
+  static constexpr int place_of(int code) { return code < 3 ? code : code < 5 ? code - 2 : code - 5; }
+  static constexpr int32_t power(int place) { return (127 + 15 - 4 * place) << 23; }
+
+  INLINE explicit ScaledNibbles(const Work&) {}
+  INLINE void begin(const Work& work, int64_t at) {
+    const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
+    each<PLACES>([&](auto i) {
+      taken[i] = times(minus(every(0.0f), plus(zero, bits_to_float(every(power(i))))), scale);
+    });
+  }
+  INLINE void take(Int line) {
+    words[0] = shift_left(line, 8);
+    words[1] = line;
+    words[2] = shift_right<12>(line);
+  }
+  template <int CODE>
+  INLINE Float scaled(Float scale) const {
+    constexpr int PLACE = place_of(CODE), HELD = CODE < 3 ? 0 : CODE < 5 ? 1 : 2;
+    const Int code = both(words[HELD], every(0xf << (8 + 4 * PLACE)));
+    return fma(bits_to_float(either(code, every(power(PLACE)))), scale, taken[PLACE]);
+  }
+};
+#endif
+
+template <int CODE, class Values>
+INLINE Float scaled_value(const Values& values, Float scale) {
+#if WIDE
+  if constexpr (std::is_same_v<Values, ScaledNibbles>)
+    return values.template scaled<CODE>(scale);
+  else
+#endif
+    return times(values.template value<CODE>(), scale);
+}
+
 template <Layout LAYOUT, class Values>
 void unpack_strips(Work& work, const Panel& panel, int64_t r) {
   constexpr int BITS = Values::BITS, COLUMNS = 32 / BITS;
@@ -152,6 +213,7 @@ void unpack_strips(Work& work, const Panel& panel, int64_t r) {
   Float scale[VECTORS];
   Values values[2] = {Values(work), Values(work)};
   each<VECTORS>([&](auto v) { lines[v] = strip_of(work, half ? 0 : v) + panel.first / COLUMNS * VECTOR_BYTES; });
+  Columns<LAYOUT> columns(panel, panel.first, r);
   for (int64_t k = panel.first; k < panel.last;) {
     const int64_t g = k / group;
     each<VECTORS>([&](auto v) {
@@ -168,11 +230,12 @@ void unpack_strips(Work& work, const Panel& panel, int64_t r) {
         Float found[2][VECTORS];
         each<2>([&](auto i) {
           each<VECTORS>([&](auto v) {
-            found[i][v] = times(values[v].template value<code_of<BITS>(2 * pair + i)>(), scale[v]);
+            found[i][v] = scaled_value<code_of<BITS>(2 * pair + i)>(values[v], scale[v]);
           });
         });
-        store_columns<LAYOUT>(panel, k + 2 * pair, r, found);
+        columns.store_two(2 * pair, found);
       });
+      columns.advance(COLUMNS);
     }
   }
 }
@@ -205,7 +268,11 @@ Unpack unpack_of(const Arguments& a) {
                          : unpack_slabs<LAYOUT, halved_slab<NUMBER_BITS>>;
   if (!a.strips) return a.bits == 4 ? unpack_slabs<LAYOUT, planar_slab<4>> : unpack_slabs<LAYOUT, planar_slab<8>>;
   if (a.bits == 8) return unpack_strips<LAYOUT, CodeValues<8>>;
-  return a.table != nullptr ? unpack_strips<LAYOUT, TableValues> : unpack_strips<LAYOUT, NibbleValues>;
+  if (a.table != nullptr) return unpack_strips<LAYOUT, TableValues>;
+#if WIDE
+  if (a.levels == nullptr && a.scale_type == BF16) return unpack_strips<LAYOUT, ScaledNibbles>;
+#endif
+  return unpack_strips<LAYOUT, NibbleValues>;
 }
 // Two vectors of floats fill one of bf16.
 inline Layout lines_of(Type type) { return BF16_DOT && VECTORS == 2 && type == BF16 ? BF16_LINES : LINES; }

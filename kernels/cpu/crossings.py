@@ -2,8 +2,8 @@
 
 routes-KEY.json     {"about", "processor", "from": {kind of product: tokens, or null where the loops stay faster}}
 
-It lies in the private folder of the libraries. KEY is a hash of the sources, of torch and of the processor, so that a
-change of any of them measures anew. A figure that is there is never measured again: processes that share the folder
+It lies in the private folder of the libraries. KEY is a hash of the sources, of torch, of the processor and
+of what it may use, so that a change of any of them measures anew. A figure that is there is never measured again: processes that share the folder
 agree, and a product is computed alike in every run.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from compress.kernels.cpu import build, compiled_libraries
 from compress.kernels.cpu.libraries import HERE
-from compress.kernels.cpu.processor import cpu_flags, cpu_name, target
+from compress.kernels.cpu.processor import amx_allowed, cpu_flags, cpu_name, target
 from compress.kernels.private import candidates, why_not_ours
 
 NEVER = 2**62  # tokens
@@ -27,9 +27,9 @@ ABOUT = "tokens from which dense blocks are faster than the loops on this machin
 
 
 @cache
-def _key(of: str) -> str:
+def _key(of: str, amx: bool) -> str:
     sources = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("cpu_*"))]
-    depends = [*sources, of, torch.__version__, cpu_name(), *sorted(cpu_flags())]
+    depends = [*sources, of, str(amx), torch.__version__, cpu_name(), *sorted(cpu_flags())]
     return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
 
 
@@ -37,7 +37,7 @@ def file() -> Path | None:
     """The file of this machine's figures; None where no folder of this user's can be written."""
     for folder in candidates(build.PRIVATE_FOLDER):
         if folder.is_dir() and os.access(folder, os.W_OK) and why_not_ours(folder) is None:
-            return folder / f"routes-{_key(target())}.json"
+            return folder / f"routes-{_key(target(), amx_allowed())}.json"
     return None
 
 

@@ -1,14 +1,16 @@
 """Products of many tokens by dense blocks (`cpu_dense.cpp`), and when they are taken.
 
-A block of rows is unpacked into a panel in the cache, and torch multiplies by it: with AMX where the processor has it,
-and with whatever else torch has. Values of the weight are rounded to the dtype of x on the way, and so are inputs that
-were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers, exactly.
+A block of rows is unpacked into a panel in the cache. Where the processor has AMX, its tiles multiply bfloat16 by it
+(`cpu_amx_products.h`); otherwise torch does, with whatever it has. Values of the weight are rounded to the dtype of x on
+the way, and so are inputs that were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers,
+exactly.
 
 From how many tokens on this is faster than the loops is measured, not guessed: at the first product of more than
 FEW_TOKENS of its kind, for some tenths of a second, once for a machine (`crossings`). A kind is an operation, a dtype,
 sizes up to a power of two and a number of threads. Machines that differ may sum in another order, as they may anyway.
 
     COMPRESS_CPU_DENSE_FROM=64       dense blocks from 64 tokens on, whatever is faster; never: the loops alone
+    COMPRESS_CPU_AMX=0               no tiles of AMX but torch's
 
 Small products, and those that are asked to be batch-invariant, are left to the loops.
 """
@@ -36,6 +38,7 @@ from compress.kernels.cpu.arguments import (
     strips_operation,
 )
 from compress.kernels.cpu.crossings import NEVER
+from compress.kernels.cpu.processor import amx_allowed
 from compress.kernels.notes import note_once
 
 SETTING = "COMPRESS_CPU_DENSE_FROM"
@@ -43,7 +46,7 @@ SETTING = "COMPRESS_CPU_DENSE_FROM"
 OPERATIONS: dict[str, int] = {"weight_only": 0, "int8_activation": 1, "sparse24": 2}
 DONE, NOT_TAKEN = 0, -1
 # Tokens that are tried, of which the middle ones first.
-TRIED = (FEW_TOKENS + 1, 16, 32, 64, 128, 256, 512)
+TRIED = (FEW_TOKENS + 1, 8, 16, 32, 64, 128, 256, 512)
 MIDDLE = TRIED.index(64)
 ROUNDS = 5
 MEASURED_ROWS, ROWS_OF_THREAD = 512, 64
@@ -76,6 +79,7 @@ def why_not() -> tuple[str, ...]:
     """Reasons why there are no dense blocks on this machine; empty when there are. The first call builds."""
     if setting() == NEVER:
         return (f"{SETTING}=never",)
+    amx_allowed()  # raises where the setting is not allowed
     return build.why_not() or build.why_not("dense")
 
 
@@ -85,7 +89,13 @@ def _library() -> ctypes.CDLL:
     asked = Ask(_answer)
     _called.append(asked)
     found.dense_ask(asked)
+    found.dense_amx(amx_allowed())
     return found
+
+
+def by_amx(dtype: torch.dtype) -> bool:
+    """True where dense blocks of x of this dtype are multiplied by the tiles of AMX."""
+    return dtype == torch.bfloat16 and not why_not() and bool(_library().dense_amx(amx_allowed()))
 
 
 def taken(name: Loop, filled: Arguments) -> bool:

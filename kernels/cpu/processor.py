@@ -22,6 +22,7 @@ class Target(NamedTuple):
     needs: tuple[str, ...]
 
 
+AMX_SETTING = "COMPRESS_CPU_AMX"
 NATIVE, VNNI = "native", "avx_vnni"
 _AVX2, _NEEDED = ("-mavx2", "-mfma", "-mf16c"), ("avx2", "fma", "f16c")
 X86 = {
@@ -64,6 +65,15 @@ def target() -> str:
         return asked
     usable = [name for name, each in here.items() if cpu_flags().issuperset(each.needs)]
     return usable[-1] if usable else next(iter(here))
+
+
+def amx_allowed() -> bool:
+    """False where COMPRESS_CPU_AMX=0 leaves the tiles of AMX to torch. Raises InputError for a value that is not
+    allowed."""
+    asked = os.environ.get(AMX_SETTING) or "1"
+    if asked not in ("0", "1"):
+        raise InputError(f"{AMX_SETTING}={asked}; allowed: 0, 1, or leave it out to use AMX where the processor has it")
+    return asked == "1"
 
 
 def flags_of(name: str) -> tuple[str, ...]:

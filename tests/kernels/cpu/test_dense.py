@@ -14,15 +14,15 @@ from sums import entries_of, rows_of, tiles_of
 from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import crossings, dense, direct
+from compress.kernels.cpu import crossings, dense, direct, processor
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu.arguments import Arguments
+from compress.kernels.cpu.arguments import FEW_TOKENS, Arguments
 from compress.kernels.layouts import tiles as pack_tiles
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import pack_strips
 from compress.kernels.layouts.strips24 import pack_pairs, pack_words24
 from compress.kernels.operators import sparse, strips
-from compress.kernels.routes import DENSE_BLOCKS, NOT_MEASURED, strips_route, with_entries
+from compress.kernels.routes import AMX_BLOCKS, DENSE_BLOCKS, NOT_MEASURED, strips_route, with_entries
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(32, 32), (96, 32), (200, -1), (640, 128), (1088, 544)]
@@ -38,14 +38,24 @@ def measured(monkeypatch):
         pytest.skip("; ".join(dense.why_not()))
 
 
-@pytest.fixture(scope="module", params=["native", "avx2"])
+NATIVE = cpu.flags_for("native")
+FLAGS = {"torch": NATIVE, "amx": NATIVE, "emulated tiles": (*NATIVE, "-DEMULATED_TILES"), "avx2": cpu.flags_for("avx2")}
+
+
+@pytest.fixture(scope="module", params=FLAGS)
 def compiled(request):
-    """The library of dense blocks for this processor, and for one without AVX-512."""
+    """The library of dense blocks for this processor, multiplied by torch, by AMX or by what stands for it in C++; and
+    for a processor without AVX-512."""
     if cpu.why_not():
         pytest.skip("; ".join(cpu.why_not()))
-    found, reasons = cpu.load_from_a_place("dense", None if request.param == "native" else cpu.flags_for("avx2"))
+    found, reasons = cpu.load_from_a_place("dense", FLAGS[request.param])
     assert found is not None, reasons
-    return found
+    by_tiles = bool(found.dense_amx(request.param in ("amx", "emulated tiles")))
+    if request.param == "amx" and not by_tiles:
+        pytest.skip("this CPU, its kernel or the compiler has no AMX")
+    assert by_tiles == (request.param in ("amx", "emulated tiles"))
+    yield found
+    found.dense_amx(True)
 
 
 @pytest.fixture
@@ -175,6 +185,26 @@ def test_rows_of_int8_are_the_reference_bit_for_bit(blocks, static, symmetric, d
         assert torch.equal(out, expected), (N, K, M)
 
 
+def test_chunks_of_columns_and_shares_of_rows(blocks, monkeypatch):
+    """Of tiles: two chunks, between which sums wait in memory, a share for each thread, a last tile of one token; and
+    entries, of which every chunk adds its own."""
+    N, K, M = 80, 1248, 497
+    weight, values = planar_of(N, K, 4, 96, False, torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    entries, extra = entries_of(N, K, 0.01, torch.bfloat16)
+    x, bias = inputs(M, K, N, torch.bfloat16)
+    for laid in (pack_strips(weight, K), weight):
+        multiply = cpu_gemm.weight_only if laid is weight else cpu_gemm.strips
+        assert good(multiply(x, laid, bias), x, values, bias)
+        assert good(multiply(x, laid, bias, entries=entries), x, values + extra, bias)
+
+
+def test_several_blocks_of_tokens(blocks):
+    weight, values = planar_of(48, 160, 8, 32, False, torch.bfloat16)
+    x, bias = inputs(1100, 160, 48, torch.bfloat16)
+    assert good(cpu_gemm.strips(x, pack_strips(weight, 160), bias), x, values, bias)
+
+
 def test_several_blocks_and_threads(blocks):
     """More rows than a panel holds, the last block not full, two threads."""
     N, K = 1040, 4096
@@ -230,9 +260,9 @@ def by_blocks(M, product):
 def test_few_tokens_are_left_to_the_loops_and_one_measurement_serves_all(asked):
     _, laid, _ = large()
     operator = lambda x: strips.strips_linear(x, *laid[:3], None, 4, 128, None)  # noqa: E731
-    assert not by_blocks(8, operator)
+    assert not by_blocks(FEW_TOKENS, operator)
     assert asked.calls == []
-    assert not by_blocks(9, operator)
+    assert not by_blocks(FEW_TOKENS + 1, operator)
     assert by_blocks(10, operator)
     assert by_blocks(300, operator)
     assert len(asked.calls) == 1
@@ -294,7 +324,7 @@ def test_experts_take_them_by_their_own_tokens(asked):
 @every(("ratios", "expected"), [
     ({64: 0.8, 32: 0.9, 16: 1.0}, 32),
     ({64: 0.8, 32: 1.1}, 64),
-    ({64: 0.5, 32: 0.5, 16: 0.5, 9: 0.5}, 9),
+    ({64: 0.5, 32: 0.5, 16: 0.5, 8: 0.5, 4: 0.5}, 4),
     ({64: 1.2, 512: 0.9, 256: 0.95, 128: 0.98}, 256),
     ({64: 1.2, 512: 0.98}, dense.NEVER),
     ({64: 2.1}, dense.NEVER),
@@ -344,6 +374,20 @@ def test_the_number_of_tokens_can_be_set(monkeypatch):
             dense.why_not()
 
 
+def test_amx_can_be_left_to_torch(monkeypatch):
+    paths = {crossings.file()}
+    monkeypatch.setenv(processor.AMX_SETTING, "0")
+    assert not dense.by_amx(torch.bfloat16)
+    assert crossings.file() not in paths
+    monkeypatch.setenv(processor.AMX_SETTING, "1")
+    assert crossings.file() in paths
+    assert not dense.by_amx(torch.float32)
+    assert dense.by_amx(torch.bfloat16) == bool(dense._library().dense_amx(True))
+    monkeypatch.setenv(processor.AMX_SETTING, "off")
+    with pytest.raises(InputError, match="COMPRESS_CPU_AMX=off; allowed: 0, 1, or leave it out"):
+        dense.why_not()
+
+
 def test_a_damaged_file_is_measured_anew(tmp_path):
     path = tmp_path / "routes-1.json"
     for content in ("", "[]", '{"from": 3}', '{"from": {"kind": "many"}}'):
@@ -359,17 +403,18 @@ def test_a_damaged_file_is_measured_anew(tmp_path):
 
 def test_routes_say_what_was_measured(asked):
     route = lambda M: strips_route(M, *LARGE, 4, 128, torch.bfloat16, CPU)  # noqa: E731
-    loop = route(8).kernel
-    assert route(1) == route(8) == (loop, ())
+    loop = route(FEW_TOKENS).kernel
+    assert route(1) == route(FEW_TOKENS) == (loop, ())
     assert route(64).why_not == (NOT_MEASURED,)
     x, _ = inputs(9, LARGE[1], LARGE[0], torch.bfloat16)
     strips.strips_linear(x, *large()[1][:3], None, 4, 128, None)
     assert route(9) == (route(9).kernel, ())
     assert dense.told() == [f"dense blocks are faster from 10 tokens on: {asked.calls[0]}"]
-    assert route(64) == (DENSE_BLOCKS, (f"{DENSE_BLOCKS} from 10 tokens on, measured to be faster here",))
-    assert with_entries(route(64), 64).kernel == f"{DENSE_BLOCKS} with entries"
+    blocks = AMX_BLOCKS if dense.by_amx(torch.bfloat16) else DENSE_BLOCKS
+    assert route(64) == (blocks, (f"{DENSE_BLOCKS} from 10 tokens on, measured to be faster here",))
+    assert with_entries(route(64), 64).kernel == f"{blocks} with entries"
     # Smaller weights are left to the loops.
-    assert strips_route(64, 256, 512, 4, 128, torch.bfloat16, CPU).kernel != DENSE_BLOCKS
+    assert strips_route(64, 256, 512, 4, 128, torch.bfloat16, CPU).kernel not in (DENSE_BLOCKS, AMX_BLOCKS)
 
 
 def test_entries_beside_codes_share_the_measurement(asked):
