@@ -2,9 +2,9 @@
 
 routes-KEY.json     {"about", "processor", "from": {kind of product: tokens, or null where the loops stay faster}}
 
-It lies in the private folder of the libraries. KEY is a hash of the sources, of torch, of the processor and
-of what it may use, so that a change of any of them measures anew. A figure that is there is never measured again: processes that share the folder
-agree, and a product is computed alike in every run.
+It lies in the private folder of the libraries. KEY is a hash of the sources, of torch, of the processor and of what it
+may use, so that a change of any of them measures anew. A figure that is there is never measured again: processes that
+share the folder agree, and a product is computed alike in every run.
 """
 
 import hashlib

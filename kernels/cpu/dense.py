@@ -1,8 +1,8 @@
 """Products of many tokens by dense blocks (`cpu_dense.cpp`), and when they are taken.
 
 A block of rows is unpacked into a panel in the cache. Where the processor has AMX, its tiles multiply bfloat16 by it
-(`cpu_amx_products.h`); otherwise torch does, with whatever it has. Values of the weight are rounded to the dtype of x on
-the way, and so are inputs that were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers,
+(`cpu_amx_products.h`); otherwise torch does, with whatever it has. Values of the weight are rounded to the dtype of x
+on the way, and so are inputs that were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers,
 exactly.
 
 From how many tokens on this is faster than the loops is measured, not guessed: at the first product of more than
