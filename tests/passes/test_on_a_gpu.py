@@ -22,16 +22,19 @@ ROUNDED = {
 }
 
 
-def made_on(device, method, out, model, **data):
-    compress.quantize(model, method, output=out / device, device=device, verify=False, **data)
+def a_model():
+    return make_llama(hidden_size=256, intermediate_size=512)
+
+
+def made_on(device, method, out, **data):
+    compress.quantize(a_model(), method, output=out / device, device=device, verify=False, **data)
     (file,) = (out / device).glob("*.safetensors")
     return load_file(file)
 
 
 @pytest.mark.parametrize("options", ROUNDED.values(), ids=ROUNDED)
 def test_rounding_to_nearest_writes_the_same_files(options, tmp_path):
-    model = make_llama(hidden_size=256, intermediate_size=512)
-    there, here = (made_on(device, compress.RTN(**options), tmp_path, model) for device in ("cuda", "cpu"))
+    there, here = (made_on(device, compress.RTN(**options), tmp_path) for device in ("cuda", "cpu"))
     assert there.keys() == here.keys()
     assert [name for name, tensor in here.items() if not torch.equal(tensor, there[name])] == []
 
@@ -39,10 +42,10 @@ def test_rounding_to_nearest_writes_the_same_files(options, tmp_path):
 @pytest.mark.parametrize("method", ["GPTQ", "AWQ", "SpQR", "SmoothQuant", "SparseGPT"])
 def test_calibrated_passes_leave_an_error_of_the_same_size(method, tmp_path):
     """Sums of other orders round some weights to other codes, which are as good."""
-    model, ids = make_llama(hidden_size=256, intermediate_size=512), probe(24)
+    ids = probe(24)
     tokens = torch.randint(3, 96, (16, 64), generator=torch.Generator().manual_seed(0))
-    exact, off = outputs(model, ids), {}
+    exact, off = outputs(a_model(), ids), {}
     for device in ("cuda", "cpu"):
-        made_on(device, getattr(compress, method)(), tmp_path, model, calibration=tokens)
+        made_on(device, getattr(compress, method)(), tmp_path, calibration=tokens)
         off[device] = (outputs(compress.load(tmp_path / device, torch.float32), ids) - exact).norm().item()
     assert 0.8 * off["cpu"] <= off["cuda"] <= 1.25 * off["cpu"]
