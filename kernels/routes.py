@@ -25,7 +25,7 @@ from compress.kernels.cpu.crossings import NEVER
 from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
-from compress.kernels.layouts.words import Planar, Table
+from compress.kernels.layouts.words import LevelTable, Planar
 from compress.kernels.layouts.words24 import Words24
 from compress.kernels.operators import fp8, fp8_blocks, sparse, tiles
 from compress.kernels.operators import words as ops
@@ -132,7 +132,7 @@ def levels_route(
     """The route of codes of a table of 16 levels. scales: their dtype, where it is not that of x."""
     if device.type != "cpu":
         meta = torch.device("meta")
-        table = Table(torch.empty(0, device=meta), signed=False)
+        table = LevelTable(torch.empty(0, device=meta), signed=False)
         words, scale = torch.empty(N, 0, device=meta), torch.empty(0, dtype=scales or dtype, device=meta)
         return _fused_route(_tokens(M, K, dtype, device), Planar(words, scale, None, group_size, NIBBLE, table))
     return _cpu_route("table_strips", M, (N, K), NIBBLE, group_size, dtype, why_not_strips(N, NIBBLE))

@@ -96,7 +96,7 @@ def _unpacked(words: Tensor, bits: int, count: int, signed: bool) -> Tensor:
     return (codes.view(rows, -1)[:, :count] - offset).to(torch.int8 if signed else torch.uint8)
 
 
-class Table(NamedTuple):
+class LevelTable(NamedTuple):
     """The levels that codes of 4 bits stand for. values: fp32 [17], by code, then a factor of all scales. signed: the
     levels of codes 8 to 15 are those of 0 to 7, negated."""
 
@@ -117,7 +117,7 @@ class Planar(NamedTuple):
     zero: Tensor | None
     group_size: int
     bits: int
-    table: Table | None = None
+    table: LevelTable | None = None
 
 
 def planar_block(bits: int) -> int:
@@ -216,7 +216,7 @@ def planar_weight(weight: Planar, columns: int) -> Tensor:
     return reference.dequantize(codes, scale_NG, zero.t())
 
 
-def _looked_up(codes: Tensor, scale_GN: Tensor, table: Table) -> Tensor:
+def _looked_up(codes: Tensor, scale_GN: Tensor, table: LevelTable) -> Tensor:
     """[N, columns] the values of codes of a table, in the dtype of the scales."""
     levels = table.values[:-1].index_select(0, codes.flatten().int()).view(len(codes), len(scale_GN), -1)
     scaled = levels * (scale_GN.float() * table.values[-1]).t().unsqueeze(-1)

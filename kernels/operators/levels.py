@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts.strips import NIBBLE, ROWS, STRIPS_DIMENSIONS, Strips, unpack_strips, why_not_strips
-from compress.kernels.layouts.words import Planar, Table, unpack_planar
+from compress.kernels.layouts.words import LevelTable, Planar, unpack_planar
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.strips import check_lines
 from compress.kernels.operators.words import planar_gradient, planar_product
@@ -52,9 +52,9 @@ def levels_linear(
     signed: bool = False,
 ) -> Tensor:
     """[..., N] = x weight^T + bias, in the dtype of x. words, scale: of `Strips`, or of a `layouts.words.Planar`.
-    batch_invariant: as in `words`. signed: as in `layouts.words.Table`; planar words alone use it."""
+    batch_invariant: as in `words`. signed: as in `layouts.words.LevelTable`; planar words alone use it."""
     if words.dim() != STRIPS_DIMENSIONS:
-        weight = Planar(words, scale, None, group_size, NIBBLE, Table(table, signed))
+        weight = Planar(words, scale, None, group_size, NIBBLE, LevelTable(table, signed))
         return planar_product(x, weight, bias, batch_invariant)
     check_lines(words, x.shape[-1], NIBBLE)
     if cpu_gemm.why_not("table_strips", x, scale, group_size):
@@ -100,7 +100,7 @@ def levels_gradient(
 ) -> Tensor:
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `levels_linear`."""
     if words.dim() != STRIPS_DIMENSIONS:
-        return planar_gradient(grad, Planar(words, scale, None, group_size, NIBBLE, Table(table, signed)), columns)
+        return planar_gradient(grad, Planar(words, scale, None, group_size, NIBBLE, LevelTable(table, signed)), columns)
     return grad @ level_values(words, scale, table, group_size, columns).to(grad.dtype)
 
 

@@ -13,7 +13,7 @@ negated (E2M1), the highest bit of a code is the sign; else both halves are look
 import triton
 import triton.language as tl
 
-from compress.kernels.layouts.words import Table
+from compress.kernels.layouts.words import LevelTable
 
 SIGNED, FULL = 1, 2  # kinds of tables
 
@@ -75,7 +75,7 @@ _SIGNED_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 9))
 _FULL_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 17))
 
 
-def kind_of_table(table: Table | None) -> int:
+def kind_of_table(table: LevelTable | None) -> int:
     """The kind of a table as kernels take it; 0 where there is none."""
     if table is None:
         return 0

@@ -8,7 +8,7 @@ from compress.kernels.cpu import direct
 from compress.kernels.cpu.arguments import strips_operation
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.layouts.words import Planar, Table, pack_planar
+from compress.kernels.layouts.words import LevelTable, Planar, pack_planar
 from compress.kernels.operators import strips
 from compress.kernels.operators import words as ops
 
@@ -74,6 +74,6 @@ def planar_table(N, K, group, table, dtype, device="cpu"):
     scale_GN = (torch.randn(K // group, N, generator=g, device=device) * 0.02).to(dtype)
     levels, factor = TABLES[table]
     values = torch.tensor([*levels, factor], device=device)
-    weight = Planar(pack_planar(codes, 4), scale_GN, None, group, 4, Table(values, levels is E2M1))
+    weight = Planar(pack_planar(codes, 4), scale_GN, None, group, 4, LevelTable(values, levels is E2M1))
     scale_NK = (scale_GN.float() * values[16]).double().t().repeat_interleave(group, 1)
     return weight, values[:16].double()[codes.int()] * scale_NK
