@@ -61,7 +61,7 @@ class Experts(nn.Module):
     kind: type[nn.Module]
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
-    has_post_expert_norm: bool
+    has_post_expert_norm: bool = False  # what transformers before 5.20 has no word for
     has_gate: bool
     is_concatenated: bool
     is_transposed: bool

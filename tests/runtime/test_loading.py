@@ -6,6 +6,7 @@ import pytest
 import torch
 from combinations import each
 from commands import Largest
+from mixtures import made
 from models import GATED, SIZES, build, strong, tokens
 from places import FIXTURES
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     WavLMForSequenceClassification,
 )
+from transformers.quantizers.base import HfQuantizer
 
 import compress
 from compress.api.verify import load_with_transformers, outputs, probe
@@ -28,6 +30,7 @@ from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
+from compress.model.experts_apart import joins_experts, loading_steps
 from compress.recipes.studies.models.small import small
 from compress.runtime.layers.fused import FusedLinear
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
@@ -298,6 +301,22 @@ def test_layers_that_transformers_stores_under_other_names(tmp_path):
     assert len(list(compressed_layers(found))) == len(list(compressed_layers(expected))) > 0
     ids = torch.arange(32).view(2, 16)
     assert torch.equal(outputs(found, ids), outputs(expected, ids))
+
+
+@pytest.mark.parametrize("hands_model_over", [False, True])
+def test_both_forms_of_the_hook_for_steps_of_loading_are_answered(hands_model_over, tmp_path, monkeypatch):
+    """transformers 5.21 began to give the model to the hook, too."""
+    made("qwen3-moe").save_pretrained(tmp_path / "in")
+    options = compress.RTN(scheme="w4a16", group_size=-1)
+    compress.quantize(tmp_path / "in", options, output=tmp_path / "out", verify=False)
+    model = compress.load(tmp_path / "out")
+    hook, given = "update_weight_conversions", [model] if hands_model_over else []
+    theirs = (lambda self, steps, model: [*steps, "last"]) if given else (lambda self, steps: [*steps, "last"])
+    monkeypatch.setattr(HfQuantizer, hook, theirs)
+    steps = [*loading_steps(model), "of another kind"]
+    assert any(map(joins_experts, steps))
+    kept = getattr(model.hf_quantizer, hook)(steps, *given)
+    assert kept == [*(step for step in steps if not joins_experts(step)), "last"]
 
 
 def test_transformers_stays_as_it_is_until_it_is_asked_for(tmp_path):

@@ -93,6 +93,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: LowBitConfig, **arguments: Any) -> None:
         super().__init__(quantization_config, **arguments)
         self.notes: list[str] = []
+        self.experts_apart = False
 
     def _process_model_before_weight_loading(
         self,
@@ -109,13 +110,16 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config = {"quantization_config": self.quantization_config.quantization}
             source = Source(str(folder), folder, config, weight_files(folder))
         prepare(model, source, torch.get_default_dtype() if dtype is None else dtype)
+        self.experts_apart = any(isinstance(module, Experts) for module in model.modules())
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> list[Any]:
         """The steps that transformers takes from names and tensors of the checkpoint to those of the model, without
-        those that join experts, where the model has them apart."""
-        apart = any(isinstance(module, Experts) for module in model.modules())
-        kept = [step for step in weight_conversions if not (apart and joins_experts(step))]
-        return list(super().update_weight_conversions(kept, model))
+        those that join experts, where the model has them apart.
+
+        model: transformers hands it over from 5.21 on; its own hook takes what ours is given.
+        """
+        kept = [step for step in weight_conversions if not (self.experts_apart and joins_experts(step))]
+        return list(super().update_weight_conversions(kept, *model))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         options = self.quantization_config

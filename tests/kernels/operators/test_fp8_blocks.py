@@ -17,7 +17,7 @@ def operands(sizes=(6, 200, 300), dtype=torch.float32, gradient=False, bias=True
     M, N, K = sizes
     g = torch.Generator().manual_seed(M + N + K)
     x = (torch.randn(M, K, generator=g) * 2.0 ** torch.randn(M, 1, generator=g)).to(dtype).requires_grad_(gradient)
-    weight = torch.randn(N, K, generator=g).mul(100).to(fp8.E4M3).view(torch.uint8)
+    weight = torch.randn(N, K, generator=g).mul(100).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3).view(torch.uint8)
     scale = 0.01 * 2.0 ** (6 * torch.rand(-(-N // 128), -(-K // 128), generator=g))
     return x, weight, scale.to(stored), torch.randn(N, generator=g) if bias else None
 
