@@ -32,7 +32,7 @@ from compress.errors import CheckpointError, CompressError, InputError, first_li
 from compress.model.experts import Experts, SortedExperts
 from compress.model.experts_apart import joins
 from compress.model.layers import transposed_weights
-from compress.runtime.check.by_transformers import decompressed_by_block, load_with_transformers
+from compress.runtime.check.by_transformers import decompressed_by_block, initializes_codes, load_with_transformers
 from compress.runtime.check.streamed import streamed
 from compress.runtime.check.twin import compared, watched
 from compress.runtime.load.by_block import run_by_block
@@ -312,6 +312,9 @@ def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sig
     except CheckpointError as error:
         if ours.unknown_layers:
             raise NotComparedError(f"it cannot load {ours.unknown_layers} of this scheme ({error})") from None
+        if initializes_codes(error):
+            words = "before 5.23 it cannot load an architecture whose initialization reads weights of compressed layers"
+            raise NotComparedError(words) from None
         if not ours.unknown_mix:
             raise
         raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None

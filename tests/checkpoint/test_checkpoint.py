@@ -1,5 +1,6 @@
 """Written checkpoints: what transformers reads, what a killed run leaves, what is never overwritten."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from combinations import each
 from commands import DRIFT_GPTQ, StopAfterOne
 from models import build, tokens
+from packaging.version import Version
 from places import SUPPORT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -96,11 +99,14 @@ def test_an_encoder_decoder_is_read_by_transformers(tmp_path):
     ids = tokens()
     batches = [{"input_ids": part, "decoder_input_ids": part} for part in ids.split(3)]
     result = compress.quantize(source, GPTQ, calibration=batches, output=tmp_path / "out", verify=False)
-    found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
-    assert loader == "dequantize=True"
     ours = compress.load(tmp_path / "out", dequantize=True)
-    with torch.no_grad():
-        assert torch.equal(found(**batches[0]).logits, ours(**batches[0]).logits)
+    if Version(transformers.__version__) < Version("5.23"):
+        assert "whose initialization reads weights" in compress.verify(tmp_path / "out")["transformers"]
+    else:
+        found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
+        assert loader == "dequantize=True"
+        with torch.no_grad():
+            assert torch.equal(found(**batches[0]).logits, ours(**batches[0]).logits)
     before, after = compress.load(source).state_dict(), ours.state_dict()
     changed = {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])}
     assert changed == {r.name for r in result.record.layers}
@@ -170,7 +176,7 @@ def test_the_record_says_what_ran(llama, tmp_path):
     assert record["left_alone"]["model.layers.1.mlp.down_proj"] == "ignored by '*.down_proj'"
     assert record["calibration"]["samples"] == 6
     assert {"loss", "rtn_loss", "damp", "tokens", "sha256"} <= set(record["layers"][0]["figures"])
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch):

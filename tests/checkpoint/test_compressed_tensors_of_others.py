@@ -75,8 +75,10 @@ def written(folder, scheme):
 
 
 def preset(name, **weights):
-    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization import is_preset_scheme, preset_name_to_scheme
 
+    if not is_preset_scheme(name):
+        pytest.skip(f"this compressed-tensors has no preset {name}; 0.20 has")
     scheme = preset_name_to_scheme(name, ["Linear"])
     for key, value in weights.items():
         setattr(scheme.weights, key, value)

@@ -27,7 +27,7 @@ def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> 
     A quantized checkpoint needs compressed-tensors. The default load takes no packed asymmetric weights and no packed
     embeddings, and fails for architectures whose initialization reads the weights (T5). Dequantizing while loading
     works for checkpoints of one scheme; it would read all schemes as the first. Raises CheckpointError where neither
-    works.
+    works (`initializes_codes` tells a reason for that).
     """
     with transformers_alone():
         return _load(source, dtype or "auto")
@@ -51,6 +51,13 @@ def _load(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
         warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
         config = CompressedTensorsConfig(dequantize=True)
         return from_pretrained(source, str(source.path), dtype=dtype, quantization_config=config), "dequantize=True"
+
+
+def initializes_codes(error: CheckpointError) -> bool:
+    """True for an error of `load_with_transformers` by an initialization that reads the weight of a compressed layer,
+    which has codes in its place. transformers before 5.23 initializes so where it dequantizes, too."""
+    reason = error.__cause__
+    return isinstance(reason, AttributeError) and reason.name == "weight" and hasattr(reason.obj, "weight_packed")
 
 
 def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:

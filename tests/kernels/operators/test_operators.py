@@ -88,7 +88,7 @@ def test_whatever_looks_at_operators_sees_them(dispatched):
     with Seen() as seen:
         ops.weight_only_linear(*given)
     assert seen.names == ["compress::weight_only_linear"]
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         ops.weight_only_linear(*given)
     assert "compress::weight_only_linear" in {event.key for event in profile.key_averages()}
     traced = torch.jit.trace(lambda x: ops.weight_only_linear(x, *given[1:]), given[0], check_trace=False)
