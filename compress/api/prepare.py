@@ -7,6 +7,7 @@ from compress.api.forecast.forecast import Outline, outline
 from compress.api.forecast.memory import weights_in
 from compress.api.forecast.room import counts_of, lack_of_memory
 from compress.api.job import Job
+from compress.api.keeping import kept_statistics
 from compress.api.opened import FoundModel, OpenedModel, check_group, found_model, opened_model, residency_of, widened
 from compress.api.planned import Planned, planned_work
 from compress.api.request import Request
@@ -56,6 +57,9 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         record.note(reporter, lack)
     if isinstance(planned.sink, Writer):
         tell_outline(reporter, partial(_outline, request, opened, shown, planned))
+    kept, remarks = kept_statistics(request.work.keep_statistics, plan.passes, planned.identity, opened.device, comm)
+    for note in remarks:
+        record.note(reporter, note)
     keep = opened.source is None or isinstance(planned.sink, Discard) or lessons is not None
     run = Run(
         model,
@@ -70,6 +74,7 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         Steps.of(reporter, plan, phase_of(lessons)),
         lessons,
         repeats=lack is not None,
+        kept=kept,
     )
     return Job(request, opened, run, shown, planned.identity, planned.cache, stores)
 

@@ -44,6 +44,7 @@ def quantize(
     restore: bool = True,
     keep_codes: bool = False,
     spill: str | Path | None = None,
+    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -63,18 +64,19 @@ def quantize(
     CNNs). experts: each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the
     zeros of a model that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json
     says); by default they stay, and passes that keep none are refused. spill: a folder on a disk, for all CPU tensors
-    of 4 MiB or more that the run makes (`kernels.spill`). trust_remote_code: run Python code that comes with a model
-    given by name, if any does. restore: after any exception a model in memory is what it was, bit for bit (one that
-    `fsdp` sharded stays sharded). Until the run has succeeded that takes as much memory as the weights of the blocks
-    and the buffers (sharded: as this rank's part of the model). False does without it: the exception names the changed
-    blocks. keep_codes: without an output, keep every layer's codes in the result, for `export_onnx`.
+    of 4 MiB or more that the run makes (`kernels.spill`). keep_statistics: a folder in which passes of prefix=original
+    find the statistics that other runs of the same model and calibration data have gathered, and leave theirs.
+    trust_remote_code: run Python code that comes with a model given by name. restore: after any exception a model in
+    memory is what it was, bit for bit (one that `fsdp` sharded stays sharded); until the run has succeeded that takes
+    as much memory as the weights of the blocks and the buffers. False: the exception names the changed blocks instead.
+    keep_codes: without an output, keep every layer's codes in the result, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
     data = Data(calibration, samples, length, batch_size, training)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
     delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
-    work = Work(device, dtype, fsdp, restore, spill)
+    work = Work(device, dtype, fsdp, restore, spill, keep_statistics)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
     comm, reporter = Comm(), reporter or Silent()

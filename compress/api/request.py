@@ -84,13 +84,14 @@ class Delivery:
 @dataclass(frozen=True)
 class Work:
     """Device, dtype and sharding of the work. restore: whether a failure is undone. spill: the folder of large tensors
-    (None: they stay in memory)."""
+    (None: they stay in memory). keep_statistics: the folder of statistics for other runs (None: nothing is kept)."""
 
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     fsdp: bool = False
     restore: bool = True
     spill: str | Path | None = None
+    keep_statistics: str | Path | None = None
 
     def check(self) -> None:
         """Refuse a dtype that nothing is computed in."""

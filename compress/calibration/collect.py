@@ -17,6 +17,7 @@ from compress.model.calls import Arrival
 from compress.model.convolution import patches_in_parts
 from compress.model.layers import Layer
 from compress.system.comm import Comm
+from compress.weights.decision import Figures
 
 
 class Collector:
@@ -123,6 +124,19 @@ def collected_outputs(
         for statistic in statistics.values():
             statistic.sync(comm)
     return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
+
+
+def routed(arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device) -> Figures:
+    """Figures about a site's tokens: `routed_tokens`, where the site is an expert's, and `elsewhere`, in how many
+    micro-batches tokens could not be paired with those of the original. A collective."""
+    own, of_expert, elsewhere = 0, 0, 0
+    for arrival in (arrival for arrival in arrivals if arrival is not None):
+        elsewhere += arrival.elsewhere
+        if arrival.weight_M is not None:
+            own, of_expert = own + int((arrival.weight_M == 1).sum()), of_expert + 1
+    counts = torch.tensor([own, of_expert, elsewhere], device=device)
+    own, of_expert, elsewhere = (int(count) for count in comm.all_reduce(counts).tolist())
+    return {**({"routed_tokens": own} if of_expert else {}), **({"elsewhere": elsewhere} if elsewhere else {})}
 
 
 def _problem(layer: Layer, arrival: Arrival | None) -> str | None:

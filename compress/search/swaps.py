@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.calibration.collect import collected
 from compress.calibration.hessian import Hessian, HessianResult
-from compress.calibration.stats import StatisticFactory
+from compress.calibration.stats import StatisticFactory, described_factory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
 from compress.checkpoint.write.writer import halved
 from compress.model.calls import Arrivals, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.run.installed import Versions
+from compress.run.kept import gathered
 from compress.run.pipeline import captured
 from compress.run.walk.decide import Decided, decide
 from compress.run.walk.forward import suspended_forward
@@ -144,14 +144,19 @@ class _Block:
             self.block, streams.calls, self.sites, self._visit, (), Versions(), repeats=self.run.repeats
         )
         self.run.record.block_forwards += passed.forwards
+        if self.run.kept is not None:
+            others = self.layers.keys() - {*structure.repeated}  # a run can decide about these
+            alone = {n: why for n, why in self.found.left_out.items() if n in others}
+            self.run.kept.finish(self.name, _needs(self.candidates)[0], alone)
         return streams.after(passed.outputs, [])
 
     def _visit(self, site: Sequence[Layer], arrivals: Arrivals) -> None:
         needs, names = _needs(self.candidates)
-        statistics = collected(needs, site[0], arrivals, self.run.comm)
-        if statistics is None:
+        found = gathered(self.run.kept, self.name, needs, site, arrivals, self.run.comm)
+        if found is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return
+        statistics = found.statistics
         weighted = {} if self.fisher is None else self.fisher.weighted(site, arrivals)
         for candidate in self.candidates:
             suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
@@ -279,21 +284,14 @@ def _values(layer: Layer, decision: Decision) -> Tensor:
 def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
     """({name: factory} of all statistics, each once; {candidate: for each pass {its own name: that name}})."""
     needs: dict[str, StatisticFactory] = {"hessian": partial(Hessian, dtype=torch.float32, reference=False)}
-    known = {_signature(needs["hessian"]): "hessian"}
+    known = {described_factory(needs["hessian"]): "hessian"}
     names: dict[str, list[dict[str, str]]] = {}
     for candidate in candidates:
         names[candidate.name] = []
         for p in candidate.passes:
             own = {}
             for name, make in p.needs().items():
-                own[name] = known.setdefault(_signature(make), f"{name} {len(known)}")
+                own[name] = known.setdefault(described_factory(make), f"{name} {len(known)}")
                 needs.setdefault(own[name], make)
             names[candidate.name].append(own)
     return needs, names
-
-
-def _signature(make: StatisticFactory) -> Any:
-    """A key that is equal for factories of equal statistics."""
-    if isinstance(make, partial):
-        return make.func, make.args, tuple(sorted(make.keywords.items()))
-    return make

@@ -6,6 +6,7 @@ after the layers that are called once, one site after the other, each behind tho
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,14 +44,21 @@ def name_unseen(run: Run, structure: BlockSites, wanted: Mapping[str, Pass]) -> 
 
 
 def arrivals_of(
-    block: nn.Module, layer: Layer, calls: Sequence[Call], reference: Sequence[Call], versions: Versions
+    block: nn.Module,
+    layer: Layer,
+    calls: Sequence[Call],
+    reference: Sequence[Call],
+    versions: Versions,
+    original: bool = False,
 ) -> Arrivals:
     """The arrivals at a site, by one of its layers: of each micro-batch the rows of all calls, one after the other.
-    reference: the same micro-batches in the original model, which `versions` knows; none where nothing compares."""
+    reference: the same micro-batches in the original model, which `versions` knows; none where nothing compares.
+    original: `calls` are of the original model themselves."""
 
     def walk() -> Iterator[Arrival | None]:
         for i, call in enumerate(calls):
-            here, other = _given(block, layer, call, i), None
+            with versions.original() if original else nullcontext():
+                here, other = _given(block, layer, call, i), None
             if reference:
                 with versions.original():
                     other = _given(block, layer, reference[i], i)

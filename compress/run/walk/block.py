@@ -7,6 +7,7 @@ A pass that folds scales does so first, from a suspended forward of its own.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,9 +26,11 @@ from compress.model.structure.orders import find_orders
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
+from compress.run.kept import gathered
+from compress.run.plan.together import sees_original, together
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.walk.again import again_by, arrivals_of, name_unseen
-from compress.run.walk.decide import Decided, decide, with_routing
+from compress.run.walk.decide import Decided, decide
 from compress.run.walk.forward import ForwardsDone, suspended_forward
 from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record
@@ -64,8 +67,8 @@ def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Stream
 
 class BlockRun:
     """An open block, and the decisions about it so far. Layers and attentions go by their full names. streams: the
-    calls of this block; after its forwards with the decided values, those of the next (`forwarded`). structure: the
-    sites of its layers, where a pass needs to know."""
+    calls of this block, at its end those of the next; onward: these, once a forward has found them that nothing has to
+    repeat. structure: the sites of its layers, where a pass needs to know."""
 
     def __init__(self, run: Run, name: str, opened: Opened, streams: Streams) -> None:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
@@ -73,7 +76,7 @@ class BlockRun:
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
         self.structure: BlockSites | None = None
         self.versions = Versions(run.plan.calibrated or run.places is not None)
-        self.forwarded = False
+        self.onward: Streams | None = None
         self.decided = Decided(came=run.plan.earlier)
         earlier = run.earlier.get(name)
         self.records: list[LayerRecord] = [] if earlier is None else [*earlier.records]
@@ -97,20 +100,24 @@ class BlockRun:
     def compress(self, started: float) -> None:
         """Let every pass decide, go on to the next block's calls, write. started: when, of `time.monotonic`."""
         plan = self.run.plan
-        if plan.calibrated:
+        if self.streams.calls:
             structure = structure_of(self.opened.block, self.streams.calls, list(self.layers.values()))
             self.structure = same_on_all_ranks(structure, self.run.comm)
         groups = together([p for p in plan.passes if any(map(p.wants, self.layers))], self.layers)
         for i, group in enumerate(groups):
             last = i == len(groups) - 1 and plan.kv is None
-            if len(group) > 1 and self.structure is not None:
+            if sees_original(group[0]) and _holds(self, group):
+                self.enter(_by_kept(self, group))
+            elif len(group) > 1 and self.structure is not None:
                 self.enter(self.observe(group, self.structure, last))
             else:
                 self.carry_out(group[0], last)
         if plan.kv is not None:
             _round_caches(self, plan.kv)
-        if not self.forwarded:
+        if self.onward is None:
             self.propagate()
+        else:
+            self.streams = self.onward
         for entry in self.records:
             entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
         if self.run.places is not None:
@@ -190,6 +197,7 @@ class BlockRun:
     def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
+        original = sees_original(passes[0])
         name_unseen(self.run, structure, whose)
         made: dict[str, tuple[Pass, Decision]] = {}
 
@@ -206,10 +214,14 @@ class BlockRun:
             for p in dict.fromkeys(whose[layer.name] for layer in site)
         ]
         with self.run.spending.on("forward"):
-            passed = _passed(self, sites, visit, self.streams.reference)
-        made |= (again := _again(self, structure, whose))
-        if last and not again:  # nothing has changed since
-            self.streams, self.forwarded = self.streams.after(passed.outputs, passed.reference), True
+            passed = _passed(self, sites, visit, () if original else self.streams.reference, original)
+        made |= (again := _again(self, structure, whose, original))
+        if self.run.plan.flows_original or (last and not again and not original):  # nothing has changed since
+            self.onward = self.streams.after(passed.outputs, passed.reference)
+        if original and self.run.kept is not None:
+            alone = self.run.record.left_alone
+            for p in passes:
+                self.run.kept.finish(self.name, p.needs(), {name: alone[name] for name in whose if name in alone})
         return made
 
     def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
@@ -217,59 +229,88 @@ class BlockRun:
         decides = p.stage(Decide)
         assert decides is not None
         spending = self.run.spending
+        kept = self.run.kept if decides.original else None
         with spending.on("statistics"):
-            statistics = collected(decides.needs, site[0], spending.each("forward", arrivals), self.run.comm)
-        if statistics is None:
+            forwards = Arrivals(lambda: spending.each("forward", arrivals))
+            found = gathered(kept, self.name, decides.needs, site, forwards, self.run.comm)
+        if found is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
-        decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
-        decisions = with_routing(decisions, arrivals, self.run.comm, site[0].weight.device)
+        decisions = decide(p, site, self.opened, self.run.comm, found.statistics, self.decided)
+        decisions = {n: replace(made, figures={**made.figures, **found.figures}) for n, made in decisions.items()}
         _name_elsewhere(self.run, decisions)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
-        decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
-        return self.with_outputs(p, decisions, arrivals)
-
-    def with_outputs(
-        self, p: Pass, made: Mapping[str, Decision], arrivals: Iterable[Arrival | None]
-    ) -> dict[str, Decision]:
-        """The decisions about a site's layers, which are installed, with how each of them rounds what it returns."""
-        decisions = dict(made)
-        fix = p.stage(Fix)
-        if fix is None:
-            return decisions
-        site = [self.layers[name] for name in made]
-        outputs = ((self.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
-        statistics = collected_outputs(fix.needs, site, outputs, self.run.comm)
-        for layer, of_layer in zip(site, statistics, strict=True):
-            codes = fix.codes(of_layer, self.opened.dtype_of(layer.parameter))
-            self.versions.round_output(layer, codes)
-            rounded = replace(made[layer.name], outputs=codes)
-            decisions |= self.ranges.of_layers(of_layer, {layer.name: rounded}, "output")
-        return decisions
+        decisions |= self.ranges.of_layers(found.statistics[0], rounded, "input")
+        return _with_outputs(self, p, decisions, arrivals)
 
     def propagate(self) -> None:
         """Plain forwards with the weights as they are now (and the original ones for the reference)."""
-        if not self.run.plan.calibrated or self.streams.end:
+        if not self.run.forwards or self.streams.end:
             return
         block, streams = self.opened.block, self.streams
         with torch.no_grad(), self.run.spending.on("forward"):
-            outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
+            with self.versions.original() if self.run.plan.flows_original else nullcontext():
+                outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
             with self.versions.original():
                 others = [block(*call.args, **call.kwargs) for call in streams.reference]
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
-        self.streams, self.forwarded = streams.after(outputs, others), True
+        self.streams = streams.after(outputs, others)
 
 
-def _again(here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]) -> dict[str, tuple[Pass, Decision]]:
+def _holds(here: BlockRun, passes: Sequence[Pass]) -> bool:
+    """True if all statistics that passes ask for are kept."""
+    kept = here.run.kept
+    return kept is not None and all(kept.holds(here.name, filter(p.wants, here.layers), p.needs()) for p in passes)
+
+
+def _by_kept(here: BlockRun, passes: Sequence[Pass]) -> dict[str, tuple[Pass, Decision]]:
+    """Let passes decide by kept statistics, without a forward."""
+    made: dict[str, tuple[Pass, Decision]] = {}
+    kept = here.run.kept
+    assert kept is not None
+    for p in passes:
+        wanted = [name for name in here.layers if p.wants(name)]
+        here.run.record.left_alone |= kept.alone(here.name, wanted, p.needs())
+        for site in kept.sites(here.name, wanted, p.needs()):
+            with here.run.spending.on("solve"):
+                decisions = here.decide_site(p, [here.layers[name] for name in site], ())
+            made.update({name: (p, decision) for name, decision in decisions.items()})
+    return made
+
+
+def _with_outputs(
+    here: BlockRun, p: Pass, made: Mapping[str, Decision], arrivals: Iterable[Arrival | None]
+) -> dict[str, Decision]:
+    """The decisions about a site's layers, which are installed, with how each of them rounds what it returns."""
+    decisions = dict(made)
+    fix = p.stage(Fix)
+    if fix is None:
+        return decisions
+    site = [here.layers[name] for name in made]
+    outputs = ((here.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
+    statistics = collected_outputs(fix.needs, site, outputs, here.run.comm)
+    for layer, of_layer in zip(site, statistics, strict=True):
+        codes = fix.codes(of_layer, here.opened.dtype_of(layer.parameter))
+        here.versions.round_output(layer, codes)
+        rounded = replace(made[layer.name], outputs=codes)
+        decisions |= here.ranges.of_layers(of_layer, {layer.name: rounded}, "output")
+    return decisions
+
+
+def _again(
+    here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass], original: bool
+) -> dict[str, tuple[Pass, Decision]]:
     """Decide about layers that are called several times, from forwards of their own."""
     made: dict[str, tuple[Pass, Decision]] = {}
     calls, reference = here.streams.calls, here.streams.reference
+    if original:
+        calls, reference = here.streams.original, []
     for site in structure.again:
         for p in dict.fromkeys(whose[name] for name in site if name in whose and again_by(whose[name])):
             layers = [here.layers[name] for name in site if whose.get(name) is p]
-            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
+            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions, original)
             with here.run.spending.on("solve"):
                 decisions = here.decide_site(p, layers, arrivals)
             made.update({name: (p, decision) for name, decision in decisions.items()})
@@ -344,10 +385,11 @@ def _passed(
     sites: Sequence[Sequence[Layer]],
     visit: Callable[[Sequence[Layer], Arrivals], None],
     reference: Sequence[Call],
+    original: bool = False,
 ) -> ForwardsDone:
-    """One suspended forward of a block, counted."""
-    block, calls = here.opened.block, here.streams.calls
-    passed = suspended_forward(block, calls, sites, visit, reference, here.versions, repeats=here.run.repeats)
+    """One suspended forward of a block, counted. original: of the original model."""
+    calls, how = here.streams.original if original else here.streams.calls, (here.versions, here.run.repeats, original)
+    passed = suspended_forward(here.opened.block, calls, sites, visit, reference, *how)
     here.run.record.block_forwards += passed.forwards
     return passed
 
@@ -375,29 +417,7 @@ def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequenc
         here.install(name, decision)
         here.records.append(layer_record(p, here.layers[name], decision))
     here.decided.decisions |= made
-    here.forwarded = False
-
-
-def together(passes: Sequence[Pass], layers: Collection[str]) -> list[list[Pass]]:
-    """Passes in a row that can share a forward of the block: they only decide, by what they see of a layer's input, and
-    no two of them about the same layer. Every site then sees the compressed prefix of its block, whoever it is for."""
-    groups: list[list[Pass]] = []
-    for p in passes:
-        if groups and all(map(_only_decides, (p, *groups[-1]))) and _disjoint(p, groups[-1], layers):
-            groups[-1].append(p)
-        else:
-            groups.append([p])
-    return groups
-
-
-def _only_decides(p: Pass) -> bool:
-    decides = p.stage(Decide)
-    # Needs, so that whoever is not calibrated stays by itself: a group has a forward.
-    return len(p.stages) == 1 and decides is not None and bool(decides.needs)
-
-
-def _disjoint(p: Pass, group: Sequence[Pass], layers: Collection[str]) -> bool:
-    return not any(p.wants(name) and other.wants(name) for other in group for name in layers)
+    here.onward = None
 
 
 def _give_up(here: BlockRun, p: Pass, name: str, decision: Decision) -> None:

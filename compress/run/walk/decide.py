@@ -1,6 +1,6 @@
 """Asking a pass about the layers of a site."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.model.calls import Arrival
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.system.comm import Comm
-from compress.weights.decision import Decision, Figures, joined
+from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
 from compress.weights.formats.k_quants import KBlocks
 from compress.weights.grid import Quantized
@@ -127,22 +126,3 @@ def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Si
     for i, of_part in enumerate(statistics):
         rows = site.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
         yield replace(rows, stats=of_part)
-
-
-def with_routing(
-    decisions: Mapping[str, Decision], arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device
-) -> dict[str, Decision]:
-    """The decisions with the figures `routed_tokens`, where the site is an expert's, and `elsewhere`, where tokens
-    could not be paired with those of the original: in so many micro-batches. A collective."""
-    own, of_expert, elsewhere = 0, 0, 0
-    for arrival in (arrival for arrival in arrivals if arrival is not None):
-        elsewhere += arrival.elsewhere
-        if arrival.weight_M is not None:
-            own, of_expert = own + int((arrival.weight_M == 1).sum()), of_expert + 1
-    counts = torch.tensor([own, of_expert, elsewhere], device=device)
-    own, of_expert, elsewhere = (int(count) for count in comm.all_reduce(counts).tolist())
-    figures: Figures = {
-        **({"routed_tokens": own} if of_expert else {}),
-        **({"elsewhere": elsewhere} if elsewhere else {}),
-    }
-    return {name: replace(made, figures={**made.figures, **figures}) for name, made in decisions.items()}

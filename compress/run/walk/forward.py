@@ -127,7 +127,9 @@ class _Forwards:
         reference: Sequence[Call],
         versions: Versions,
         repeats: bool,
+        original: bool,
     ) -> None:
+        self.original = original
         self.block, self.calls, self.sites, self.reference = block, calls, sites, reference
         self.versions, self.repeats = versions, repeats
         self.site_of = {layer.module if layer.is_called else layer: i for i, site in enumerate(sites) for layer in site}
@@ -189,7 +191,8 @@ class _Forwards:
         found = []
         for runner in runners:
             self._current = runner
-            original = nullcontext() if runner is runners[0] else self.versions.original()
+            ours = runner is runners[0] and not self.original
+            original = nullcontext() if ours else self.versions.original()
             with original, running(runner.call, runner.index):
                 found.append(runner.advance(site))
         return found
@@ -202,8 +205,8 @@ def suspended_forward(
     visit: Callable[[Sequence[Layer], Arrivals], None],
     reference: Sequence[Call],
     versions: Versions,
-    *,
     repeats: bool = False,
+    original: bool = False,
 ) -> ForwardsDone:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
@@ -211,9 +214,9 @@ def suspended_forward(
     the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
     where nothing compares with it); they run on what `versions` knows to have been there before. repeats: whether
     forwards are repeated for each of the first `REPEATED_SITES` sites, one micro-batch at a time, instead of waiting
-    there all at once.
+    there all at once. original: the forwards of `calls`, too, go on with what was there before.
     """
-    forwards = _Forwards(block, calls, sites, reference, versions, repeats)
+    forwards = _Forwards(block, calls, sites, reference, versions, repeats, original)
     # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
     with forwards.parking(), torch.no_grad(), versions.ready(layer for site in sites for layer in site):
         for i, site in enumerate(sites):
