@@ -58,18 +58,16 @@ def quantize(
     text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if there is one).
     dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a fresh process and
     compare (by default for models up to 2 GiB). store: "2:4" writes layers that are pruned so without their zeros, for
-    `load` alone, and fails at the first that is not (by default zeros are stored, too). fsdp: shard the model over the
-    ranks of the initialised process group. one_block: run the model as a whole; found by itself where its blocks are no
-    chain. convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in
-    CNNs). experts: each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the
-    zeros of a model that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json
-    says); by default they stay, and passes that keep none are refused. spill: a folder on a disk, for all CPU tensors
-    of 4 MiB or more that the run makes (`kernels.spill`). keep_statistics: a folder in which passes of prefix=original
-    find the statistics that other runs of the same model and calibration data have gathered, and leave theirs.
-    trust_remote_code: run Python code that comes with a model given by name. restore: after any exception a model in
-    memory is what it was, bit for bit (one that `fsdp` sharded stays sharded); until the run has succeeded that takes
-    as much memory as the weights of the blocks and the buffers. False: the exception names the changed blocks instead.
-    keep_codes: without an output, keep every layer's codes in the result, for `export_onnx`.
+    `load` alone, and fails at the first that is not. fsdp: shard the model over the ranks of the initialised process
+    group. one_block: run the model as a whole; also where its blocks are no chain. convolutions: whether they are
+    layers, too (by default only in CNNs). experts: each of fused experts is a layer, too, in memory (see
+    `split_experts`). drop_zeros: let go of the zeros of a model that comes pruned (a layer of which more than 5 % are
+    exactly zero, or as many as its compress.json says); by default they stay, and passes that keep none are refused.
+    spill: a folder on a disk, for all CPU tensors of 4 MiB or more that the run makes (`kernels.spill`).
+    keep_statistics: a folder in which passes of prefix=original find the statistics of other runs of the same model and
+    calibration data, and leave theirs. trust_remote_code: run Python code that comes with a model given by name.
+    restore: after any exception a model in memory is what it was, bit for bit, which takes as much memory as its blocks
+    until then; False: the exception names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """

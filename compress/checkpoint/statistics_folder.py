@@ -85,6 +85,11 @@ class StatisticsFolder:
         """The part of the folder for statistics of which all this is true, empty or not."""
         return KeptKind(self.place / fingerprint(about)[:DIGITS], about)
 
+    def check(self) -> None:
+        """Check all that is there. Raises InputError for what is damaged."""
+        for path in sorted(self.place.glob(f"*/{SETTINGS}")):
+            KeptKind(path.parent, {})
+
     def others(self, about: Mapping[str, Any]) -> list[str]:
         """The keys whose values differ in every other part of the folder for the same statistic; none where there is no
         such part."""

@@ -79,6 +79,7 @@ def fit(
     batch_size: int = 8,
     device: str | None = None,
     overwrite: bool = False,
+    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> FitResult:
@@ -90,7 +91,8 @@ def fit(
     text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows, which is then
     kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an engine, the token
     embedding may be compressed, too, for a size or a loss; only `compress.load` reads such a checkpoint. hours: the
-    most that the work may take; the best recipe so far is what it leaves then.
+    most that the work may take; the best recipe so far is what it leaves then. keep_statistics: as in
+    `measure_sensitivity`.
 
     Raises InputError before any work for what cannot be: no or several targets, a size below the smallest recipe, fewer
     hours than one recipe takes.
@@ -103,7 +105,8 @@ def fit(
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
         shared = {"device": device, "trust_remote_code": trust_remote_code}
-        asked = FitAsked(str(model), target, _texts(model, data, text, shared), ignore, batch_size, shared)
+        texts = _texts(model, data, text, shared)
+        asked = FitAsked(str(model), target, texts, ignore, batch_size, shared, keep_statistics)
         tables = possible_tables(str(model)) if embeddings and engine is None else []
         _check_reach(asked, full, tables)
         beside = place.output.with_name(f"{place.output.name}.fit")

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from compress.api.keeping import opened_statistics
 from compress.api.opened import OpenedModel, found_model, opened_model, residency_of
 from compress.api.planned import remarks_on_data, remarks_on_stacks
 from compress.api.quantize import quantize
@@ -51,7 +52,7 @@ from compress.run.walk.held_out import divergence_between
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
-from compress.search.swaps import Wanted, measured
+from compress.search.swaps import Wanted, measured, needs_of, without_reference
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
@@ -87,6 +88,7 @@ def measure_sensitivity(
     run_once: bool = True,
     device: str | torch.device | None = None,
     cached: bool = True,
+    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> MeasuredSensitivity:
@@ -99,10 +101,9 @@ def measure_sensitivity(
     and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform models.
     fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that predicted
     KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a budget.
-    cached: reuse the result of an earlier call with equal inputs.
+    cached: reuse the result of an earlier call with equal inputs. keep_statistics: as in `quantize`, of any candidates.
 
-    Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss,
-    and for more than one process.
+    Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss.
     """
     one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
@@ -115,6 +116,7 @@ def measure_sensitivity(
             f"{type(study.model).__name__} predicts no next token, so that there is no KL; give score=loss"
         )
     candidates, words = _fitted(candidates, study.run.plan)
+    study = _with_kept(study, keep_statistics, candidates)
     identity = {
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
@@ -131,6 +133,25 @@ def measure_sensitivity(
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
     return MeasuredSensitivity(found, study.rows)
+
+
+def _with_kept(study: "Study", place: str | Path | None, candidates: Sequence[Candidate]) -> "Study":
+    """The study with statistics that are kept in a folder, if one is given. Raises InputError for a folder of something
+    else."""
+    if place is None:
+        return study
+    opened, notes = study.opened, list[str]()
+    settings = {
+        "version": VERSION,
+        "model": opened.fingerprint(),
+        "calibration": study.shown.fingerprint(),
+        "batch_size": study.batch_size,
+        "compute_dtype": str(opened.dtype),
+    }
+    kept = opened_statistics(place, [needs_of(without_reference(candidates))[0]], settings, opened.device, notes)
+    for note in notes:
+        study.run.record.note(study.run.reporter, note)
+    return replace(study, run=replace(study.run, kept=kept))
 
 
 @dataclass(frozen=True)
@@ -217,6 +238,8 @@ def _measured(
     """Measure all candidates in one walk over the model. words: the candidates as recipes hold them."""
     with evaluating(study.model):
         made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
+    if study.run.kept is not None:
+        study.run.record.note(study.run.reporter, study.run.kept.told())
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")

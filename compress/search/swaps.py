@@ -130,7 +130,7 @@ class _Block:
         self.fisher = fisher
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
-        self.candidates = [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
+        self.candidates = without_reference(candidates)
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
 
@@ -147,11 +147,11 @@ class _Block:
         if self.run.kept is not None:
             others = self.layers.keys() - {*structure.repeated}  # a run can decide about these
             alone = {n: why for n, why in self.found.left_out.items() if n in others}
-            self.run.kept.finish(self.name, _needs(self.candidates)[0], alone)
+            self.run.kept.finish(self.name, needs_of(self.candidates)[0], alone)
         return streams.after(passed.outputs, [])
 
     def _visit(self, site: Sequence[Layer], arrivals: Arrivals) -> None:
-        needs, names = _needs(self.candidates)
+        needs, names = needs_of(self.candidates)
         found = gathered(self.run.kept, self.name, needs, site, arrivals, self.run.comm)
         if found is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
@@ -281,7 +281,12 @@ def _values(layer: Layer, decision: Decision) -> Tensor:
     return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
 
 
-def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
+def without_reference(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates for inputs of the original model."""
+    return [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
+
+
+def needs_of(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
     """({name: factory} of all statistics, each once; {candidate: for each pass {its own name: that name}})."""
     needs: dict[str, StatisticFactory] = {"hessian": partial(Hessian, dtype=torch.float32, reference=False)}
     known = {described_factory(needs["hessian"]): "hessian"}

@@ -60,6 +60,7 @@ def quantize_within(
     resume: bool = False,
     overwrite: bool = False,
     verify: bool | None = None,
+    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Mixed:
@@ -73,6 +74,7 @@ def quantize_within(
         raise InputError(f"output {str(output)!r} exists; give another, or replace it with --overwrite")
     reporter = reporter or Silent()
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
+    data["keep_statistics"] = keep_statistics
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
     how: dict[str, Any] = {"score": by, "fused": fused, "ignore": ignore, "run_once": max_kl is not None}
     measured = measure_sensitivity(model, candidates, **data, text=text, **how, **shared)

@@ -9,7 +9,14 @@ import click
 
 import compress
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import calibration_option, extent_options, ignore_option, saving_options, setting_option
+from compress.cli.option_groups import (
+    calibration_option,
+    extent_options,
+    ignore_option,
+    keep_statistics_option,
+    saving_options,
+    setting_option,
+)
 from compress.cli.options import (
     begin,
     device_option,
@@ -93,6 +100,7 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 @calibration_option(required=True)
 @extent_options
 @ignore_option
+@keep_statistics_option
 @click.option("--output", metavar="RECIPE", callback=writable, help="Write the recipe to this .yaml file.")
 @click.option(
     "--run", metavar="OUT", help="Also run the recipe: write the checkpoint to this directory, and measure its KL."

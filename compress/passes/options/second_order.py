@@ -106,9 +106,13 @@ class SecondOrder(Pass):
             raise InputError(
                 f"drift {self.drift:g} makes up for changed inputs, and behind prefix=original none is; give drift=0"
             )
-        if self.prefix == "original" and any(isinstance(stage, Fix) for stage in self.stages):
+        if self.prefix == "original" and self._fixes_outputs:
             raise InputError("prefix=original sees no output of a decided layer, whose range `outputs` fixes; drop one")
         precision(self.statistics)
+
+    @property
+    def _fixes_outputs(self) -> bool:
+        return any(isinstance(stage, Fix) for stage in self.stages)
 
     @property
     @abstractmethod
@@ -138,6 +142,9 @@ class SecondOrder(Pass):
 
     def without_reference(self) -> Pass:
         return replace(self, drift=0.0)
+
+    def by_original(self) -> "Pass | None":
+        return None if self._fixes_outputs else replace(self, prefix="original", drift=0.0)
 
     @property
     def decide_stage(self) -> Decide:

@@ -69,7 +69,8 @@ class FitTexts:
 
 @dataclass(frozen=True)
 class FitAsked:
-    """The request to `fit`. shared: `device` and `trust_remote_code`."""
+    """The request to `fit`. shared: `device` and `trust_remote_code`. keep_statistics: the folder of those by which
+    layers are measured."""
 
     model: str
     target: FitTarget
@@ -77,6 +78,7 @@ class FitAsked:
     ignore: Sequence[str]
     batch_size: int
     shared: dict[str, Any]
+    keep_statistics: str | Path | None = None
 
     @property
     def name(self) -> str:
@@ -142,6 +144,7 @@ class Fitting:
             run_once=False,
             ignore=asked.ignore,
             batch_size=asked.batch_size,
+            keep_statistics=asked.keep_statistics,
             reporter=self.reporter,
             **texts.how,
             **asked.shared,
