@@ -124,6 +124,10 @@ BUDGETS: dict[str, Case] = {
         lambda d: sweep(d, ["w8a16-rtn", "w4a16-gptq"]),
         ("'w4a16-gptq' needs calibration data", "give text or token ids"),
     ),
+    "sweep of original inputs that nobody looks at": (
+        lambda d: sweep(d, ["w8a16-rtn", "fp8-rtn"], "--original-inputs"),
+        ("original_inputs is of recipes with gptq", "leave it out"),
+    ),
     "group size of a sweep without groups": (
         lambda d: sweep(d, ["w8a16-rtn", "fp8-rtn"], "--group-size", 32),
         ("no recipe has groups", "group size 32 has no say", "leave it out"),
@@ -401,6 +405,21 @@ OPTIONS: dict[str, Case] = {
     ),
     "rounds below 0": (lambda d: d.gptq(d.tokens, "--set", "refit=-1"), ("refit -1", "0 or more")),
     "damp 0": (lambda d: d.gptq(d.tokens, "--set", "damp=0"), ("damp 0.0", "above 0")),
+    "drift without compressed inputs": (
+        lambda d: d.gptq(d.tokens, "--set", "prefix=original"),
+        ("drift 1 makes up for changed inputs", "give drift=0"),
+    ),
+    "prefix of another kind": (
+        lambda d: d.gptq(d.tokens, "--set", "prefix=dense"),
+        ("unknown prefix 'dense'", "compressed, original"),
+    ),
+    "ranges of outputs without compressed inputs": (
+        lambda d: d.gptq(
+            *(d.tokens, "--scheme", "w8a8", "--group-size", -1, "--set", "prefix=original", "--set", "drift=0"),
+            *("--set", "activations=static", "--set", "outputs=static"),
+        ),
+        ("prefix=original sees no output", "drop one"),
+    ),
     "drift above 1": (lambda d: d.gptq(d.tokens, "--set", "drift=2"), ("drift 2.0", "to 1")),
     "unknown order": (lambda d: d.gptq(d.tokens, "--set", "act_order=up"), ("act_order 'up'", "none, static, group")),
     "more exact weights than pay": (
