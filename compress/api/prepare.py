@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from compress.api.forecast.forecast import Outline, outline
-from compress.api.forecast.memory import weights_in
+from compress.api.forecast.memory import TokenCounts, weights_in
 from compress.api.forecast.room import counts_of, lack_of_memory
 from compress.api.job import Job
 from compress.api.keeping import kept_statistics
@@ -55,11 +55,12 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
     lack = lack_of_memory(opened, plan, batches, request.work.spill is not None)
     if lack is not None:
         record.note(reporter, lack)
-    if isinstance(planned.sink, Writer):
-        tell_outline(reporter, partial(_outline, request, opened, shown, planned))
     kept, remarks = kept_statistics(request.work.keep_statistics, plan.passes, planned.identity, opened.device, comm)
     for note in remarks:
         record.note(reporter, note)
+    if isinstance(planned.sink, Writer):
+        tokens = TokenCounts(0, 0) if kept is not None and kept.holds_all(plan) else counts_of(shown.batches)
+        tell_outline(reporter, partial(_outline, request, opened, planned, tokens))
     keep = opened.source is None or isinstance(planned.sink, Discard) or lessons is not None
     run = Run(
         model,
@@ -79,11 +80,10 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
     return Job(request, opened, run, shown, planned.identity, planned.cache, stores)
 
 
-def _outline(request: Request, opened: OpenedModel, shown: Shown, planned: Planned) -> Outline:
-    """The outline of the run. Of little work the time is not told, which takes a measurement; nor the memory of tensors
-    that lie in files."""
+def _outline(request: Request, opened: OpenedModel, planned: Planned, tokens: TokenCounts | None) -> Outline:
+    """The outline of the run. tokens: those that go through blocks. Of little work the time is not told, which takes a
+    measurement; nor the memory of tensors that lie in files."""
     plan, timed = planned.plan, sum(map(weights_in, planned.plan.layers.values())) >= TIMED
-    tokens = counts_of(shown.batches)
     told = outline(opened.source, opened.device, opened.model, plan, request.delivery, tokens, timed=timed)
     return told if request.work.spill is None else replace(told, memory=None)
 

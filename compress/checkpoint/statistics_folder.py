@@ -52,6 +52,12 @@ class BlockEntry(TypedDict):
     alone: dict[str, str]
 
 
+class StoredBlock(BlockEntry):
+    """A block as its file has it. sha256: the fingerprint of the rest."""
+
+    sha256: str
+
+
 class FolderEntry(TypedDict):
     """The content of `statistics.json`. model: its fingerprint."""
 
@@ -108,11 +114,14 @@ class KeptKind:
         self.blocks: dict[str, BlockEntry] = {}
         for path in sorted(place.glob("*.json")):
             if path.name != SETTINGS:
-                entry = read_json(path)
-                fits(entry, BlockEntry, path)
-                for each in entry["inputs"]:
-                    _check(place / Path(each["file"]).name, each)
-                self.blocks[entry["block"]] = entry
+                found = read_json(path)
+                fits(found, StoredBlock, path)
+                known = found.pop("sha256")
+                if fingerprint(found) != known:
+                    raise _damaged(path)
+                for each in found["inputs"]:
+                    _check(place / each["file"], each)
+                self.blocks[found["block"]] = found
 
     def entry(self, block: str, layer: str) -> InputEntry | None:
         """The statistics of a layer's input; None where there are none."""
@@ -156,7 +165,8 @@ class KeptKind:
         entry = self._of(block)
         entry["alone"] |= alone
         if self.place.exists():
-            write_json(self.place / f"{fingerprint({'block': block})[:DIGITS]}.json", entry)
+            stored: StoredBlock = {**entry, "sha256": fingerprint(entry)}
+            write_json(self.place / f"{fingerprint({'block': block})[:DIGITS]}.json", stored)
 
     def _of(self, block: str) -> BlockEntry:
         empty: BlockEntry = {"block": block, "inputs": [], "alone": {}}
@@ -171,7 +181,11 @@ def _check(path: Path, entry: InputEntry) -> None:
     if held.headers.keys() != entry["sums"].keys() or any(
         checksum(held.tensor(name)) != known for name, known in entry["sums"].items()
     ):
-        raise InputError(f"{path} is damaged; remove the folder {path.parent}, to gather its statistics anew")
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(f"{path} is damaged; remove the folder {path.parent}, to gather its statistics anew")
 
 
 def _noted(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

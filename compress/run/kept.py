@@ -56,8 +56,8 @@ class KeptStatistics:
         return all(k.entry(block, n) is not None or n in k.alone(block) for n in layers for k in kinds)
 
     def holds_all(self, plan: Plan) -> bool:
-        """True if nothing that the passes of a plan ask for is left to gather."""
-        return all(
+        """True if nothing that the passes of a plan look at is left to gather."""
+        return not plan.looks_behind and all(
             self.holds(block, [layer.name for layer in layers if p.wants(layer.name)], decides.needs)
             for p in plan.passes
             if (decides := p.stage(Decide)) is not None

@@ -102,8 +102,7 @@ class Run:
     @cached_property
     def forwards(self) -> bool:
         """True if blocks run, for a pass that looks at what they are given and finds not all of that kept."""
-        known = self.kept is not None and not self.plan.looks_behind and self.kept.holds_all(self.plan)
-        return self.plan.calibrated and not known
+        return self.plan.calibrated and (self.kept is None or not self.kept.holds_all(self.plan))
 
     @property
     def compares(self) -> bool:

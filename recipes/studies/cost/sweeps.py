@@ -1,11 +1,12 @@
 """CPU seconds of a sweep of several bits and group sizes of GPTQ, beside those of a run for each of them.
 
     python recipes/studies/cost/sweeps.py MODEL --calibration TEXT --text TEXT [--bits 2 3 4] \\
-        [--group-sizes 32 64 128] [--samples 128] [--length N] [--prefix original] --json OUT.json
+        [--group-sizes 32 64 128] [--samples 128] [--length N] [--defaults 64] --json OUT.json
 
-A run is `compress quantize`, verification included, and `compress evaluate` against the original; the sweep does both
-for all recipes. The figures are seconds of user and system of the commands and of the processes that they start.
---prefix compressed leaves GPTQ at its defaults, whose statistics no two recipes share.
+Recipes have prefix=original and drift=0, so that a sweep gathers statistics once. A run is `compress quantize`,
+verification included, and `compress evaluate` against the original; the sweep does both for all recipes. The figures
+are seconds of user and system of the commands and of the processes that they start. --defaults adds a sweep of groups
+of these sizes by GPTQ as it is by default, whose statistics no two recipes share.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from compress.checkpoint.files import write_json
 from compress.kernels.cpu.processor import cpu_name
 from compress.recipes.studies.figures import asked, made_by
 
-PREFIXES = {"original": {"prefix": "original", "drift": 0}, "compressed": {}}
+ORIGINAL = {"prefix": "original", "drift": 0}
 
 
 def cpu_seconds_of(*words: object) -> float:
@@ -34,13 +35,14 @@ def cpu_seconds_of(*words: object) -> float:
     return round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 2)
 
 
-def recipes_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """{name: recipe file} of every combination of bits and group sizes."""
+def recipes_of(bits: Sequence[int], sizes: Sequence[int], more: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """{name: recipe file} of every combination of bits and group sizes, with more options of GPTQ."""
+    folder.mkdir()
     found = {}
-    for bits, size in product(arguments.bits, arguments.group_sizes):
-        options = {"scheme": f"w{bits}a16", "group_size": size, **PREFIXES[arguments.prefix]}
-        found[f"w{bits}-g{size}"] = folder / f"w{bits}-g{size}.yaml"
-        found[f"w{bits}-g{size}"].write_text(json.dumps({"passes": [{"gptq": options}]}))
+    for width, size in product(bits, sizes):
+        options = {"scheme": f"w{width}a16", "group_size": size, **more}
+        found[f"w{width}-g{size}"] = folder / f"w{width}-g{size}.yaml"
+        found[f"w{width}-g{size}"].write_text(json.dumps({"passes": [{"gptq": options}]}))
     return found
 
 
@@ -86,18 +88,24 @@ def main() -> None:
     parser.add_argument("--samples", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--text-samples", type=int, default=32)
-    parser.add_argument("--prefix", choices=PREFIXES, default="original")
+    parser.add_argument("--defaults", type=int, nargs="+", default=[])
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        recipes = recipes_of(arguments, folder)
+        recipes = recipes_of(arguments.bits, arguments.group_sizes, ORIGINAL, folder / "original")
         together = swept(arguments, list(recipes.values()), folder)
         print(together, flush=True)
         alone = separate(arguments, recipes, folder)
+        usual = None
+        if arguments.defaults:
+            others = recipes_of(arguments.bits, arguments.defaults, {}, folder / "defaults")
+            usual = swept(arguments, list(others.values()), folder / "defaults")
+            print(usual, flush=True)
     total = sum(row["quantize"] + row["evaluate"] for row in alone)
     same = {row["recipe"]: row["kl"] for row in alone} == together["kl"]
     found = {"ratio": round(together["seconds"] / total, 3), "same_kl": same, "sweep": together, "separate": alone}
+    found["defaults"] = usual
     write_json(arguments.json, {"command": asked(__file__), **made_by(), "cpu": cpu_name(), **found})
     print(f"sweep {together['seconds']:.0f} s, separate runs {total:.0f} s: {found['ratio']}; KL the same: {same}")
 

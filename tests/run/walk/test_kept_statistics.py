@@ -1,6 +1,7 @@
 """Statistics of the original model's inputs: gathered once, kept in a folder, and the same results with them."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -257,7 +258,8 @@ def test_what_cannot_be_kept_is_said(passes, why, tmp_path):
 
 
 @pytest.fixture
-def desk(tmp_path):
+def desk(tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.api.job.VERIFY_LIMIT", 0)
     save(make_llama(), tmp_path / "model")
     torch.save(torch.randint(2048, (10, 16), generator=torch.Generator().manual_seed(0)), tmp_path / "tokens.pt")
     for bits in (2, 3):
@@ -324,32 +326,41 @@ def test_measured_layers_and_runs_share_statistics(desk):
     assert json.loads((desk / "out" / "compress.json").read_text())["block_forwards"] == 0
 
 
-def kept_by(desk):
-    words = ["quantize", desk / "model", "--calibration", desk / "tokens.pt", "--group-size", 32]
+def kept_by(place, kept, out):
+    words = ["quantize", place / "model", "--calibration", place / "tokens.pt", "--group-size", 32]
     options = {**PLAIN_GPTQ, "prefix": "original"}
     settings = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-    return command(*words, *settings, "--keep-statistics", desk / "kept", "--overwrite", "--output", desk / "out")
+    return command(*words, *settings, "--no-verify", "--keep-statistics", kept, "--output", out)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    place = tmp_path_factory.mktemp("kept")
+    save(make_llama(), place / "model")
+    torch.save(torch.randint(2048, (10, 16), generator=torch.Generator().manual_seed(0)), place / "tokens.pt")
+    assert kept_by(place, place / "kept", place / "out").code == 0
+    return place
+
+
+def first_of(folder, ending):
+    return next(path for path in sorted(folder.glob(f"*/*{ending}")) if path.name != "about.json")
 
 
 def cut_off(folder):
-    path = next(folder.glob("*/*.safetensors"))
+    path = first_of(folder, ".safetensors")
     path.write_bytes(path.read_bytes()[:-8])
 
 
 def flip(folder):
-    path = next(folder.glob("*/*.safetensors"))
+    path = first_of(folder, ".safetensors")
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
 
 
-def remove(folder):
-    next(folder.glob("*/*.safetensors")).unlink()
-
-
-def entry_without_inputs(folder):
-    path = next(p for p in folder.glob("*/*.json") if p.name != "about.json")
-    path.write_text('{"block": "x", "alone": {}}')
+def change(folder):
+    path = first_of(folder, ".json")
+    path.write_text(path.read_text().replace("q_proj", "k_proj"))
 
 
 def of_another_model(folder):
@@ -357,33 +368,46 @@ def of_another_model(folder):
     path.write_text(json.dumps({**json.loads(path.read_text()), "model": "0" * 64}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (cut_off, ("damaged or incomplete",)),
-        (flip, ("is damaged", "remove the folder")),
-        (remove, ("is missing", "remove the folder")),
-        (entry_without_inputs, ("inputs is missing",)),
-        (of_another_model, ("statistics of another model", "another folder")),
-        (lambda folder: (folder / "statistics.json").unlink(), ("no statistics.json", "empty or new folder")),
-        (lambda folder: (folder / "statistics.json").write_text("{}"), ("is missing; it must be",)),
-    ],
-)
-def test_damaged_folders_are_refused_before_any_work(desk, damage, says):
-    assert kept_by(desk).code == 0
-    written = (desk / "out" / "compress.json").read_bytes()
-    damage(desk / "kept")
-    made = kept_by(desk)
+DAMAGES = {
+    "a file that is cut off": (cut_off, "damaged or incomplete"),
+    "a bit that is another": (flip, "is damaged; remove the folder"),
+    "a file that is missing": (
+        lambda folder: first_of(folder, ".safetensors").unlink(),
+        "is missing; remove",
+    ),
+    "another name of a layer": (change, "is damaged; remove the folder"),
+    "an entry without inputs": (
+        lambda folder: first_of(folder, ".json").write_text('{"block": "x"}'),
+        "inputs is missing",
+    ),
+    "another model": (of_another_model, "statistics of another model; give another folder"),
+    "no entry": (
+        lambda folder: (folder / "statistics.json").unlink(),
+        "no statistics.json; give an empty",
+    ),
+    "an empty entry": (lambda folder: (folder / "statistics.json").write_text("{}"), "is missing; it must be"),
+    "something else": (
+        lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
+        "is a file; statistics",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders_are_refused_before_any_work(kept, damage, tmp_path):
+    act, says = DAMAGES[damage]
+    folder = shutil.copytree(kept / "kept", tmp_path / "kept")
+    act(folder)
+    made = kept_by(kept, folder, tmp_path / "out")
     assert made.code == 2, made.err
-    for words in says:
-        assert words in last_line(made)
-    assert (desk / "out" / "compress.json").read_bytes() == written
-    sweeping = swept(desk, "w2", "w3", more=["--original-inputs", "--keep-statistics", desk / "kept"])
-    assert sweeping.code == 2, sweeping.err
+    assert says in last_line(made)
+    assert not list(tmp_path.glob("out*"))
 
 
-def test_a_file_is_no_folder(desk):
-    (desk / "kept").write_text("x")
-    made = kept_by(desk)
-    assert made.code == 2
-    assert "is a file; statistics are kept in a folder" in last_line(made)
+def test_a_sweep_refuses_a_damaged_folder_before_any_recipe(desk, kept, tmp_path):
+    folder = shutil.copytree(kept / "kept", tmp_path / "damaged")
+    flip(folder)
+    made = swept(desk, "w2", "w3", more=["--original-inputs", "--keep-statistics", folder])
+    assert made.code == 2, made.err
+    assert "is damaged" in made.err
+    assert not (desk / "out" / "w2").exists()
