@@ -230,10 +230,10 @@ def _cpu_route(
     if name not in ("rows", "strips", "slabs"):
         return Route(name, tuple(reasons))
     loop = f"cpu {name}"
-    first = dense.taken_from(operation, N, K, bits, dtype) if M > FEW_TOKENS else NEVER
+    first = dense.taken_from(operation, N, K, bits, dtype, group_size) if M > FEW_TOKENS else NEVER
     if first is None:
         return Route(loop, (*reasons, NOT_MEASURED))
     if first > M:
         return Route(loop, tuple(reasons))
-    name = AMX_BLOCKS if operation != "w8a8" and dense.by_amx(dtype) else DENSE_BLOCKS
+    name = AMX_BLOCKS if dense.by_amx(operation, dtype) else DENSE_BLOCKS
     return Route(name, (*reasons, f"{DENSE_BLOCKS} from {first} tokens on, measured to be faster here"))

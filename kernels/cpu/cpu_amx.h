@@ -138,6 +138,14 @@ INLINE void multiply_bytes() {
 
 #endif
 
+template <bool BYTES, int C, int A, int B>
+INLINE void add_product() {
+  if constexpr (BYTES)
+    multiply_bytes<C, A, B>();
+  else
+    multiply_pairs<C, A, B>();
+}
+
 }  // namespace
 
 #endif

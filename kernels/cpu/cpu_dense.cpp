@@ -1,6 +1,6 @@
 // Products of many tokens by dense blocks: some rows of the weight are unpacked into a panel that stays in the cache
-// (cpu_panels.h), and torch multiplies by it, with whatever it has for this processor. Rows of int8 are multiplied as they
-// are, by torch's product of integers.
+// (cpu_panels.h), and AMX multiplies by it (cpu_amx_products.h, cpu_amx_ints.h), or torch, with whatever it has for this
+// processor. Rows of int8 are multiplied as they are, by torch's product of integers.
 //
 //   out[:, block] = x panel + bias          in the type of x; values of the weight are rounded to it
 //   sums[:, block] = codes rows^T           in int32, exact, then scaled as `int8_activation` does, bit for bit
@@ -18,8 +18,7 @@
 #include <map>
 #include <mutex>
 
-#include "cpu_amx_products.h"
-#include "cpu_ints.h"
+#include "cpu_amx_ints.h"
 
 namespace {
 
@@ -93,7 +92,7 @@ int64_t block_rows(const Arguments& a, int64_t row_bytes) {
 bool multiply_exact(const Arguments& given) {
 #if AMX
   if (given.x_type == BF16 && uses_amx()) {
-    multiply_with_amx(given);
+    in_token_blocks(given, multiply_pairs_with_amx);
     return true;
   }
 #endif
@@ -195,7 +194,7 @@ uint64_t kind_of(const Arguments& a, int32_t operation) {
   const auto add = [&](uint64_t v, int bits) { found = found << bits | (v & ((1u << bits) - 1)); };
   add(operation, 2), add(a.input_group > 0, 1), add(a.strips, 1), add(a.planar, 1), add(a.bits, 5), add(a.x_type, 2), add(a.scale_type, 2);
   add(a.value_type, 2), add(a.zero != nullptr, 1), add(a.row_start != nullptr, 1), add(a.levels != nullptr, 1);
-  add(a.table != nullptr, 1), add(order(a.group), 5), add(order(a.N), 5), add(order(a.K), 5), add(a.threads, 10);
+  add(a.table != nullptr, 1), add(a.group % 64 == 0, 1), add(order(a.group), 5), add(order(a.N), 5), add(order(a.K), 5), add(a.threads, 10);
   return found;
 }
 
@@ -211,6 +210,12 @@ bool takes(const Arguments& a, int32_t operation) {
 // For any number of tokens; the caller has seen that `takes` accepts them.
 extern "C" int32_t dense_product(const Arguments* a, int32_t operation) {
   try {
+#if AMX
+    if (operation == ROUNDED && uses_amx() && takes_ints(*a)) {
+      in_token_blocks(*a, multiply_ints_with_amx);
+      return DONE;
+    }
+#endif
     const bool words = a->planar || a->strips;
     const auto multiply = operation != ROUNDED ? multiply_exact : words ? multiply_rounded : multiply_rows_of_int8;
     return multiply(*a) ? DONE : NO_MEMORY;

@@ -1,9 +1,10 @@
 """Products of many tokens by dense blocks (`cpu_dense.cpp`), and when they are taken.
 
-A block of rows is unpacked into a panel in the cache. Where the processor has AMX, its tiles multiply bfloat16 by it
-(`cpu_amx_products.h`); otherwise torch does, with whatever it has. Values of the weight are rounded to the dtype of x
-on the way, and so are inputs that were rounded to int8 (of bfloat16 alone); rows of int8 are multiplied as integers,
-exactly.
+A block of rows is unpacked into a panel in the cache. Where the processor has AMX, its tiles multiply bfloat16 and int8
+by it (`cpu_amx_products.h`, `cpu_amx_ints.h`); otherwise torch does, with whatever it has. Values of the weight are
+rounded to the dtype of x on the way. Rows of int8 are multiplied as integers, exactly. So are codes beside inputs that
+were rounded to int8 (of bfloat16 alone), by tiles and in groups of 64 columns or multiples; elsewhere such inputs are
+rounded to bfloat16.
 
 From how many tokens on this is faster than the loops is measured, not guessed: at the first product of more than
 FEW_TOKENS of its kind, for some tenths of a second, once for a machine (`crossings`). A kind is an operation, a dtype,
@@ -49,6 +50,8 @@ DONE, NOT_TAKEN = 0, -1
 TRIED = (FEW_TOKENS + 1, 8, 16, 32, 64, 128, 256, 512)
 MIDDLE = TRIED.index(64)
 ROUNDS = 5
+# Of a line of tiles of int8 (cpu_amx.h): smaller groups are multiplied by their values.
+INT_COLUMNS = 64
 MEASURED_ROWS, ROWS_OF_THREAD = 512, 64
 # Dense blocks must be faster by so much; where they take longer by so much, more tokens do not help.
 MARGIN, HOPELESS = 0.97, 2.0
@@ -93,9 +96,10 @@ def _library() -> ctypes.CDLL:
     return found
 
 
-def by_amx(dtype: torch.dtype) -> bool:
-    """True where dense blocks of x of this dtype are multiplied by the tiles of AMX."""
-    return dtype == torch.bfloat16 and not why_not() and bool(_library().dense_amx(amx_allowed()))
+def by_amx(operation: Operation, dtype: torch.dtype) -> bool:
+    """True where dense blocks of this operation on x of this dtype are multiplied by the tiles of AMX."""
+    of_tiles = dtype == torch.bfloat16 or operation == "w8a8"
+    return of_tiles and not why_not() and bool(_library().dense_amx(amx_allowed()))
 
 
 def taken(name: Loop, filled: Arguments) -> bool:
@@ -176,14 +180,16 @@ def told() -> list[str]:
     ]
 
 
-def taken_from(operation: Operation, N: int, K: int, bits: int, dtype: torch.dtype) -> int | None:
+def taken_from(operation: Operation, N: int, K: int, bits: int, dtype: torch.dtype, group_size: int = -1) -> int | None:
     """Tokens from which such products are computed by dense blocks, NEVER where they are not; None where the first
     product of more than FEW_TOKENS is going to measure it."""
     rounded = operation in ("int8_activation", "int8_strips") and dtype != torch.bfloat16
     if rounded or operation == "sparse_rows" or N * K < FEW_WEIGHTS or dtype not in TYPES or why_not():
         return NEVER
     forced = setting()
-    return known().get(kind(operation, N, K, bits, dtype)) if forced is None else max(forced, FEW_TOKENS + 1)
+    return (
+        known().get(kind(operation, N, K, bits, dtype, group_size)) if forced is None else max(forced, FEW_TOKENS + 1)
+    )
 
 
 def operation_of(filled: Arguments, loop: str) -> Operation:
@@ -204,15 +210,24 @@ def _order(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def kind(operation: Operation, N: int, K: int, bits: int, dtype: torch.dtype, threads: int | None = None) -> str:
+def kind(
+    operation: Operation,
+    N: int,
+    K: int,
+    bits: int,
+    dtype: torch.dtype,
+    group_size: int = -1,
+    threads: int | None = None,
+) -> str:
     """The name of the products that are measured together. threads: as torch has them unless given."""
-    name = f"{operation} of {bits} bits, {str(dtype).removeprefix('torch.')}"
+    small = operation in ("int8_activation", "int8_strips") and group_size > 0 and group_size % INT_COLUMNS
+    name = f"{operation} of {bits} bits{' in small groups' if small else ''}, {str(dtype).removeprefix('torch.')}"
     return f"{name}, {_order(N)} x {_order(K)}, {threads or torch.get_num_threads()} threads"
 
 
 def kind_of(operation: Operation, filled: Arguments) -> str:
     """The `kind` of a product, from its arguments."""
-    return kind(operation, filled.N, filled.K, filled.bits, filled.dtype, filled.threads)
+    return kind(operation, filled.N, filled.K, filled.bits, filled.dtype, filled.group, filled.threads)
 
 
 def measured(given: Arguments, loop: str) -> int:

@@ -54,6 +54,7 @@ def compiled(request):
     if request.param == "amx" and not by_tiles:
         pytest.skip("this CPU, its kernel or the compiler has no AMX")
     assert by_tiles == (request.param in ("amx", "emulated tiles"))
+    found.by_tiles = by_tiles
     yield found
     found.dense_amx(True)
 
@@ -167,6 +168,28 @@ def test_inputs_rounded_to_int8(blocks, K, group, bits, input_group):
         found += [cpu_gemm.strips(x, pack_strips(weight, K), bias, input_group)] if bits == 4 else []
         for out in found:
             assert ((out.double() - truth).abs() <= allowed).all(), (N, symmetric)
+
+
+@every("input_group", [-1, 128])
+@every(("bits", "K", "group"), [(4, 200, -1), (4, 256, 64), (4, 2176, 128), (8, 200, -1), (8, 640, 128)])
+def test_int8_inputs_meet_codes_that_are_not_rounded(blocks, bits, K, group, input_group, monkeypatch):
+    """By tiles alone; of 2,176 columns, in two chunks."""
+    if not blocks.by_tiles:
+        pytest.skip("without tiles, weights and inputs are rounded to bfloat16 here")
+    M = 497 if K == 2176 else 17
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for N in (16, 80, 100):
+        weight, values = planar_of(N, K, bits, group, bits == 8, torch.bfloat16)
+        x, bias = inputs(M, K, N, torch.bfloat16)
+        codes, scale_MB = reference.quantize_token_blocks(x, input_group)
+        given = codes.double() * scale_MB.double().repeat_interleave(K if input_group == -1 else input_group, 1)[:, :K]
+        truth = given @ values.double().t() + bias.double()
+        found = [cpu_gemm.int8_activation(x, weight, bias, input_group)]
+        found += [cpu_gemm.strips(x, pack_strips(weight, K), bias, input_group)] if bits == 4 and N % 16 == 0 else []
+        for out in found:
+            assert (
+                (out.double() - truth).abs() <= reference.tolerance(given, values.double(), truth, x.dtype)
+            ).all(), N
 
 
 @every(("static", "symmetric", "dtype"), pairs([True, False], [True, False], DTYPES))
@@ -377,12 +400,13 @@ def test_the_number_of_tokens_can_be_set(monkeypatch):
 def test_amx_can_be_left_to_torch(monkeypatch):
     paths = {crossings.file()}
     monkeypatch.setenv(processor.AMX_SETTING, "0")
-    assert not dense.by_amx(torch.bfloat16)
+    assert not dense.by_amx("strips", torch.bfloat16)
     assert crossings.file() not in paths
     monkeypatch.setenv(processor.AMX_SETTING, "1")
     assert crossings.file() in paths
-    assert not dense.by_amx(torch.float32)
-    assert dense.by_amx(torch.bfloat16) == bool(dense._library().dense_amx(True))
+    assert not dense.by_amx("strips", torch.float32)
+    for operation, dtype in (("strips", torch.bfloat16), ("w8a8", torch.float32)):
+        assert dense.by_amx(operation, dtype) == bool(dense._library().dense_amx(True))
     monkeypatch.setenv(processor.AMX_SETTING, "off")
     with pytest.raises(InputError, match="COMPRESS_CPU_AMX=off; allowed: 0, 1, or leave it out"):
         dense.why_not()
@@ -410,7 +434,7 @@ def test_routes_say_what_was_measured(asked):
     strips.strips_linear(x, *large()[1][:3], None, 4, 128, None)
     assert route(9) == (route(9).kernel, ())
     assert dense.told() == [f"dense blocks are faster from 10 tokens on: {asked.calls[0]}"]
-    blocks = AMX_BLOCKS if dense.by_amx(torch.bfloat16) else DENSE_BLOCKS
+    blocks = AMX_BLOCKS if dense.by_amx("pair_strips", torch.bfloat16) else DENSE_BLOCKS
     assert route(64) == (blocks, (f"{DENSE_BLOCKS} from 10 tokens on, measured to be faster here",))
     assert with_entries(route(64), 64).kernel == f"{blocks} with entries"
     # Smaller weights are left to the loops.
