@@ -202,7 +202,7 @@ void multiply_pairs_with_amx(const Arguments& a) {
         pack_tile(a, cut, tile, packed, [&](int64_t m) { return static_cast<const char*>(a.x) + m * a.K * 2; });
       },
       [&](Work& work, int64_t n0, int64_t first, int64_t last, char* panel) {
-        unpack_rows(work, n0, unpack, PAIRS, {panel, ROWS, BF16, first, last}, 0);
+        unpack_rows<PAIRS>(work, n0, unpack, {panel, ROWS, BF16, first, last}, 0);
       },
       [&](const Work&, const Operands& of, int64_t, int64_t tiles, int64_t first, char* sums) {
         const auto add = tiles == 2 ? sum_panel<2, false> : sum_panel<1, false>;

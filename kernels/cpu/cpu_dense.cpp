@@ -117,7 +117,8 @@ bool multiply_exact(const Arguments& given) {
   for (int64_t n0 = 0; n0 < a.N; n0 += width) {
     const int64_t here = std::min(width, a.N - n0);
     in_parallel((here + ROWS - 1) / ROWS, threads, [&](int64_t i, int thread) {
-      unpack_rows(works[thread], n0 + i * ROWS, unpack, layout, panel, i * ROWS);
+      const auto rows = layout == LINES ? unpack_rows<LINES> : unpack_rows<BF16_LINES>;
+      rows(works[thread], n0 + i * ROWS, unpack, panel, i * ROWS);
     });
     const Matrix values(panel.values, a.K, here, width, 1, dtype);
     const Matrix out(static_cast<char*>(a.out) + n0 * size, a.M, here, a.N, 1, dtype);

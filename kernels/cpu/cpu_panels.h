@@ -240,23 +240,44 @@ void unpack_strips(Work& work, const Panel& panel, int64_t r) {
   }
 }
 
-// The entries of the rows, in the type of the panel; those of columns before it were added to an earlier one.
-inline void add_to_panel(Work& work, Layout layout, const Panel& panel, int64_t r) {
-  const Entries entries{work.a};
-  for (int64_t i = 0; i < work.count(); ++i) {
-    const int64_t end = work.a.row_start[work.n0 + i + 1];
-    int64_t e = work.a.row_start[work.n0 + i];
-    while (e < end && entries.column(e) < panel.first) ++e;
-    for (int64_t column; e < end && (column = entries.column(e)) < panel.last; ++e) {
-      char* to = panel.place(layout, column, r + i);
-      const float sum = load_float(to, panel.type) + entries.value(e);
-      if (panel.type == BF16) {
-        const uint16_t narrow = to_bf16(sum);
-        memcpy(to, &narrow, sizeof narrow);
-      } else {
-        store_floats(to, panel.type, every(sum), 1);
-      }
+// The entries of a row, from one on and of columns before `last`, in the type of the panel. Column: their type.
+template <Layout LAYOUT, class Column, Type VALUES>
+void add_row(const Arguments& a, const Panel& panel, int64_t e, int64_t end, char* row) {
+  const Column* columns = static_cast<const Column*>(a.column);
+  const char* values = static_cast<const char*>(a.value);
+  const Type type = LAYOUT == LINES ? panel.type : BF16;
+  const uint64_t line = LAYOUT == PAIRS ? VECTOR_BYTES : panel.width * size_of(type);
+  for (; e < end && columns[e] < panel.last; ++e) {
+    const uint64_t k = columns[e] - panel.first;
+    char* to = LAYOUT == PAIRS ? row + k / 2 * line + k % 2 * 2 : row + k * line;
+    const float sum = load_float(to, type) + load_float(values + e * size_of(VALUES), VALUES);
+    if (type == BF16) {
+      const uint16_t narrow = to_bf16(sum);
+      memcpy(to, &narrow, sizeof narrow);
+    } else {
+      store_floats(to, type, every(sum), 1);
     }
+  }
+}
+
+template <Layout LAYOUT, class Column>
+auto add_row_of(Type values) {
+  if (values == F32) return add_row<LAYOUT, Column, F32>;
+  return values == F16 ? add_row<LAYOUT, Column, F16> : add_row<LAYOUT, Column, BF16>;
+}
+
+// The entries of the rows; those of columns before the panel were added to an earlier one.
+template <Layout LAYOUT>
+void add_to_panel(const Work& work, const Panel& panel, int64_t r) {
+  const Arguments& a = work.a;
+  const Entries entries{a};
+  const auto add = a.short_columns ? add_row_of<LAYOUT, int16_t>(a.value_type) : add_row_of<LAYOUT, int32_t>(a.value_type);
+  for (int64_t i = 0; i < work.count(); ++i) {
+    const int64_t end = a.row_start[work.n0 + i + 1];
+    int64_t e = a.row_start[work.n0 + i];
+    if (panel.first > 0)
+      while (e < end && entries.column(e) < panel.first) ++e;
+    add(a, panel, e, end, panel.place(LAYOUT, panel.first, r + i));
   }
 }
 
@@ -278,11 +299,12 @@ Unpack unpack_of(const Arguments& a) {
 inline Layout lines_of(Type type) { return BF16_DOT && VECTORS == 2 && type == BF16 ? BF16_LINES : LINES; }
 
 // ROWS rows from n0 on, from row r of the panel on.
-inline void unpack_rows(Work& work, int64_t n0, Unpack unpack, Layout layout, const Panel& panel, int64_t r) {
+template <Layout LAYOUT>
+void unpack_rows(Work& work, int64_t n0, Unpack unpack, const Panel& panel, int64_t r) {
   work.begin(n0);
   if (work.a.levels != nullptr) decode_levels(work);
   unpack(work, panel, r);
-  if (work.a.row_start != nullptr) add_to_panel(work, layout, panel, r);
+  if (work.a.row_start != nullptr) add_to_panel<LAYOUT>(work, panel, r);
 }
 
 }  // namespace
