@@ -20,6 +20,7 @@ from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips
 from compress.kernels.layouts.tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.measure.halved import HALVED, halve
+from compress.kernels.measure.narrow import NARROW_KINDS, narrow
 from compress.kernels.measure.roofline import (
     HALVED_KINDS,
     OUTLIERS,
@@ -82,6 +83,7 @@ class BenchmarkOperands:
         self.entries = _outliers(N, K, dtype, g)
         self.tiles = _tiles(N, K, dtype, g)
         self.tile_strips = lay_tiles_in_strips(self.tiles, K)
+        self.narrow = narrow(N, K, dtype, g)
         self.halved = halve(self.dense, self.codes8, self.scale8, self.codes, self.scale, g)
 
     def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
@@ -114,6 +116,8 @@ class BenchmarkOperands:
             return values.index_put_((row, self.entries.column.long()), self.entries.value.double(), accumulate=True)
         if kind in HALVED_KINDS:
             return self.halved.values(kind, self.dense.shape[1]).double()
+        if kind in NARROW_KINDS:
+            return self.narrow.values(kind, self.dense.shape[1])
         if kind in ("dense", "dense fp32", "w4"):
             return self.dense.double()
         if kind == "w4a8":
@@ -198,6 +202,11 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[BenchmarkOperands], Call]
         **({} if x.is_cuda else {"2:4": (lambda w: lambda: w.halved.product("2:4", x), "2:4")}),
         **({} if x.is_cuda else {"2:4 w8a16": (lambda w: lambda: w.halved.product("2:4 w8", x), "2:4 w8")}),
         "2:4 w4a16": (lambda w: lambda: w.halved.product("2:4 w4", x), "2:4 w4"),
+        "mxfp4a16": (lambda w: lambda: w.narrow.product("mxfp4", x), "mxfp4"),
+        "nvfp4a16": (lambda w: lambda: w.narrow.product("nvfp4", x), "nvfp4"),
+        "nf4a16": (lambda w: lambda: w.narrow.product("nf4", x), "nf4"),
+        "trellis, 2 bits": (lambda w: lambda: w.narrow.product("trellis 2", x), "trellis 2"),
+        "trellis, 3 bits": (lambda w: lambda: w.narrow.product("trellis 3", x), "trellis 3"),
         "w8a16": (lambda w: lambda: w.eight_bits(x), "w8"),
         "w4a8": (lambda w: lambda: w.four_bits(x, -1), "w4a8"),
         "w8a8": (
@@ -219,7 +228,7 @@ def error_of(out: Tensor, x: Tensor, weight: BenchmarkOperands, kind: str) -> fl
         given = codes.double() if kind == "int32" else codes.double() * scale.double()[:, None]
     truth = given @ values.t()
     allowed = reference.tolerance(given, values, truth, x.dtype)
-    if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS, *HALVED_KINDS):
+    if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS, *HALVED_KINDS, *NARROW_KINDS):
         allowed += reference.weight_rounding(given, values, x.dtype)
     return ((out[rows].double() - truth).abs() / allowed).max().item()
 

@@ -39,11 +39,18 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "2:4": (0, 0, False),
     "2:4 w8": (8, 0, False),
     "2:4 w4": (4, 0, True),
+    "mxfp4": (4, 0, True),
+    "nvfp4": (4, 0, True),
+    "nf4": (4, 0, True),
+    "trellis 2": (2, 0, False),
+    "trellis 3": (3, 0, False),
     "w8": (8, 0, False),
     "w4a8": (4, 0, True),
     "w8a8": (8, 4, False),
     "int32": (8, 0, False),
 }
+# {kind: columns per scale}, where a kind has its own.
+GROUPS = {"mxfp4": 32, "nvfp4": 16, "nf4": 64}
 INT8_KINDS = ("w4a8", "w8a8", "int32")
 SPARSE_KINDS = ("w4 sparse", "spqr")
 # Two of four weights, and a bit for each of the four.
@@ -55,6 +62,7 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
     bits, scale_bytes, grouped = WEIGHTS[kind]
     kept = bits or 8 * width
     weight = N * K * (kept // 2 + 1 if kind in HALVED_KINDS else kept) // 8
+    group = GROUPS.get(kind, group)
     scales = N * (K // group if grouped else 1) * (scale_bytes or width)
     inputs, outputs = M * K * width, M * N * width
     if kind == "dense fp32":

@@ -46,6 +46,11 @@ def test_every_candidate_is_timed_or_has_a_reason():
         "2:4",
         "2:4 w8a16",
         "2:4 w4a16",
+        "mxfp4a16",
+        "nvfp4a16",
+        "nf4a16",
+        "trellis, 2 bits",
+        "trellis, 3 bits",
         "torch._int_mm",
         "torch._weight_int4pack_mm",
     } <= timed.keys()
@@ -123,6 +128,8 @@ def test_what_a_product_costs():
     assert roofline.cost("w8a8", 4, 10, 128, 2, "bfloat16", 128).bytes == 10 * 128 + 4 * 10 + 2 * 4 * (128 + 10)
     halves = [roofline.cost(kind, 1, 16, 128, 2, "bfloat16", 128).bytes for kind in roofline.HALVED_KINDS]
     assert halves == [n + 2 * (128 + 16) for n in (16 * 128 * 9 // 8, 16 * 128 * 5 // 8 + 32, 16 * 128 * 3 // 8 + 32)]
+    groups = [roofline.cost(kind, 1, 16, 128, 2, "bfloat16", 128).bytes for kind in ("mxfp4", "nvfp4", "trellis 3")]
+    assert groups == [n + 2 * (128 + 16) for n in (1024 + 2 * 64, 1024 + 2 * 128, 768 + 32)]
     integers = roofline.cost("int32", 4, 10, 128, 2, "bfloat16", 128)
     assert integers == roofline.CallCost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
 
