@@ -39,7 +39,7 @@ def test_rounding_to_nearest_writes_the_same_files(options, tmp_path):
     assert [name for name, tensor in here.items() if not torch.equal(tensor, there[name])] == []
 
 
-@pytest.mark.parametrize("method", ["GPTQ", "AWQ", "SpQR", "SmoothQuant", "SparseGPT"])
+@pytest.mark.parametrize("method", ["GPTQ", "AWQ", "SpQR", "SmoothQuant", "SparseGPT", "Trellis"])
 def test_calibrated_passes_leave_an_error_of_the_same_size(method, tmp_path):
     """Sums of other orders round some weights to other codes, which are as good."""
     ids = probe(24)
