@@ -112,11 +112,15 @@ def weight_only(
     K: int = 4096,
     experts: int = 0,
     table_kind: int = 0,
+    measured: table.Shape | None = None,
 ) -> CompileReport:
     """Compile the weight-only kernel as it would run for these sizes; M None: batch-invariant; experts: that of so
-    many, for M pairs of each; table_kind: of codes of a table (`look_up`)."""
+    many, for M pairs of each; table_kind: of codes of a table (`look_up`); measured: a configuration in place of the
+    derived one."""
     device = Device(capability=arch)
-    if M is None:
+    if measured is not None:
+        shape = measured
+    elif M is None:
         shape = invariant(table.ProductKind("weight_only", bits, group, zero, dtype), N, K, device)
     else:
         shape = fused(M, N, K, bits, group, device)
@@ -439,6 +443,13 @@ def sums(arch: int) -> Iterator[CompileReport]:
     yield dequantize_tiles(arch, "bf16")
 
 
+def shipped() -> Iterator[tuple[table.ProductKind, int, int, int, table.Shape]]:
+    """(Kind of product, M, N, K, configuration) of the weight-only kernel, from the table that is shipped."""
+    for entry in table.read(table.SHIPPED):
+        if entry.kind.op == "weight_only" and isinstance(entry.run, table.Shape):
+            yield entry.kind, entry.M, entry.N, entry.K, entry.run
+
+
 def selection() -> Iterator[CompileReport]:
     """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
     for M, N in SIZES:
@@ -449,7 +460,10 @@ def selection() -> Iterator[CompileReport]:
         yield weight_only(HOPPER, 4, group, zero, "bf16", M, 4096)
     for M in (1, 4096):
         yield weight_only(HOPPER, 8, 128, True, "bf16", M, 4096)
-    yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
+    for dtype, M, N in (("fp16", 1, 4096), ("bf16", 1, 4096), ("bf16", 16, 4096), ("bf16", 64, 28672)):
+        yield weight_only(HOPPER, 8, -1, False, dtype, M, N)
+    for kind, M, N, K, run in shipped():
+        yield weight_only(HOPPER, kind.bits, kind.group_size, kind.zero, "bf16", M, N, K, measured=run)
     for arch, M in itertools.product((AMPERE, ADA, BLACKWELL, GEFORCE), (1, 32, 64, 128)):
         yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
     for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
@@ -502,6 +516,7 @@ def quick() -> Iterator[CompileReport]:
     yield weight_only(HOPPER, 4, 128, False, "fp16", 1, 4096)
     yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
     yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
+    yield weight_only(HOPPER, 8, -1, False, "bf16", 64, 28672)
     yield weight_only(HOPPER, 4, 128, True, "bf16", None, 4096)
     for arch, M in ((HOPPER, 1), (HOPPER, 128), (BLACKWELL, 64)):
         yield int8_activation(arch, 4, 128, True, M)

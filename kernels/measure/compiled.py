@@ -17,14 +17,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+# Registers of a thread that hold its part of the left operand of a wgmma instruction.
+OPERAND_REGISTERS = 4
 # Compute capabilities: A100; L4 and GeForce 40; H100 and H200; B200; GeForce 50.
 AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE = 80, 89, 90, 100, 120
 
 
 @dataclass(frozen=True)
 class CompiledCost:
-    """Resources of one compiled kernel. Bytes, except the counts of PTX instructions and the instructions per
-    weight."""
+    """Resources of one compiled kernel. Bytes, except the counts of PTX instructions and the instructions per weight.
+    overwritten: see `overwritten_in_flight`."""
 
     registers: int
     stack: int
@@ -36,6 +38,7 @@ class CompiledCost:
     float_adds: int
     loop_instructions: int
     loop_opcodes: dict[str, int]
+    overwritten: tuple[str, ...] = ()
 
     def per_element(self, num_warps: int, elements: int) -> float:
         """Thread instructions of one main loop iteration, per element of the tile that it consumes."""
@@ -100,13 +103,63 @@ def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
     return max(products or loops, key=len, default=[name for _, name, _ in code])
 
 
+def overwritten_in_flight(code: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Instructions that write a register which an asynchronous matrix product (wgmma) before them may still read: none
+    where the program waits for products before it uses their registers for something else.
+
+    The code is followed in order, each loop twice. Products go in groups, which "gsb0" closes and `WARPGROUP.DEPBAR`
+    waits for (PTX ISA, "Asynchronous warpgroup-level matrix operations").
+    """
+    code = list(code)
+    position = {address: i for i, (address, _, _) in enumerate(code)}
+    groups: list[dict[int, int]] = [{}]  # {register that a product reads: address of the product}, the open one last
+    taken, found, i = set(), dict[str, None](), 0
+    while i < len(code):
+        address, opcode, operands = code[i]
+        i += 1
+        if opcode.startswith("BRA"):
+            place = re.search(r"0x([0-9a-f]+)", operands)
+            target = int(place[1], 16) if place else address
+            if target < address and address not in taken and target in position:
+                taken.add(address)
+                i = position[target]
+        elif opcode.startswith("WARPGROUP.DEPBAR"):
+            kept = int(operands.rsplit(",", 1)[1], 16)
+            groups = [*groups[:-1][max(0, len(groups) - 1 - kept) :], groups[-1]]
+        elif "GMMA" in opcode:
+            given = [part.strip() for part in operands.split(",")]
+            left = re.fullmatch(r"R(\d+)(\.reuse)?", given[1])
+            if left:
+                groups[-1] |= dict.fromkeys(range(int(left[1]), int(left[1]) + OPERAND_REGISTERS), address)
+            if given[-1].startswith("gsb"):
+                groups.append({})
+        else:
+            for register in _written(opcode, operands):
+                said = f"{opcode} {operands} at {address:#x} writes R{register}, read by the product at"
+                found |= {f"{said} {group[register]:#x}": None for group in groups if register in group}
+    return list(found)
+
+
+def _written(opcode: str, operands: str) -> range:
+    """The registers that an instruction writes."""
+    first = re.match(r"R(\d+)\b", operands)
+    if first is None or opcode.startswith(("ST", "RED", "BAR")):
+        return range(0)
+    wide = re.search(r"\.(64|128)\b", opcode)
+    count = int(wide[1]) // 32 if wide else 2 if ".WIDE" in opcode else 1
+    if opcode.startswith("LDSM"):
+        count = int(opcode.rsplit(".", 1)[1]) if opcode[-1].isdigit() else 1
+    return range(int(first[1]), int(first[1]) + count)
+
+
 def cost(compiled: CompiledKernel) -> CompiledCost:
     """Read a compiled kernel. Raises RuntimeError where the resource report cannot be parsed."""
     report = _disassemble(compiled, "-res-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
     if match is None:
         raise RuntimeError(f"no resource usage in the report of cuobjdump: {report[:200]!r}")
-    loop = main_loop(instructions(_disassemble(compiled, "-sass")))
+    code = list(instructions(_disassemble(compiled, "-sass")))
+    loop = main_loop(code)
     ptx = compiled.asm["ptx"]
     return CompiledCost(
         registers=int(match[1]),
@@ -119,4 +172,5 @@ def cost(compiled: CompiledKernel) -> CompiledCost:
         float_adds=len(re.findall(r"\badd(\.rn)?\.f32\b", ptx)),
         loop_instructions=len(loop),
         loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
+        overwritten=tuple(overwritten_in_flight(code)),
     )

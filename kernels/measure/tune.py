@@ -118,9 +118,6 @@ def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list
         reasons.append(f"{shape.block_n} rows per tile for {problem.N} outputs")
     if problem.shared(shape) > shared:
         reasons.append(f"{problem.shared(shape)} bytes of shared memory; {shared} are there")
-    whole_rows = (problem.op, problem.bits, problem.group_size) == ("weight_only", 8, -1)
-    if device.hopper and whole_rows and (shape.block_m, shape.block_n) == (64, 256):
-        reasons.append("Triton 3.6 compiles such tiles of 8-bit words with a race: sums differ from run to run")
     # int32 sums of a group beside the fp32 sums of all.
     most = SUMS_PER_THREAD // (2 if problem.op == "int8_activation" else 1)
     if shape.block_m * shape.block_n > most * 32 * shape.num_warps:

@@ -35,6 +35,12 @@ def test_nothing_spills(reports):
     assert [r["name"] for r in reports if r["cost"]["stack"] or r["cost"]["local"]] == []
 
 
+def test_operands_stay_until_they_are_read(reports):
+    """Found wrong on an H100 in w8a16 with one scale per output: the next step wrote what a product still read."""
+    assert [(r["name"], r["cost"]["overwritten"][0]) for r in reports if r["cost"]["overwritten"]] == []
+    assert any(r["cost"]["wgmma"] for r in pick(reports, "w8a16 bf16 group -1", arch=90))
+
+
 def test_shared_memory_fits(reports):
     limit = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
     assert [r["name"] for r in reports if r["cost"]["shared"] > limit[r["arch"]]] == []
