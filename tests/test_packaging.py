@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import compress
 from compress.calibration.calibrators import OPTIONS as CALIBRATORS
@@ -226,6 +228,23 @@ def test_what_is_declared_is_imported() -> None:
     declared = {re.split(r"[><=;\s]", line)[0].replace("-", "_") for line in lines}
     imported = {target.split(".")[0] for targets in graph().values() for target in targets}
     assert {{"pyyaml": "yaml", "pillow": "PIL"}.get(name, name) for name in declared} <= imported
+
+
+def test_the_lowest_versions_that_are_declared_are_those_that_are_tried() -> None:
+    """`make test-oldest` installs constraints-oldest.txt: at least one line for each range, equal to its lower end."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    tried = {(one := Requirement(line)).name.lower(): one.specifier for line in lines if not line.startswith("#")}
+    missing = []
+    for line in (*project["dependencies"], *extras["hf"], *extras["gguf"], *extras["images"], *extras["dev"]):
+        wanted = Requirement(line)
+        least = [each.version for each in wanted.specifier if each.operator == ">="]
+        if least and wanted.name not in {"build", "mypy", "ruff"} | {"compress-models"}:  # no test imports these
+            pinned = [each.version for each in tried.get(wanted.name.lower(), ())]
+            if [Version(each) for each in pinned] != [Version(each) for each in least]:
+                missing.append(f"{line}: {pinned}")
+    assert missing == []
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -312,12 +312,11 @@ def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sig
     except CheckpointError as error:
         if ours.unknown_layers:
             raise NotComparedError(f"it cannot load {ours.unknown_layers} of this scheme ({error})") from None
+        if ours.unknown_mix:
+            raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None
         if initializes_codes(error):
-            words = "before 5.23 it cannot load an architecture whose initialization reads weights of compressed layers"
-            raise NotComparedError(words) from None
-        if not ours.unknown_mix:
-            raise
-        raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None
+            raise NotComparedError("before 5.23 its initialization reads weights of compressed layers") from None
+        raise
 
 
 def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import torch
 import transformers
 from commands import command
 from mixtures import made, tokens
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 import compress
@@ -109,7 +110,9 @@ def test_a_model_whose_weights_transformers_fails_to_join_is_not_compared(tmp_pa
     model, batch = small(transformers.Dinov2ForImageClassification, "vision")
     model.save_pretrained(tmp_path / "model")
     made = compress.quantize(tmp_path / "model", compress.RTN(scheme="w8a16"), output=tmp_path / "out", verify=True)
-    assert "joins or splits" in made.verification["transformers"]
+    recent = Version(transformers.__version__) >= Version("5.23")
+    why = "joins or splits" if recent else "initialization reads weights of compressed layers"
+    assert why in made.verification["transformers"]
     found, expected = (
         compress.load(tmp_path / "out")(**batch),
         compress.load(tmp_path / "out", dequantize=True)(**batch),

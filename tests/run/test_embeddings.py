@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from commands import DRIFT_GPTQ, PLAIN_GPTQ, Largest, StopAfterOne, command
 from models import build, tokens
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AlbertConfig, AlbertModel, AutoModel, AutoModelForCausalLM, BertConfig, BertForMaskedLM
@@ -63,6 +65,8 @@ def test_memory_checkpoint_and_everything_that_loads_it_agree(kind, options, tmp
     found = compress.verify(tmp_path / "out")
     if kind == "gpt2" and first:  # codes of a Conv1D
         assert "cannot load a Conv1D" in found["transformers"]
+    elif options == PACKED and Version(transformers.__version__) < Version("5.23"):
+        assert "initialization reads weights" in found["transformers"]
     else:
         assert (found["transformers"], found["logits_max_difference"]) == ("compared", 0)
         # Packed codes under an embedding are what transformers loads by its second way only, and it says so.
