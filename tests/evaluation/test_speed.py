@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,7 @@ def check_facts(found: dict) -> None:
     assert (found["format"], found["complete"]) == (1, True)
     assert found["command"].startswith("compress bench ")
     assert {"commit", "modified", "date", "device", "device_type", "threads", "load", "cuda"} <= found.keys()
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == metadata.version("torch")
     assert found["settings"]["rounds"] == 2
     assert found["settings"]["quoted"] == "minimum"
     assert {"copy", "read", "bfloat16", "float16", "float32", "int8", "uint8"} == found["ceilings"].keys()
