@@ -56,6 +56,7 @@ from compress.kernels.triton.trellis_gemm import (
     dequantize_trellis_kernel,
     trellis_kernel,
 )
+from compress.kernels.triton.trellis_paths import STATES_PER_WARP, paths_kernel
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import (
     W8A8_BLOCK_K,
@@ -424,6 +425,17 @@ def dequantize_trellis(arch: int, bits: int) -> CompileReport:
     return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + 16), 2))
 
 
+def trellis_paths(arch: int, bits: int) -> CompileReport:
+    """Compile the search for paths of 2^12 states; the instructions of its loop are per state, and nothing bounds
+    them."""
+    types = dict.fromkeys(("x_ptr", "d_ptr", "level_ptr"), "*fp32") | {"from_ptr": "*u8", "states_ptr": "*i16"}
+    types |= dict.fromkeys(("count", "length"), "i32")
+    code, warps = _code(bits), 2**12 // STATES_PER_WARP
+    constants = {"BITS": bits, "STATE_BITS": code.state_bits, "REST": 256}
+    read = cost(compile_for(paths_kernel, arch, types, constants, (), warps))
+    return CompileReport(f"paths {bits} bits", arch, read, round(read.per_element(warps, 2**12), 2), 0.0)
+
+
 def _code(bits: int) -> Code:
     return Code(bits, 12, MULTIPLIERS[12], 1024)
 
@@ -505,6 +517,7 @@ def selection() -> Iterator[CompileReport]:
         yield trellis(arch, 2, 1)
     for bits in (1, 3, 4):
         yield trellis(HOPPER, bits, 64)
+        yield trellis_paths(HOPPER, bits)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
 
@@ -543,6 +556,7 @@ def quick() -> Iterator[CompileReport]:
         yield weight_only(arch, NIBBLE, 16, False, "bf16", 1, 4096, table_kind=SIGNED)
         yield trellis(arch, 2, 1)
     yield trellis(HOPPER, 3, 64)
+    yield trellis_paths(HOPPER, 2)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
 

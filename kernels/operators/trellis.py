@@ -18,6 +18,7 @@ from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
 
 FEW = 8  # tokens for which a CPU decodes codes anew, four by four
 FEW_ON_GPU = 64  # in tiles of 32 at most
+MOST_STATE_BITS = 14  # of a search on a GPU: 16 states for each of 1,024 threads
 SEGMENT = 8  # rows of a run that a GPU decodes one after the other
 
 
@@ -31,6 +32,14 @@ def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> lis
     if dtype == torch.float64:
         return ["the CPU kernel computes in float32; x is float64"]
     return compiled.why_not(code.state_bits, code.bits)
+
+
+def why_not_on_gpu(code: Code, device: torch.device) -> list[str]:
+    """Reasons why no Triton kernel searches paths of a code on this device; empty when one does."""
+    reasons = [*_why_not_triton(device)]
+    if not reasons and code.state_bits > MOST_STATE_BITS:
+        reasons.append(f"{code.state_bits} bits of a state; allowed: up to {MOST_STATE_BITS}")
+    return reasons
 
 
 def why_not_fused(code: Code, rows: int, dtype: torch.dtype) -> list[str]:

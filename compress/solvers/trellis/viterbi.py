@@ -10,13 +10,20 @@ from torch import Tensor
 
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, level_table
+from compress.kernels.operators.trellis import why_not_on_gpu
+from compress.kernels.operators.words import runs_on_cpu
 
 REST = 256  # steps after which the least cost is taken off all of them
 
 
 def best_states(x: Tensor, d: Tensor, code: Code) -> Tensor:
-    """int16 [n], the states of the best path for numbers x [n] of weights d [n], float32 or wider. Searched on the CPU
-    where the compiled search runs there, whatever device x is on; else by torch on that device."""
+    """int16 [n], the states of the best path for numbers x [n] of weights d [n], float32 or wider. On a GPU by Triton;
+    else by the compiled search, on the CPU; by torch where neither runs. All find the same path."""
+    if not (runs_on_cpu(x.device) or why_not_on_gpu(code, x.device)):
+        from compress.kernels.triton.trellis_paths import best_paths
+
+        table = level_table(code, x.device)
+        return best_paths(x.detach().float(), d.detach().float(), table, code.run, code.bits, REST)
     if compiled.why_not(code.state_bits, code.bits):
         return best_states_by_torch(x, d, code)
     table = level_table(code, torch.device("cpu"))

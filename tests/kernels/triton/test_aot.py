@@ -117,6 +117,12 @@ def test_trellis_codes_take_what_they_say(reports):
     assert cost["loop_opcodes"].get("I2F", 0) == 0
 
 
+def test_a_step_of_the_search_for_paths_stays_in_registers(reports):
+    """A subtraction, two products, a sum and a comparison per state, and a few exchanges."""
+    for r in pick(reports, "paths"):
+        assert 5 < r["per_weight"] <= 16, r["name"]
+
+
 def test_w8_fits_between_the_bytes(reports):
     for r in pick(reports, "w8", arch=90):
         assert 0.5 < r["per_weight"] <= r["budget"], r["name"]

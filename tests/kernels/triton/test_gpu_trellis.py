@@ -6,9 +6,10 @@ import torch
 from trellises import arguments, trellis_of
 
 from compress.kernels import reference, workspace
-from compress.kernels.layouts.trellis import run_blocks
+from compress.kernels.layouts.trellis import MULTIPLIERS, Code, run_blocks
 from compress.kernels.operators.trellis import FEW_ON_GPU, trellis_linear, values_by_run, why_not_trellis
 from compress.runtime.layers.linear import QuantLinear
+from compress.solvers.trellis.viterbi import best_states
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.scheme import Scheme
 
@@ -114,3 +115,13 @@ def test_layers():
         x = torch.randn(M, 256).bfloat16()
         check(on_gpu(x.cuda()).cpu(), x, values)
         assert type(layer).route(layer.scheme, M, (300, 256), x.dtype, torch.device("cuda", 0)).kernel == kernel
+
+
+@pytest.mark.parametrize(("bits", "states"), [(1, 8), (2, 12), (3, 12), (4, 12), (2, 14)])
+@pytest.mark.parametrize(("count", "run"), [(1, 1024), (150, 1024), (700, 256), (1100, 1024)])
+def test_paths_are_those_of_a_cpu(count, run, bits, states):
+    code, g = Code(bits, states, MULTIPLIERS[max(states, 12)], run), torch.Generator().manual_seed(count)
+    x, d = torch.randn(count, generator=g), torch.rand(count, generator=g)
+    found = best_states(x.cuda(), d.cuda(), code)
+    assert found.is_cuda
+    assert torch.equal(found.cpu(), best_states(x, d, code))

@@ -7,9 +7,11 @@ from interpreter_cases import guarded  # noqa: F401  every test here is held to 
 from trellises import arguments, trellis_of
 
 from compress.kernels import reference
+from compress.kernels.layouts.trellis import MULTIPLIERS, Code
 from compress.kernels.operators.trellis import trellis_gradient, trellis_linear, values_by_run, why_not_fused
 from compress.kernels.triton import trellis_gemm
 from compress.kernels.tuning.table import Shape
+from compress.solvers.trellis import viterbi
 
 HALF = [torch.float16, torch.bfloat16]
 CODES = [(1, 16), (2, 12), (3, 12), (3, 16), (4, 14)]
@@ -58,3 +60,13 @@ def test_runs_that_no_segment_fits_and_many_tokens_take_dense_blocks():
         check(trellis_linear(*arguments(x, weight, bias)), x, dense, bias)
     grad = torch.randn(3, 70, generator=torch.Generator().manual_seed(0)).half()
     check(trellis_gradient(grad, *arguments(x, weight)[1:3], *arguments(x, weight)[4:]), grad, dense.t(), None)
+
+
+@pytest.mark.parametrize(("bits", "states", "count", "run"), [(1, 6, 40, 64), (2, 7, 150, 64), (3, 8, 70, 32)])
+def test_paths_are_those_of_torch(bits, states, count, run, monkeypatch):
+    """Several sequences, a short one, costs taken off all states, and numbers of weight 0."""
+    monkeypatch.setattr(viterbi, "REST", 16)
+    code, g = Code(bits, states, MULTIPLIERS[12], run), torch.Generator().manual_seed(bits)
+    x, d = torch.randn(count, generator=g), torch.rand(count, generator=g)
+    d[5:9] = 0
+    assert torch.equal(viterbi.best_states(x, d, code), viterbi.best_states_by_torch(x, d, code))
