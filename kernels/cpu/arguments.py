@@ -38,7 +38,7 @@ ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64, "table_strips": 8}
 ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse24", "sparse_rows"), sys.maxsize)
 ROWS_UP_TO_NARROW: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # Products of so many tokens, or by weights of so few numbers, are always left to the loops, never to dense blocks.
-FEW_TOKENS, FEW_WEIGHTS = 3, 2**18
+FEW_TOKENS, FEW_WEIGHTS = 3, 2**16
 POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
 POINTERS += ("row_start", "column", "value", "kept", "ranges", "levels", "table", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")

@@ -58,7 +58,7 @@ inline void fill_from_strips(const Work& work, int64_t first, int64_t last, char
   }
 }
 
-// The same of other layouts, by slabs of F (cpu_ints.h).
+// The same of planar words, by slabs of F (cpu_ints.h).
 template <class F>
 void fill_from_slabs(const Work& work, int64_t first, int64_t last, char* panel, int64_t apart) {
   constexpr int64_t STEP = 4 * CHUNK;
@@ -74,10 +74,25 @@ void fill_from_slabs(const Work& work, int64_t first, int64_t last, char* panel,
   }
 }
 
+// Of rows of int8, which are bytes of a panel as soon as four columns of 16 rows lie together.
+inline void fill_from_rows(const Work& work, int64_t first, int64_t last, char* panel, int64_t apart) {
+  for (int64_t k = first; k < last; k += TILE_LINE)
+    for (int v = 0; v * LANES < work.count(); ++v) {
+      Int rows[LANES];
+      for (int r = 0; r < LANES; ++r) {
+        rows[r] = Plain::block(work.row(v * LANES + r), k, work.a.row_bytes);
+        work.fetch_far(ROWS, (k / TILE_LINE * VECTORS + v) * LANES + r);
+      }
+      transpose(rows);
+      char* to = panel + v * apart + (k - first) / 4 * VECTOR_BYTES;
+      each<LANES>([&](auto i) { store(to + i * VECTOR_BYTES, rows[i]); });
+    }
+}
+
 using FillInts = void (*)(const Work&, int64_t, int64_t, char*, int64_t);
 inline FillInts fill_of(const Arguments& a) {
   if (a.strips) return fill_from_strips;
-  if (!a.planar) return fill_from_slabs<Plain>;
+  if (!a.planar) return fill_from_rows;
   return a.bits == 4 ? fill_from_slabs<Nibbles> : fill_from_slabs<Bytes>;
 }
 
@@ -112,55 +127,57 @@ struct CodedTokens {
   }
 };
 
-// Sums of a segment that are still to be scaled and added to those before it, tile by tile. Where tokens have one scale,
-// it comes at the end.
+// Segments whose sums are scaled together, so that what was added up before them is read and written once.
+constexpr int64_t SEGMENTS_TOGETHER = 2;
+
+// Exact sums of `count` segments from column k on, scaled and added to those before. Where tokens have one scale, it comes
+// at the end.
 template <int TILES, bool SCALED>
-struct Pending {
-  const float *weight_scale, *scale;
-  const char* found;
-  char* sums;
-  int64_t done = TILES * VECTORS;
-
-  INLINE void begin(const Work& work, const CodedTokens& x, int64_t k, int64_t tile) {
-    weight_scale = &work.scale[group_at(work.a, k) * ROWS];
-    scale = &x.turned[(SCALED ? k / work.a.input_group : 0) * x.whole + tile * TILE_ROWS];
-    done = 0;
+void add_segments(const Work& work, const CodedTokens& x, int64_t k, int64_t count, int64_t tile, const char* found,
+                  char* sums) {
+  const float *weight_scales[SEGMENTS_TOGETHER], *scales[SEGMENTS_TOGETHER];
+  for (int64_t s = 0; s < SEGMENTS_TOGETHER; ++s) {
+    const int64_t at = k + std::min(s, count - 1) * x.segment;
+    weight_scales[s] = &work.scale[group_at(work.a, at) * ROWS];
+    scales[s] = &x.turned[(SCALED ? at / work.a.input_group : 0) * x.whole + tile * TILE_ROWS];
   }
-  INLINE void add(int64_t tiles) {
-    for (const int64_t end = std::min<int64_t>(done + tiles, TILES * VECTORS); done < end; ++done) {
-      const int64_t t = done / VECTORS, v = done % VECTORS, at = (t * 2 + v) * TILE_BYTES;
-      const Float of_rows = bits_to_float(load(weight_scale + v * LANES));
-      each<TILE_ROWS>([&](auto r) {
-        char* to = sums + at + r * TILE_LINE;
-        Float values = to_float(load(found + at + r * TILE_LINE));
-        if constexpr (SCALED) values = times(values, every(scale[t * TILE_ROWS + r]));
-        store(to, float_to_bits(fma(values, of_rows, bits_to_float(load(to)))));
-      });
+  for (int64_t t = 0; t < TILES; ++t)
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      const int64_t at = (t * 2 + v) * TILE_BYTES;
+      const auto add = [&](auto segments) __attribute__((always_inline)) {
+        Float of_rows[segments];
+        each<segments>([&](auto s) { of_rows[s] = bits_to_float(load(weight_scales[s] + v * LANES)); });
+        each<TILE_ROWS>([&](auto r) {
+          char* to = sums + at + r * TILE_LINE;
+          Float total = bits_to_float(load(to));
+          each<segments>([&](auto s) {
+            Float values = to_float(load(found + s * SUMS_BYTES + at + r * TILE_LINE));
+            if constexpr (SCALED) values = times(values, every(scales[s][t * TILE_ROWS + r]));
+            total = fma(values, of_rows[s], total);
+          });
+          store(to, float_to_bits(total));
+        });
+      };
+      with_constant<SEGMENTS_TOGETHER>(count, add);
     }
-  }
-};
+}
 
-// While tiles multiply a segment, the sums of the one before are scaled.
 template <int TILES, bool SCALED>
 void sum_segments(const Work& work, const CodedTokens& x, const Operands& of, int64_t tile, int64_t first, int64_t last,
                   char* sums) {
-  alignas(TILE_LINE) char found[SUMS_BYTES];
+  alignas(TILE_LINE) char found[SEGMENTS_TOGETHER * SUMS_BYTES];
   if (first == 0) memset(sums, 0, SUMS_BYTES);
-  Pending<TILES, SCALED> pending;
-  pending.found = found, pending.sums = sums;
-  const int64_t together = std::max<int64_t>(TILES * VECTORS * TILE_LINE / x.segment, 1);
-  for (int64_t k = first; k < last; k += x.segment) {
-    clear_sums();
-    const int64_t begin = (k - first) / TILE_LINE, end = (std::min(k + x.segment, last) - first) / TILE_LINE;
-    for (int64_t step = begin; step < end; ++step) {
-      of.multiply<TILES, true>(step * TILE_BYTES);
-      pending.add(together);
+  for (int64_t k = first; k < last;) {
+    const int64_t start = k;
+    int64_t count = 0;
+    for (; count < SEGMENTS_TOGETHER && k < last; ++count, k += x.segment) {
+      clear_sums();
+      const int64_t begin = (k - first) / TILE_LINE, end = (std::min(k + x.segment, last) - first) / TILE_LINE;
+      for (int64_t step = begin; step < end; ++step) of.multiply<TILES, true>(step * TILE_BYTES);
+      store_sums<TILES>(found + count * SUMS_BYTES);
     }
-    pending.add(TILES * VECTORS);
-    store_sums<TILES>(found);
-    pending.begin(work, x, k, tile);
+    add_segments<TILES, SCALED>(work, x, start, count, tile, found, sums);
   }
-  pending.add(TILES * VECTORS);
 }
 
 // Exact sums of whole rows, in the order of `int_finish`.

@@ -25,7 +25,7 @@ namespace {
 // As in dense.py; outcomes are those of the loops, or NOT_TAKEN.
 enum Operation : int32_t { EXACT, ROUNDED, HALVED };
 constexpr int32_t NOT_TAKEN = -1;
-constexpr int64_t FEW_TOKENS = 3, FEW_WEIGHTS = 1 << 18;
+constexpr int64_t FEW_TOKENS = 3, FEW_WEIGHTS = 1 << 16;
 // Of a panel: small enough to stay in the cache, wide enough for a call of torch and for every thread of it.
 constexpr int64_t PANEL_BYTES = 2 << 20, ROWS_OF_THREAD = 64;
 
@@ -164,7 +164,13 @@ bool multiply_rounded(const Arguments& given) {
     float* of_token = &scale[thread * scales];
     int32_t zero;
     quantize(given, m, own, of_token, &zero);
-    for (int64_t k = 0; k < a.K; ++k) x[m * a.K + k] = to_bf16(own[k] * of_token[k / width]);
+    for (int64_t start = 0; start < a.K; start += width) {
+      const Float of_columns = every(of_token[start / width]);
+      for (int64_t k = start, end = std::min(start + width, a.K); k < end; k += LANES) {
+        const Int sign = every(0x80), code = minus(differ(widen_bytes(own + k, end - k), sign), sign);
+        store_floats(&x[m * a.K + k], BF16, times(to_float(code), of_columns), end - k);
+      }
+    }
   });
   a.x = x.get();
   return multiply_exact(a);

@@ -34,7 +34,7 @@ using Dense = int32_t (*)(const Arguments*, int32_t operation);
 
 constexpr int64_t STRIP_ROWS = 16, MOST_DIMENSIONS = 64, TABLE = 17;
 // Products of so many tokens, or by weights of so few numbers, are left to the loops; as in gemm.py.
-constexpr int64_t FEW_TOKENS = 3, FEW_WEIGHTS = 1 << 18;
+constexpr int64_t FEW_TOKENS = 3, FEW_WEIGHTS = 1 << 16;
 
 struct Loops {
   Product exact, rounded;
