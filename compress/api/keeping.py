@@ -24,7 +24,7 @@ def kept_statistics(
 ) -> tuple[KeptStatistics | None, list[str]]:
     """(The statistics that these passes find or leave in a folder; None where there are none, remarks on that).
 
-    identity: that of the run. Raises InputError for a folder of something else, and for several processes.
+    identity: that of the run. Raises InputError for a folder of something else, and for ranks that do not shard.
     """
     if place is None:
         return None, []

@@ -94,9 +94,11 @@ class Work:
     keep_statistics: str | Path | None = None
 
     def check(self) -> None:
-        """Refuse a dtype that nothing is computed in."""
+        """Refuse a dtype that nothing is computed in, and statistics of several processes."""
         if self.dtype is not None and self.dtype not in FLOATS:
             raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
+        if self.fsdp and self.keep_statistics is not None:
+            raise InputError("keep_statistics is of runs by one process; leave it out, or fsdp")
 
 
 @dataclass(frozen=True)

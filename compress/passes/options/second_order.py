@@ -144,7 +144,7 @@ class SecondOrder(Pass):
         return replace(self, drift=0.0)
 
     def by_original(self) -> "Pass | None":
-        return None if self._fixes_outputs else replace(self, prefix="original", drift=0.0)
+        return replace(self, prefix="original", drift=0.0) if self.needs() and not self._fixes_outputs else None
 
     @property
     def decide_stage(self) -> Decide:

@@ -22,7 +22,7 @@ def together(passes: Sequence[Pass], layers: Collection[str]) -> list[list[Pass]
 def sees_original(p: Pass) -> bool:
     """True if a pass decides by inputs of the original model."""
     decides = p.stage(Decide)
-    return decides is not None and decides.original
+    return decides is not None and bool(decides.needs) and decides.original
 
 
 def _only_decides(p: Pass) -> bool:

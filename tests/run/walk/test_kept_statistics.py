@@ -265,6 +265,7 @@ def desk(tmp_path, monkeypatch):
     for bits in (2, 3):
         options = json.dumps({**PLAIN_GPTQ, "scheme": f"w{bits}a16", "group_size": 32})
         (tmp_path / f"w{bits}.yaml").write_text(f"passes:\n  - gptq: {options}\n")
+    (tmp_path / "nearest.yaml").write_text("passes:\n  - rtn: {scheme: w8a16, group_size: 32}\n")
     (tmp_path / "drift.yaml").write_text(f"passes:\n  - gptq: {json.dumps({**DRIFT_GPTQ, **ROUNDED})}\n")
     return tmp_path
 
@@ -279,9 +280,9 @@ def record_of(desk, name):
 
 
 def test_recipes_of_a_sweep_gather_once(desk):
-    made = swept(desk, "w2", "w3", "drift", more=["--original-inputs"])
+    made = swept(desk, "w2", "w3", "drift", "nearest", more=["--original-inputs"])
     assert made.code == 0, made.err
-    assert "as they are: drift" in made.err
+    assert "as they are: drift, nearest" in made.err
     assert "gathered once for w2, w3; not for drift (gptq gathers them behind compressed layers" in made.err
     forwards = {name: record_of(desk, name)["block_forwards"] for name in ("w2", "w3", "drift")}
     assert (forwards["w3"], forwards["w2"] > 0, forwards["drift"] > 0) == (0, True, True)
