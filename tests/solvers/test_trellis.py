@@ -12,6 +12,7 @@ from compress.errors import CompressError
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, spread_of
 from compress.solvers.gptq import gptq
+from compress.solvers.trellis import viterbi
 from compress.solvers.trellis.solve import trellis
 from compress.solvers.trellis.viterbi import best_states, best_states_by_torch
 from compress.weights.formats.trellis import TrellisCodes
@@ -55,6 +56,19 @@ def test_compiled_search_is_that_of_torch(bits: int, states: int):
     draw = torch.Generator().manual_seed(2)
     x, d = torch.randn(700, generator=draw), torch.rand(700, generator=draw)
     assert torch.equal(best_states(x, d, code), best_states_by_torch(x, d, code))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_search_on_a_gpu_that_finds_other_paths_is_not_used(wrong: int, monkeypatch, caplog):
+    def there(x: torch.Tensor, d: torch.Tensor, code: Code) -> torch.Tensor:
+        return best_states_by_torch(x, d, code) + wrong
+
+    monkeypatch.setattr(viterbi, "why_not_on_gpu", lambda *_: [])
+    monkeypatch.setattr(viterbi, "_best_states_by_triton", there)
+    viterbi._searches.cache_clear()
+    assert viterbi._searches(Code(2, 8, MULTIPLIERS[12], 64), torch.device("cpu")) == (not wrong)
+    assert ("finds other paths" in caplog.text) == bool(wrong)
+    viterbi._searches.cache_clear()
 
 
 @pytest.mark.parametrize(("bits", "most", "scalar"), [(2, 0.077, 0.1175), (3, 0.021, 0.0345)])

@@ -5,29 +5,52 @@
 exactly, given that sequences begin anew every T numbers with a free state. L bits of a state, k of a weight.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, level_table
+from compress.kernels.notes import note_once
 from compress.kernels.operators.trellis import why_not_on_gpu
 from compress.kernels.operators.words import runs_on_cpu
 
 REST = 256  # steps after which the least cost is taken off all of them
+TRIAL = 300  # numbers, more than REST
 
 
 def best_states(x: Tensor, d: Tensor, code: Code) -> Tensor:
     """int16 [n], the states of the best path for numbers x [n] of weights d [n], float32 or wider. On a GPU by Triton;
     else by the compiled search, on the CPU; by torch where neither runs. All find the same path."""
-    if not (runs_on_cpu(x.device) or why_not_on_gpu(code, x.device)):
-        from compress.kernels.triton.trellis_paths import best_paths
-
-        table = level_table(code, x.device)
-        return best_paths(x.detach().float(), d.detach().float(), table, code.run, code.bits, REST)
+    if not runs_on_cpu(x.device) and _searches(code, x.device):
+        return _best_states_by_triton(x, d, code)
     if compiled.why_not(code.state_bits, code.bits):
         return best_states_by_torch(x, d, code)
     table = level_table(code, torch.device("cpu"))
     return compiled.best_paths(x.detach().cpu(), d.detach().cpu(), table, code.run, code.bits).to(x.device)
+
+
+@cache
+def _searches(code: Code, device: torch.device) -> bool:
+    """True where the search in Triton runs on a device and finds there, on trial, the path that torch finds on the CPU.
+    A device on which it finds another one is noted."""
+    if why_not_on_gpu(code, device):
+        return False
+    g = torch.Generator().manual_seed(0)
+    x, d = torch.randn(TRIAL, generator=g), torch.rand(TRIAL, generator=g)
+    found = _best_states_by_triton(x.to(device), d.to(device), code).cpu()
+    same = torch.equal(found, best_states_by_torch(x, d, code))
+    if not same:
+        note_once(f"the search for trellis codes in Triton finds other paths on {device}: the CPU searches instead")
+    return same
+
+
+def _best_states_by_triton(x: Tensor, d: Tensor, code: Code) -> Tensor:
+    from compress.kernels.triton.trellis_paths import best_paths
+
+    table = level_table(code, x.device)
+    return best_paths(x.detach().float(), d.detach().float(), table, code.run, code.bits, REST)
 
 
 def best_states_by_torch(x: Tensor, d: Tensor, code: Code) -> Tensor:
