@@ -5,11 +5,10 @@ mask for its symbol, one more of each for its state, a product, and a sum of byt
 mantissa of 2^23: a float without a conversion). Rows that follow each other in a thread are ROWS = 8 of a segment; each
 segment first reads the symbols of the H rows above it.
 
-    tile      16 segments, whose rows of one number are the left operand of a matrix product, so that a product has
-              rows 0, 8, 16 ... of the tile, the next one rows 1, 9, 17 ...
-    K         of a step SLICES = 4 times 32 inputs, a slice for each warp; their sums are added at the end. Programs
-              share tiles, too (`split`). A thread decodes eight columns side by side, which reach the product through
-              shared memory.
+    tile      SEGMENTS = 16 segments, whose rows of one number are the left operand of a matrix product, so that a
+              product has rows 0, 8, 16 ... of the tile, the next one rows 1, 9, 17 ...
+    K         of a step SLICES x 32 inputs, a slice for each warp; their sums are added at the end. Programs share
+              tiles, too (`split`).
     levels    whole numbers of 1 / 128 below 512: exact in float16, rounded to eight bits in bfloat16. Scales are of
               outputs, so sums are scaled.
 
@@ -30,7 +29,7 @@ from compress.kernels.tuning.choose import device_of, fused_trellis
 from compress.kernels.tuning.table import Shape
 
 ROWS = 8  # of a segment
-SLICES = 4
+SLICES = 8
 DENSE_ROWS = 64
 DENSE_WARPS = 4
 SUM_OF_BYTES = "dp4a.u32.u32 $0, $1, 0x01010101, 0x4b000000;"
@@ -41,27 +40,30 @@ _MIDDLE = tl.constexpr(510.0)
 
 @triton.jit
 def eights(ptrs, BITS: tl.constexpr):
-    """Pointers [R] to the symbols of 32 columns -> [R, 4], integers with eight symbols each, the rest other bits."""
-    i = tl.arange(0, 4)[None, :]
-    if BITS == 3:
-        word = 3 * i // 4
-        low = tl.load(ptrs[:, None] + word).to(tl.uint32, bitcast=True)
-        high = tl.load(ptrs[:, None] + tl.minimum(word + 1, 2)).to(tl.uint32, bitcast=True)
-        shift = (24 * i % 32).to(tl.uint32)
-        found = (low >> shift) | ((high << 1) << (31 - shift))
-        return found.to(tl.int32, bitcast=True)
-    else:  # noqa: RET505  a constexpr branch must be an else to stay uncompiled
-        return tl.load(ptrs[:, None] + i * BITS // 4) >> (8 * BITS * i % 32)
+    """Pointers [R] to the symbols of 32 columns -> [R, 4], integers with eight symbols each."""
+    a = tl.load(ptrs)
+    if BITS == 1:
+        low = tl.join(a, a >> 8)
+        high = tl.join(a >> 16, a >> 24)
+    elif BITS == 2:
+        b = tl.load(ptrs + 1)
+        low = tl.join(a, a >> 16)
+        high = tl.join(b, b >> 16)
+    elif BITS == 3:
+        b = tl.load(ptrs + 1)
+        c = tl.load(ptrs + 2)
+        low = tl.join(a, (a >> 24 & 255) | (b << 8))
+        high = tl.join((b >> 16 & 65535) | (c << 16), c >> 8)
+    else:
+        low = tl.join(a, tl.load(ptrs + 1))
+        high = tl.join(tl.load(ptrs + 2), tl.load(ptrs + 3))
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (a.shape[0], 4))
 
 
 @triton.jit
 def appended(state, ptrs, BITS: tl.constexpr):
     """States [R, 4, 8] with the symbols of a row each. ptrs [R]."""
-    words = eights(ptrs, BITS)
-    # Joined, so that a thread has eight columns side by side.
-    fours = tl.join(words, words >> (4 * BITS))
-    twos = tl.join(fours, fours >> (2 * BITS))
-    symbols = tl.reshape(tl.join(twos, twos >> BITS), state.shape)
+    symbols = eights(ptrs, BITS)[:, :, None] >> (BITS * tl.arange(0, 8))[None, None, :]
     return (state << BITS) | (symbols & (2**BITS - 1))
 
 

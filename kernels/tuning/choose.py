@@ -180,7 +180,7 @@ def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
 def fused_trellis(M: int, N: int, steps: int, device: Device) -> Shape:
     """The derived configuration of the kernel for trellis codes, of so many steps over the inputs."""
     block_m = min(32, max(16, table.bucket(M)))
-    return Shape(block_m, 128, splits(_cdiv(N, 128), steps, device.processors, 1), num_warps=4, num_stages=1)
+    return Shape(block_m, 128, splits(_cdiv(N, 128), steps, device.processors, 1), num_warps=8, num_stages=2)
 
 
 @cache

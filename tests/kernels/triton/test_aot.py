@@ -110,9 +110,9 @@ def test_trellis_codes_take_what_they_say(reports):
     by its instructions, the more of them the more rows a state depends on."""
     for r in pick(reports, "trellis"):
         assert r["cost"]["mma"] > 0, (r["arch"], r["name"])
-        assert 8 < r["per_weight"] <= 18, (r["arch"], r["name"])
+        assert 8 < r["per_weight"] <= 24, (r["arch"], r["name"])
     cost = pick(reports, "trellis 3 bits", arch=90)[0]["cost"]
-    each = 8 * 32 * 16 * 4 // 128  # of a thread, in a step
+    each = 8 * 32 * 16 * 8 // 256  # of a thread, in a step
     assert cost["loop_opcodes"]["IDP"] == each
     assert cost["loop_opcodes"].get("I2F", 0) == 0
 

@@ -36,7 +36,7 @@ def test_product(code, dtype, shape):
     weight, values = trellis_of(*code, N, K, 64, dtype)
     x, bias = inputs(M, K, N, dtype)
     for split in (1, 2):
-        check(trellis_gemm.trellis_gemm(x, weight, bias, Shape(32, 128, split, 4, 1)), x, values, bias)
+        check(trellis_gemm.trellis_gemm(x, weight, bias, Shape(32, 128, split, 8, 2)), x, values, bias)
     check(trellis_linear(*arguments(x, weight, None)), x, values, None)
 
 
