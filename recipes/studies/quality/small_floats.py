@@ -2,7 +2,7 @@
 
     python recipes/studies/quality/small_floats.py MODEL --calibration TEXT --text TEXT --json OUT.json
         [--schemes mxfp4a16 w4a16:64 ...] [--ways rtn gptq ...] [--samples N] [--calibration-length N] [--windows N]
-        [--length N]
+        [--length N] [--dtype bfloat16]
 
     rtn            `compress quantize --method rtn`: the whole range of each group
     rtn, clip      the range of least squared error
@@ -13,8 +13,8 @@
     trellis        trellis codes of as many bits as the scheme has
     rotate, ...    behind a rotation of hidden state and heads; rotate 32, ...: of 32 channels at a time
 
-w4a16:64 are integers of 4 bits in groups of 64. Embedding and head stay as they are. All models are evaluated as dense
-weights in float32.
+w4a16:64 are integers of 4 bits in groups of 64. nvfp4, mxfp4 and w4a4:64 round the inputs of a layer, too. Embedding
+and head stay as they are. All models are evaluated as dense weights in float32.
 """
 
 import argparse
@@ -52,8 +52,8 @@ SOLVED = WITHOUT | {f"gptq, {rule}": {"scale_rule": rule} for rule in RULES}
 FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
 TRELLIS = "trellis"
-TURNED: dict[str, dict[str, Any]] = {"rotate, ": {}, "rotate 32, ": {"block": 32}}
-BEHIND = [start + way for start in TURNED for way in ("gptq", TRELLIS)]
+TURNED: dict[str, dict[str, Any]] = {"rotate, ": {}, **{f"rotate {n}, ": {"block": n} for n in (16, 32, 64, 128)}}
+BEHIND = [start + way for start in TURNED for way in ("rtn", "gptq", *FOLDED, TRELLIS)]
 FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
@@ -96,9 +96,15 @@ def main() -> None:
     parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
     parser.add_argument("--windows", type=int, help="of the text")
     parser.add_argument("--length", type=int, help="tokens of a window")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of the model that is compressed; evaluations are in float32",
+    )
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
     limits = {"samples": arguments.samples, "length": arguments.calibration_length}
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     ids = load_tokens(arguments.calibration, tokenizer, model.config, what="calibration", **limits).ids
@@ -124,6 +130,7 @@ def main() -> None:
                 "model": Path(arguments.model).name,
                 "command": asked(__file__),
                 "calibration_tokens": ids.numel(),
+                "dtype": arguments.dtype,
                 **made_by(),
                 "reference_perplexity": found["reference_perplexity"],
                 "text_sha256": found["text_sha256"],
