@@ -145,10 +145,9 @@ def _written(opcode: str, operands: str) -> range:
     first = re.match(r"R(\d+)\b", operands)
     if first is None or opcode.startswith(("ST", "RED", "BAR")):
         return range(0)
+    matrices = re.search(r"M(T?)88\.([24])$", opcode)  # of a load from shared memory
     wide = re.search(r"\.(64|128)\b", opcode)
-    count = int(wide[1]) // 32 if wide else 2 if ".WIDE" in opcode else 1
-    if opcode.startswith("LDSM"):
-        count = int(opcode.rsplit(".", 1)[1]) if opcode[-1].isdigit() else 1
+    count = int(matrices[2]) if matrices else int(wide[1]) // 32 if wide else 2 if ".WIDE" in opcode else 1
     return range(int(first[1]), int(first[1]) + count)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compress.kernels.measure.compiled import instructions, overwritten_in_flight
+from compress.kernels.measure.compiled import _written, instructions, overwritten_in_flight
 
 LOOP = """
         /*0010*/                   DEPBAR.LE SB0, 0x6 ;
@@ -16,6 +16,21 @@ LOOP = """
         /*0070*/               @P6 BRA 0x10 ;
 """
 WAIT = "/*0060*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;"
+
+
+@pytest.mark.parametrize(
+    ("opcode", "count"),
+    [
+        ("LDSM.16.M88", 1),
+        ("LDSM.16.MT88.2", 2),
+        ("LDSM.16.M88.4", 4),
+        ("LDG.E.128", 4),
+        ("IMAD.WIDE", 2),
+        ("STS.128", 0),
+    ],
+)
+def test_an_instruction_writes_as_many_registers_as_its_name_says(opcode, count):
+    assert len(_written(opcode, "R8, [R4]")) == count
 
 
 @pytest.mark.parametrize(
