@@ -36,6 +36,7 @@ from compress.run.plan.storable import notes_for_readers, notes_on_dense
 from compress.run.restore import gradients, hooks_and_buffers, naming, undone, values
 from compress.run.walk.remarks import nothing_done
 from compress.run.walk.state import Run
+from compress.system.progress import tell_verification
 from compress.train.loop.metrics import summary, training_file
 from compress.weights.decision import Decision
 
@@ -82,6 +83,8 @@ class Job:
     def carry_out(self) -> Result:
         """`finish`, of which nothing is undone where it fails."""
         result = Result(self.run.record)
+        if isinstance(self.run.sink, Writer) and self.wants_verification():
+            tell_verification(self.run.reporter)
         with evaluating(self.run.model):
             self.walk(run)
             self.check_done()

@@ -39,11 +39,12 @@ class Scratch:
                 return
             self.file.close()
 
-    def become(self) -> None:
-        """Bring the file to the disk and give it its final name. A link of that name is replaced by the file."""
+    def become(self, path: Path | None = None) -> None:
+        """Bring the file to the disk and give it its final name, or that of `path` in the same folder. A link of that
+        name is replaced by the file."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.place.replace(self.path)
+        self.place.replace(path or self.path)
         self.file.close()
 
     def drop(self) -> None:

@@ -6,7 +6,8 @@
     FOLDER/KEY/INPUT.safetensors   the tensors of one input, in the dtype in which they were summed
 
 Every file is written whole or not at all. A block counts once its JSON is there; the files that this names are then on
-the disk.
+the disk. Two runs may gather at once: INPUT is a fingerprint of the tensors, too, so no run replaces what the JSON of
+another names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from compress.calibration.hessian import HessianResult
 from compress.calibration.observers import Range
 from compress.checkpoint.files import checksum, fingerprint, read_json, write_json
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.checkpoint.scratch import Scratch
+from compress.checkpoint.scratch import Scratch, becomes
 from compress.checkpoint.write.block_file import write_tensors
 from compress.errors import InputError
 from compress.system.schema import fits
@@ -81,7 +82,7 @@ class StatisticsFolder:
                 raise InputError(f"{place} holds something else, or statistics of another version; give another folder")
             if found["model"] != model:
                 raise InputError(f"{place} holds statistics of another model; give another folder, or remove it")
-        elif place.exists() and any(place.iterdir()):
+        elif place.exists() and any(becomes(path.name) != ABOUT for path in place.iterdir()):
             raise InputError(f"{place} holds other files and no {ABOUT}; give an empty or new folder for statistics")
         else:
             place.mkdir(parents=True, exist_ok=True)
@@ -140,14 +141,15 @@ class KeptKind:
         """Write the statistics of an input that these layers read. They count once the block is finished."""
         tensors: dict[str, Tensor] = {}
         noted = [_noted(each, f"{i}", tensors) for i, each in enumerate(results)]
-        if not self.place.exists():
-            self.place.mkdir(parents=True)
+        self.place.mkdir(parents=True, exist_ok=True)
+        if not (self.place / SETTINGS).exists():
             write_json(self.place / SETTINGS, dict(self.about))
-        name = f"{fingerprint({'block': block, 'layers': list(layers)})[:DIGITS]}.safetensors"
-        scratch = Scratch(self.place / name)
+        input_name = fingerprint({"block": block, "layers": list(layers)})[:DIGITS]
+        scratch = Scratch(self.place / input_name)
         try:
             sums = write_tensors(scratch.place, tensors, ())
-            scratch.become()
+            name = f"{input_name}-{fingerprint(sums)[:DIGITS]}.safetensors"
+            scratch.become(self.place / name)
         except BaseException:
             scratch.drop()
             raise

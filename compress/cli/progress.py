@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from compress.cli.starting import STARTED
 from compress.system.progress import Reporter, Silent
 from compress.system.terminal import console, visible
 
@@ -20,14 +22,27 @@ MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most
 BAR = 16  # columns
 SLOW = 10  # tokens per second, below which a decimal is shown
+# What a fresh process takes to verify an output, in the time that came before the first step: it imports the same
+# libraries and compressed-tensors, and reads both models (`recipes/studies/cost/time_left.py`).
+VERIFYING = 1.4
+
+
+@cache
+def loading() -> float:
+    """Seconds from the start of this process to the first call, by when all that is slow has been imported."""
+    return time.monotonic() - STARTED
 
 
 class Pace:
     """Estimates the time left from the mean time of a step since the first began. Steps differ little; work before
-    them (reading a model, a first forward) is no step. Where fewer steps are done than before, other work has begun."""
+    them (reading a model, a first forward) is no step. Where fewer steps are done than before, other work has begun.
+    verifies: whether a fresh process verifies the output after the last step."""
 
     def __init__(self) -> None:
+        self.made = time.monotonic() - loading()
         self.begun: tuple[int, float] | None = None
+        self.before: float | None = None  # the first step, in seconds
+        self.verifies = False
         self.done = 0
         self.tokens = 0.0  # of a step; 0: nobody knows
         self.per_second: float | None = None  # tokens, where steps have been timed
@@ -37,11 +52,18 @@ class Pace:
         now = time.monotonic()
         if self.begun is None or not what or done < self.done:
             self.begun = done, now
+        if self.before is None and what:
+            self.before = self.begun[1] - self.made
         self.done = done
         first, since = self.begun
         timed = self.tokens > 0 and done > first and now > since
         self.per_second = self.tokens * (done - first) / (now - since) if timed else None
-        return (now - since) / (done - first) * (total - done) if done > first else None
+        return (now - since) / (done - first) * (total - done) + self.after if done > first else None
+
+    @property
+    def after(self) -> float:
+        """Seconds that follow the last step."""
+        return VERIFYING * (self.before or 0.0) if self.verifies else 0.0
 
     @property
     def speed(self) -> str:
@@ -59,7 +81,8 @@ class Lines:
 
     def step(self, done: int, total: int, what: str) -> None:
         left = self.pace.left(done, total, what)
-        remaining = f", {left:.0f} s left" if left is not None and done < total else ""
+        unfinished = done < total or self.pace.after > 0
+        remaining = f", {left:.0f} s left" if left is not None and unfinished else ""
         speed = f", {self.pace.speed}" if self.pace.speed else ""
         if self._due(done, total) if what else not self.said:
             line = f"{self.title}: {done}/{total} {visible(what)}{speed}{remaining}"
@@ -69,6 +92,9 @@ class Lines:
 
     def tokens(self, each: float) -> None:
         self.pace.tokens = each
+
+    def verifies(self) -> None:
+        self.pace.verifies = True
 
     def _due(self, done: int, total: int) -> bool:
         """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds."""
@@ -125,6 +151,9 @@ class ProgressBar:
     def tokens(self, each: float) -> None:
         self.pace.tokens = each
 
+    def verifies(self) -> None:
+        self.pace.verifies = True
+
     def outline(self, told: "Outline") -> None:
         from compress.cli.forecasts import brief
 
@@ -135,7 +164,8 @@ class ProgressBar:
         self.progress.console.print(f"note: {message}", highlight=False)
         if self.progress.finished:  # work of which nobody knows how long it takes
             begun = self._row.start_time
-            self.progress.reset(self.task, description=f"{self.title} finishing", end=None)
+            end = time.monotonic() + self.pace.after if self.pace.after else None
+            self.progress.reset(self.task, description=f"{self.title} finishing", end=end)
             self._row.total, self._row.start_time = None, begun
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -10,6 +11,7 @@ from types import ModuleType
 import click
 
 SLOW = ("huggingface_hub", "torch", "transformers")  # one of them is imported before anything else that is slow
+STARTED = time.monotonic()
 LINE = "note: loading torch and transformers, which takes seconds"
 
 

@@ -34,6 +34,21 @@ def tell_tokens(reporter: Reporter, each: float) -> None:
         tell(each)
 
 
+class Followed(Protocol):
+    """A reporter whose time left counts what follows the last step."""
+
+    def verifies(self) -> None:
+        """After the last step a fresh process loads the libraries and the output, and checks it."""
+        ...
+
+
+def tell_verification(reporter: Reporter) -> None:
+    """Tell a reporter that verification follows the last step, where it shows the time left (`Followed`)."""
+    tell = getattr(reporter, "verifies", None)
+    if tell is not None:
+        tell()
+
+
 class Announcing(Protocol):
     """A reporter that also shows what a run is about to do."""
 

@@ -49,6 +49,24 @@ def test_lines_say_the_time_that_steps_like_these_take(clock: Clock, capsys: pyt
     ]
 
 
+def test_verification_is_time_left_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries take 5 s, and reading the model as many; a fresh process does both again, and a little more."""
+    monkeypatch.setattr(progress, "loading", lambda: 5.0)
+    shown = Progress(console=Console(file=io.StringIO()))
+    lines, bar = Lines("work"), ProgressBar("work", shown)
+    for each in (lines, bar):
+        each.verifies()
+    for clock.now, (done, what) in zip((0, 5, 15, 25), [(0, ""), (0, ""), (1, "a"), (2, "b")], strict=True):
+        lines.step(done, 2, what)
+        bar.step(done, 2, what)
+    assert capsys.readouterr().err.splitlines() == ["work: 0/2", "work: 1/2 a, 24 s left", "work: 2/2 b, 14 s left"]
+    bar.note("verifying")
+    clock.now += 4
+    assert str(TimeLeft().render(shown.tasks[0])) == "0:00:10"
+
+
 def test_other_work_has_a_pace_of_its_own(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint, then its export, which says nothing before its first step."""
     lines = Lines("work")

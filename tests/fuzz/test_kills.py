@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from commands import VOCABULARY, command, make_llama, save
+from places import ROOT
 
 import compress
 
@@ -40,20 +42,33 @@ STEPS = ["--steps", 4, "--batch-size", 2]
 @dataclass(frozen=True)
 class Command:
     """A command that writes. words: with names of the desk in braces. made: the path of its output. again: options that
-    go on after a kill."""
+    go on after a kill. beside: folders that it fills for later runs, which go once the output is complete."""
 
     words: Sequence[object]
     made: str = "out"
     again: Sequence[str] = ("--resume",)
+    beside: Sequence[str] = ()
 
 
 def writing(name: str, *more: object, model: str = "{model}") -> list[object]:
     return [name, model, *more, "--output", "{out}"]
 
 
+GPTQ = ROOT / "recipes" / "sweeps" / "w3-gptq.yaml"
+ORIGINAL = ["--set", "prefix=original", "--set", "drift=0"]
+KEEPING = ["--calibration", "{tokens}", *FIT, "--keep-statistics", "{kept}"]
 COMMANDS = {
     "quantize": Command(writing("quantize", "--calibration", "{tokens}", *FIT)),
     "quantize, a recipe": Command(writing("quantize", "--recipe", "{recipe}", "--calibration", "{tokens}", *FIT)),
+    "quantize, keeping statistics": Command(writing("quantize", *ORIGINAL, *KEEPING), beside=("kept",)),
+    "sweep, original inputs": Command(
+        writing(
+            "sweep", ROOT / "recipes" / "sweeps" / "w3-gptq.yaml", "--text", "{tokens}", "--original-inputs", *KEEPING
+        ),
+        "out/sweep.json",
+        (),
+        ("out", "kept"),
+    ),
     "quantize for llama.cpp": Command(
         writing("quantize", "--for", "llama.cpp", "--method", "rtn"), again=("--overwrite",)
     ),
@@ -85,7 +100,8 @@ class Desk:
     here: Path
 
     def words(self, given: Sequence[object]) -> list[str]:
-        names = {name: str(self.here / name) for name in ("model", "small", "out", "tokens.pt", "recipe.yaml")}
+        things = ("model", "small", "out", "kept", "tokens.pt", "recipe.yaml")
+        names = {name: str(self.here / name) for name in things}
         known = {name.partition(".")[0]: path for name, path in names.items()}
         return [str(word).format(**known) for word in given]
 
@@ -157,6 +173,11 @@ def whole(path: Path) -> bool:
     return path.stat().st_size > 0 and (path.suffix != ".html" or path.read_text("utf-8").rstrip().endswith("</html>"))
 
 
+def drop(desk: Desk, folders: Sequence[str]) -> None:
+    for name in folders:
+        shutil.rmtree(desk.here / name, ignore_errors=True)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command_loses_nothing_and_goes_on(name: str, desk: Desk) -> None:
     told, chance = COMMANDS[name], random.Random(f"{SEED} {name}")
@@ -172,6 +193,8 @@ def test_a_killed_command_loses_nothing_and_goes_on(name: str, desk: Desk) -> No
         made.unlink()
     ends: Counter[str] = Counter()
     for _ in range(-(-KILLS // len(COMMANDS))):
+        if made.exists() or not sum(ends.values()):
+            drop(desk, told.beside)
         more = told.again if made.exists() or ends["unfinished"] else ()
         child, reads = begun(desk.words([*told.words, *more, *(["--overwrite"] if "--resume" in more else [])]))
         time.sleep(chance.random() * length)
@@ -207,6 +230,20 @@ def test_of_two_runs_at_once_one_gives_way(name: str, desk: Desk) -> None:
         ends
     )
     assert whole(desk.here / told.made)
+
+
+def test_two_runs_at_once_keep_statistics_in_one_folder(desk: Desk) -> None:
+    told = COMMANDS["quantize, keeping statistics"]
+    *words, _ = desk.words(told.words)
+    both = [begun([*words, str(desk.here / out)]) for out in ("first", "second")]
+    ends = [ended(*each) for each in both]
+    assert [code for code, _ in ends] == [0, 0], ends
+    expected = result(desk.here / "first")
+    assert result(desk.here / "second") == expected
+    code, err = ended(*begun([*words, str(desk.here / "third")]))
+    assert code == 0, err
+    assert "of 0 gathered" in err
+    assert result(desk.here / "third") == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)
