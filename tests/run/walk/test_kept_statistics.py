@@ -14,6 +14,7 @@ from models import build, strong, tokens
 
 import compress
 from compress.checkpoint.sensitivity import folder
+from compress.checkpoint.statistics_folder import StatisticsFolder
 from compress.passes.gptq import GPTQ
 from compress.system.progress import Silent
 
@@ -392,6 +393,23 @@ DAMAGES = {
         "is a file; statistics",
     ),
 }
+
+
+def test_what_a_killed_run_left_of_the_first_file_hinders_nobody(tmp_path):
+    left = tmp_path / f".statistics.json.{'0' * 16}"
+    left.touch()
+    StatisticsFolder(tmp_path, "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["statistics.json"]
+
+
+def test_a_run_that_sums_otherwise_and_is_killed_spoils_nothing_of_another(tmp_path):
+    first, second = (StatisticsFolder(tmp_path, "model").kind({"statistic": "sum"}) for _ in range(2))
+    first.keep("block", ["layer"], [torch.ones(2)], {})
+    first.finish("block", {})
+    second.keep("block", ["layer"], [torch.zeros(2)], {})
+    found = StatisticsFolder(tmp_path, "model").kind({"statistic": "sum"})
+    (value,), _ = found.read(found.entry("block", "layer"), torch.device("cpu"))
+    assert torch.equal(value, torch.ones(2))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
