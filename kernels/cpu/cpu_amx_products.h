@@ -23,28 +23,6 @@ constexpr int64_t TOKENS_TOGETHER = 512, TOKEN_BYTES = 1 << 20, PANEL_COLUMNS = 
 // Rows of a share: few enough that their sums stay near.
 constexpr int64_t SHARE_ROWS = 1024, SHARES_OF_THREAD = 4;
 
-inline int64_t rounded_up(int64_t v, int64_t unit) { return (v + unit - 1) / unit * unit; }
-
-// Memory that a thread keeps for one use of it. A product may take megabytes, which the system clears page by page
-// whenever they are new.
-template <int USE>
-char* kept_memory(int64_t bytes) {
-  struct Held {
-    char* start = nullptr;
-    int64_t bytes = 0;
-    ~Held() { std::free(start); }
-  };
-  static thread_local Held held;
-  if (held.bytes < bytes) {
-    std::free(held.start);
-    held.bytes = 0;
-    held.start = static_cast<char*>(std::aligned_alloc(VECTOR_BYTES, rounded_up(bytes, VECTOR_BYTES)));
-    if (held.start == nullptr) throw std::bad_alloc();
-    held.bytes = bytes;
-  }
-  return held.start;
-}
-
 // How a product is cut: chunks are whole units of columns.
 struct Cut {
   int64_t columns, column_bytes, tiles, chunk, share, shares;

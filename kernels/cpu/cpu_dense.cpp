@@ -64,24 +64,6 @@ int32_t dtype_of(Type type) {
   return type == F32 ? aoti_torch_dtype_float32() : type == F16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
 }
 
-// Memory that a thread keeps for its panels.
-char* kept_panel(int64_t bytes) {
-  struct Held {
-    char* start = nullptr;
-    int64_t bytes = 0;
-    ~Held() { std::free(start); }
-  };
-  static thread_local Held held;
-  if (held.bytes < bytes) {
-    std::free(held.start);
-    held.bytes = 0;
-    held.start = static_cast<char*>(std::aligned_alloc(VECTOR_BYTES, (bytes + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES));
-    if (held.start == nullptr) throw std::bad_alloc();
-    held.bytes = bytes;
-  }
-  return held.start;
-}
-
 // Rows of a block: all blocks but the last have as many.
 int64_t block_rows(const Arguments& a, int64_t row_bytes) {
   const int64_t most = std::max(PANEL_BYTES / row_bytes, ROWS_OF_THREAD * a.threads);
@@ -101,7 +83,7 @@ bool multiply_exact(const Arguments& given) {
   a.bias = nullptr;  // which torch adds
   const int64_t size = size_of(a.x_type), width = block_rows(a, a.K * size), slabs = width / ROWS;
   const int32_t dtype = dtype_of(a.x_type);
-  const Panel panel = {kept_panel(stored_columns(a) * width * size), width, a.x_type, 0, stored_columns(a)};
+  const Panel panel = {kept_memory<3>(stored_columns(a) * width * size), width, a.x_type, 0, stored_columns(a)};
   const Memory<char> bias = allocate<char>(given.bias == nullptr ? 0 : a.N * size);
   for (int64_t n = 0; n < a.N && given.bias != nullptr; n += LANES) {
     const char* from = static_cast<const char*>(given.bias) + n * size_of(given.bias_type);
@@ -183,7 +165,7 @@ bool multiply_rows_of_int8(const Arguments& a) {
   const Memory<int32_t> zero = allocate<int32_t>(a.M);
   in_parallel(a.M, a.threads, [&](int64_t m, int) { quantize(a, m, &codes[m * a.K], &scale[m], &zero[m]); });
   const Matrix x(codes.get(), a.M, a.K, a.K, 1, aoti_torch_dtype_int8());
-  int32_t* sums = reinterpret_cast<int32_t*>(kept_panel(a.M * width * 4));
+  int32_t* sums = reinterpret_cast<int32_t*>(kept_memory<3>(a.M * width * 4));
   for (int64_t n0 = 0; n0 < a.N; n0 += width) {
     const int64_t here = std::min(width, a.N - n0);
     const Matrix rows(static_cast<const char*>(a.weight) + n0 * a.K, a.K, here, 1, a.K, aoti_torch_dtype_int8());

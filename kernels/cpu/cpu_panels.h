@@ -8,11 +8,36 @@
 
 #pragma once
 
+#include <cstdlib>
+#include <new>
+
 #include "cpu_sparse24.h"
 #include "cpu_strips.h"
 #include "cpu_tiles.h"
 
 namespace {
+
+inline int64_t rounded_up(int64_t v, int64_t unit) { return (v + unit - 1) / unit * unit; }
+
+// Memory that a thread keeps for one use of it. A product may take megabytes, which the system clears page by page
+// whenever they are new.
+template <int USE>
+char* kept_memory(int64_t bytes) {
+  struct Held {
+    char* start = nullptr;
+    int64_t bytes = 0;
+    ~Held() { std::free(start); }
+  };
+  static thread_local Held held;
+  if (held.bytes < bytes) {
+    std::free(held.start);
+    held.bytes = 0;
+    held.start = static_cast<char*>(std::aligned_alloc(VECTOR_BYTES, rounded_up(bytes, VECTOR_BYTES)));
+    if (held.start == nullptr) throw std::bad_alloc();
+    held.bytes = bytes;
+  }
+  return held.start;
+}
 
 enum Layout { LINES, BF16_LINES, PAIRS };
 
