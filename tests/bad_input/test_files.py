@@ -165,6 +165,12 @@ def test_more_layers_than_the_files_can_fill_are_not_made(llama: Path, copy_of: 
         refused(command(*words), "config.json asks for 1000000000000 layers", key, "21 tensors")
 
 
+def test_fewer_than_no_layers_are_refused(llama: Path, copy_of: Callable[..., Path]) -> None:
+    model = copy_of(llama)
+    changed(model / "config.json", "num_hidden_layers", to=-1)
+    refused(command("evaluate", model, "--text", "demo"), "config.json asks for -1 of num_hidden_layers", "0 or more")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

@@ -17,6 +17,7 @@ from compress.weights import gptq_awq, own_words
 METHOD = "compressed-tensors"
 # Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
 COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
+NUMBER = ("num_", "n_")  # others are places, like vision_feature_layer: -2
 LABELS = "num_labels"  # transformers makes a name for each
 Header = tuple[tuple[int, ...], str]  # of a tensor: its shape, and safetensors' name of its dtype
 FEW = 1000  # modules that are made in seconds, allowed whatever the files hold
@@ -146,12 +147,14 @@ def check_generation(settings: Any, path: Path) -> None:
 def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:
     """Raises CheckpointError for a configuration that asks for far more layers, experts or labels than the files can
     fill, before they are made: a million of them takes hours. Up to FEW are left to the loader, which names the missing
-    tensor."""
+    tensor. Fewer than no layers are refused, too: transformers takes them for none."""
     values = sum(prod(shape) for shape, _ in headers.values())
     for key, count in _counts(config):
         what = key.rpartition(".")[2]
         if what == LABELS and count > max(FEW, values):
             raise CheckpointError(f"{path} asks for {count} labels ({key}) and the weight files hold {values} values")
+        if what.startswith(NUMBER) and count < 0:
+            raise CheckpointError(f"{path} asks for {count} of {key}; it must be 0 or more")
         if what != LABELS and count > max(FEW, len(headers)):
             noun = "experts" if what.endswith("experts") else "layers"
             raise CheckpointError(
