@@ -183,6 +183,12 @@ def test_time_grows_with_what_there_is_to_do():
     assert 0 < little < much
 
 
+def test_many_sweeps_are_counted_and_not_run():
+    model = build("llama")
+    found = compress.plan(model, compress.GPTQ(group_size=16, sweeps=10**7), samples=1, length=64)
+    assert found.seconds > 3600  # which a plan that ran them would take itself
+
+
 def test_what_trains_is_not_told():
     found = compress.plan(build("llama"), [RTN, compress.Reconstruct()])
     assert found.memory is None

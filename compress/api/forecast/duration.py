@@ -18,6 +18,8 @@ each of the first sites adds one of all that comes before it. For a site of seco
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -36,6 +38,8 @@ from compress.system.comm import Comm
 SIDE = 768  # of the product that is measured; small, for a plan should take little memory itself
 ROWS, COLUMNS = 256, 1024  # of the layer that is rounded
 SOLVED = 256, 512  # by second order
+TURNS = ("refit", "sweeps")  # options of which each unit takes as long as another
+MOST_TURNS = 4  # that are run to be timed
 FACTORS = 2  # how much slower a factorization is than a product of as many operations
 
 
@@ -91,6 +95,9 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     columns = group * max(1, columns // group)
     weight = torch.randn(rows, columns, generator=generator)
     stats, alone = {}, p.fitted({columns}).without_reference()
+    few: dict[str, Any] = {name: MOST_TURNS for name in TURNS if getattr(alone, name, 0) > MOST_TURNS}
+    if few:
+        alone = replace(alone, **few)
     if isinstance(alone, SecondOrder):
         statistic = Hessian(columns, torch.device("cpu"))
         statistic.update(torch.randn(4 * columns, columns, generator=generator), None)
@@ -101,7 +108,11 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     seconds = min(_timed(lambda: weight_error(weight, decides.apply(site)["layer"].weight)) for _ in range(2))
     if isinstance(alone, SecondOrder):
         seconds -= _solving(alone, rows, columns) / rate
-    return max(seconds, 0.0) / weight.numel()
+    return max(seconds, 0.0) * _turns(p) / _turns(alone) / weight.numel()
+
+
+def _turns(p: Pass) -> int:
+    return 1 + sum(getattr(p, name, 0) for name in TURNS)
 
 
 def _statistics(p: SecondOrder, columns: int, tokens: int) -> int:
