@@ -234,7 +234,7 @@ def test_the_noise_floor_is_the_original_in_its_own_dtype_against_itself_in_floa
 
 
 def test_an_original_of_float32_has_no_floor_and_says_why(ids: torch.Tensor, tmp_path: Path) -> None:
-    model = save(make_llama(), tmp_path / "model")
+    model = save(make_llama(seed=236), tmp_path / "model")  # of which no other test keeps what it measured
     found = compress.evaluate(model, reference=model, text=ids, noise_floor=True)
     assert found.texts[0].noise is None
     assert found.missing == {
