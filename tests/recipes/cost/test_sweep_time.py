@@ -10,6 +10,7 @@ from commands import command, make_llama, save
 from compress.recipes.studies.cost import sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_and_separate_runs_are_set_beside_each_other(monkeypatch, tmp_path):
     lines = []
 
