@@ -669,6 +669,7 @@ def test_settings_are_read_as_people_write_them(desk: Desk) -> None:
 @pytest.mark.parametrize("which", ["llama", "llama_w4"])
 def test_generate_prints_text_that_starts_with_the_prompt(request: pytest.FixtureRequest, which: str) -> None:
     model = request.getfixturevalue(which)
+    command("generate", model, "--prompt", "Once upon a time", "--tokens", 5)  # compiles kernels, and says so
     outcome = command("generate", model, "--prompt", "Once upon a time", "--tokens", 5)
     assert outcome.code == 0
     assert outcome.out.startswith("Once upon a time")
