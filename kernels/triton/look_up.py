@@ -17,58 +17,31 @@ from compress.kernels.layouts.words import LevelTable
 
 SIGNED, FULL = 1, 2  # kinds of tables
 
-# $0 to $3: planes; $4: the words; $5, $7 low and $9, $11 high bytes of eight levels (each is given twice, for two
-# words); $13, $15 and $17, $19: of the other eight.
-SIGNED_LOOK_UP = """
-{ .reg .b32 m, s, t, u, h, l;
-  and.b32 m, $4, 0x77777777;
-  shr.u32 t, m, 12;
-  lop3.b32 t, m, t, 0x0f0f0f0f, 0xe4;
-  shl.b32 s, $4, 4;
-  prmt.b32 s, s, s, 0x3120;
-  prmt.b32 l, $5, $7, t;
-  prmt.b32 h, $9, $11, t;
-  lop3.b32 h, s, 0x80808080, h, 0xea;
-  prmt.b32 $0, l, h, 0x5140;
-  prmt.b32 $2, l, h, 0x7362;
-  shr.u32 t, m, 4;
-  shr.u32 u, m, 16;
-  lop3.b32 t, t, u, 0x0f0f0f0f, 0xe4;
-  prmt.b32 s, $4, $4, 0x3120;
-  prmt.b32 l, $5, $7, t;
-  prmt.b32 h, $9, $11, t;
-  lop3.b32 h, s, 0x80808080, h, 0xea;
-  prmt.b32 $1, l, h, 0x5140;
-  prmt.b32 $3, l, h, 0x7362; }
-"""
-FULL_LOOK_UP = """
-{ .reg .b32 m, s, t, u, h, l, p, q;
-  and.b32 m, $4, 0x77777777;
-  shr.u32 t, m, 12;
-  lop3.b32 t, m, t, 0x0f0f0f0f, 0xe4;
-  shl.b32 s, $4, 4;
-  prmt.b32 s, s, s, 0xb9a8;
-  prmt.b32 l, $5, $7, t;
-  prmt.b32 h, $9, $11, t;
-  prmt.b32 p, $13, $15, t;
-  prmt.b32 q, $17, $19, t;
-  lop3.b32 l, p, l, s, 0xe4;
-  lop3.b32 h, q, h, s, 0xe4;
-  prmt.b32 $0, l, h, 0x5140;
-  prmt.b32 $2, l, h, 0x7362;
-  shr.u32 t, m, 4;
-  shr.u32 u, m, 16;
-  lop3.b32 t, t, u, 0x0f0f0f0f, 0xe4;
-  prmt.b32 s, $4, $4, 0xb9a8;
-  prmt.b32 l, $5, $7, t;
-  prmt.b32 h, $9, $11, t;
-  prmt.b32 p, $13, $15, t;
-  prmt.b32 q, $17, $19, t;
-  lop3.b32 l, p, l, s, 0xe4;
-  lop3.b32 h, q, h, s, 0xe4;
-  prmt.b32 $1, l, h, 0x5140;
-  prmt.b32 $3, l, h, 0x7362; }
-"""
+
+def _look_up_ptx(full: bool) -> str:
+    """The assembly: planes 0 and 2, then 1 and 3. full: both halves of the table are looked up.
+
+    $0 to $3: planes; $4: the words; $5, $7 low and $9, $11 high bytes of eight levels (each is given twice, for two
+    words); $13, $15 and $17, $19: of the other eight."""
+    registers = ", ".join("mstuhl" + "pq" * full)
+    lines = ["", f"{{ .reg .b32 {registers};", "  and.b32 m, $4, 0x77777777;"]
+    for plane, mixed, signs in (
+        (0, ("shr.u32 t, m, 12;", "lop3.b32 t, m, t, 0x0f0f0f0f, 0xe4;", "shl.b32 s, $4, 4;"), "s, s"),
+        (1, ("shr.u32 t, m, 4;", "shr.u32 u, m, 16;", "lop3.b32 t, t, u, 0x0f0f0f0f, 0xe4;"), "$4, $4"),
+    ):
+        found = [*mixed, f"prmt.b32 s, {signs}, {'0xb9a8' if full else '0x3120'};"]
+        found += ["prmt.b32 l, $5, $7, t;", "prmt.b32 h, $9, $11, t;"]
+        if full:  # a byte of ones where the highest bit is set chooses the other half
+            found += ["prmt.b32 p, $13, $15, t;", "prmt.b32 q, $17, $19, t;"]
+            found += ["lop3.b32 l, p, l, s, 0xe4;", "lop3.b32 h, q, h, s, 0xe4;"]
+        else:
+            found += ["lop3.b32 h, s, 0x80808080, h, 0xea;"]
+        found += [f"prmt.b32 ${plane}, l, h, 0x5140;", f"prmt.b32 ${plane + 2}, l, h, 0x7362;"]
+        lines += [f"  {line}" for line in found]
+    return "\n".join(lines) + " }\n"
+
+
+SIGNED_LOOK_UP, FULL_LOOK_UP = _look_up_ptx(False), _look_up_ptx(True)
 _SIGNED_LOOK_UP = tl.constexpr(SIGNED_LOOK_UP)
 _FULL_LOOK_UP = tl.constexpr(FULL_LOOK_UP)
 _SIGNED_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 9))
