@@ -60,8 +60,11 @@ void in_turn(int64_t firsts, First first, int64_t count, int threads, int64_t ru
 #include <thread>
 #include <vector>
 
+#include <unistd.h>
+
 // Threads that wait for work from one call to the next, of all units of a library. The caller works too, and waits only
-// for those that have joined it: a process that was forked without them, or a second caller, works alone.
+// for those that have joined it. A second caller works alone, and so does a process that was forked: it has none of the
+// threads, and a lock that one of them held stays locked there.
 struct __attribute__((visibility("hidden"))) Helpers {
   std::mutex calling, lock;
   std::condition_variable begun, ended;
@@ -70,6 +73,7 @@ struct __attribute__((visibility("hidden"))) Helpers {
   void (*call)(const void* work, int thread) = nullptr;
   int64_t calls = 0;
   int wanted = 0, joined = 0, active = 0;
+  const pid_t owner = getpid();
 
   void wait_for_work() {
     std::unique_lock<std::mutex> held(lock);
@@ -78,8 +82,11 @@ struct __attribute__((visibility("hidden"))) Helpers {
       seen = calls;
       ++active;
       const int thread = ++joined;
+      // Read under the lock: a caller that has done its own part takes the work away.
+      const auto called = call;
+      const void* const taken = work;
       held.unlock();
-      call(work, thread);
+      called(taken, thread);
       held.lock();
       if (--active == 0) ended.notify_one();
     }
@@ -88,8 +95,9 @@ struct __attribute__((visibility("hidden"))) Helpers {
   // body(thread) on the calling thread, which is 0, and on up to `others` more.
   template <class Body>
   void run(int others, const Body& body) {
+    if (others <= 0 || getpid() != owner) return body(0);
     const std::unique_lock<std::mutex> alone(calling, std::try_to_lock);
-    if (others <= 0 || !alone) return body(0);
+    if (!alone) return body(0);
     {
       const std::lock_guard<std::mutex> held(lock);
       while (static_cast<int>(threads.size()) < others) threads.emplace_back([this] { wait_for_work(); });

@@ -59,7 +59,7 @@ def test_a_forked_process_works_without_the_threads_of_its_parent() -> None:
     expected = paths()
     fork = multiprocessing.get_context("fork")
     told = fork.Queue()
-    child = fork.Process(target=lambda: told.put(paths().tolist()))
+    child = fork.Process(target=lambda: told.put(paths().tolist()), daemon=True)
     child.start()
     assert told.get(timeout=60) == expected.tolist()
     child.join()
