@@ -34,6 +34,7 @@ from compress.evaluation.document import Evaluation
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
+from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.search.candidate import BITS, Candidate
 from compress.search.fitting.choice import FitChoice
 from compress.search.fitting.deadline import Deadline
@@ -72,6 +73,7 @@ def fit(
     text: str | Tensor | None = None,
     engine: str | None = None,
     embeddings: bool = True,
+    trellis: bool = True,
     hours: float | None = None,
     ignore: Sequence[str] = (),
     samples: int | None = None,
@@ -90,9 +92,10 @@ def fit(
     least KL, a loss with the fewest bytes. calibration, ignore, samples, length, batch_size, device: as in `quantize`.
     text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows, which is then
     kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an engine, the token
-    embedding may be compressed, too, for a size or a loss; only `compress.load` reads such a checkpoint. hours: the
-    most that the work may take; the best recipe so far is what it leaves then. keep_statistics: as in
-    `measure_sensitivity`.
+    embedding may be compressed, too, for a size or a loss. trellis: without an engine, layers may have trellis codes of
+    2 to 4 bits, which lose less than grids of as many bits and take longer to decode. Only `compress.load` reads a
+    checkpoint with either. hours: the most that the work may take; the best recipe so far is what it leaves then.
+    keep_statistics: as in `measure_sensitivity`.
 
     Raises InputError before any work for what cannot be: no or several targets, a size below the smallest recipe, fewer
     hours than one recipe takes.
@@ -108,6 +111,7 @@ def fit(
         texts = _texts(model, data, text, shared)
         asked = FitAsked(str(model), target, texts, ignore, batch_size, shared, keep_statistics)
         tables = possible_tables(str(model)) if embeddings and engine is None else []
+        full = [*(_trellises(asked) if trellis and engine is None else []), *full]
         _check_reach(asked, full, tables)
         beside = place.output.with_name(f"{place.output.name}.fit")
         made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place)
@@ -118,6 +122,7 @@ def fit(
 def _carried_out(work: Fitting, place: Directory) -> FitResult:
     """Measure, search and prove; the checkpoint is left where it only needs its name."""
     work.tell_time()
+    _check_reach(work.asked, work.full, work.possible)  # without trellis codes, if these take too long
     work.measure()
     chosen = work.search()
     proof = work.proof(chosen)
@@ -143,6 +148,16 @@ def _schemes(engine: str | None) -> list[Candidate]:
     if engine is not None:
         check_engine(engine, [p for each in full for p in each.passes])
     return full
+
+
+def _trellises(asked: FitAsked) -> list[Candidate]:
+    """Trellis codes as candidates, of the fewest bits first; none where a layer's inputs do not fill their words."""
+    found = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
+    try:
+        plan(asked.model, found[0].passes, ignore=asked.ignore)
+    except InputError:
+        return []
+    return found
 
 
 def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from compress.system.native_output import native_output_dropped
+
 # What the sum of losses is brought to: branch and bound ends 1e-6 from the optimum, whatever the unit is.
 SCALE = 1e4
 SECONDS = 60.0
@@ -146,13 +148,14 @@ def _solved(units: Mapping[str, Sequence[UnitOption]], budget: float) -> dict[st
     costs, losses = np.array([o.cost for o in everything]), np.array([o.loss for o in everything])
     one_each = coo_array((np.ones(len(owners)), (owners, range(len(owners)))), (len(units), len(owners)))
     whole = sum(max(o.loss for o in options) for options in units.values()) or 1.0
-    found = milp(
-        losses * (SCALE / whole),
-        integrality=np.ones(len(owners)),
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None] / budget, ub=1.0)],
-        options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
-    )
+    with native_output_dropped():
+        found = milp(
+            losses * (SCALE / whole),
+            integrality=np.ones(len(owners)),
+            bounds=Bounds(0, 1),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None] / budget, ub=1.0)],
+            options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
+        )
     if found.x is None:  # rounding of the budget's row, where it is just that of the cheapest
         return {name: min(range(len(o)), key=lambda i: o[i].cost) for name, o in units.items()}
     chosen, first = {}, 0

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Without --for, let the token embedding be compressed, too. Only compress.load reads such a checkpoint.",
 )
+@click.option(
+    "--trellis/--no-trellis",
+    default=True,
+    show_default=True,
+    help="Without --for, let layers have trellis codes of 2 to 4 bits: they lose less than grids of as many bits, and "
+    "take longer to decode.",
+)
 @click.option("--hours", type=float, help="The most that the work may take.  [default: as long as it takes]")
 @calibration_option(required=True)
 @click.option(

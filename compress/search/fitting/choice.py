@@ -7,7 +7,7 @@ in it: `fit` corrects predictions by the KL that it measures of the first recipe
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import options_of, pass_class
 from compress.search.budget import Allocation, Budget, allocate
 
 STEPS = 12  # of the predicted front
@@ -112,9 +113,14 @@ def _made(
     return FitChoice(made, table, made.total_bytes, made.predicted_kl + table.kl)
 
 
-def with_options(words: Mapping[str, Sequence[Mapping[str, Any]]], options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Candidates in words, with these options of every pass."""
+def with_usual(words: Mapping[str, Sequence[Mapping[str, Any]]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Candidates in words, with the default values of these options of every pass."""
+
+    def usual(step: str) -> dict[str, Any]:
+        known = options_of(pass_class(step))
+        return {name: known[name].default for name in names}
+
     return {
-        candidate: [{name: {**given, **options} for name, given in step.items()} for step in steps]
+        candidate: [{name: {**given, **usual(name)} for name, given in step.items()} for step in steps]
         for candidate, steps in words.items()
     }

@@ -1,15 +1,18 @@
 """The time that `fit` takes, before it begins: from the rates of this machine (`api.forecast.duration`)."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.api.forecast.forecast import plan
-from compress.passes.gptq import GPTQ
+from compress.passes.protocol.base import Pass
 from compress.search.candidate import Candidate
 
 # The time of a forward of the whole model over that of its blocks, which a plan tells, at most.
 OF_A_FORWARD = 2.0
 GRADIENTS = 3  # forwards that a backward pass takes, with the forward before it
+LONGEST_START = 20.0  # seconds
+STARTS = 2  # of a process, in a recipe: one that verifies the output, and what opens models beside it
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,11 @@ class FitCost:
 
     score: float
     run: float
+
+    @property
+    def least(self) -> float:
+        """Seconds to measure all layers and to run one recipe."""
+        return self.score + self.run
 
     def said(self, runs: int) -> str:
         """The estimate in words, for so many recipes."""
@@ -36,22 +44,33 @@ def in_words(seconds: float) -> str:
 
 
 def cost_of_fit(
-    model: str, candidates: Sequence[Candidate], full: GPTQ, ignore: Sequence[str], windows: tuple[int, int], held: int
+    model: str,
+    scored: Sequence[Candidate],
+    full: Sequence[Candidate],
+    ignore: Sequence[str],
+    windows: tuple[int, int],
+    held: int,
 ) -> FitCost | None:
-    """The seconds; None where they are not known before, as on a GPU. windows: (number, tokens) of calibration data;
-    held: windows of held-out text, as long."""
+    """The seconds; None where they are not known before, as on a GPU. scored, full: candidates as layers are measured
+    with them, and as they are run. windows: (number, tokens) of calibration data; held: windows of held-out text, as
+    long."""
     samples, length = windows
-    scored = candidates[0].passes[0].without_reference()
-    seconds = [
-        plan(model, p, ignore=ignore, samples=s, length=length).seconds
-        for p, s in ((scored, samples), (scored, 1), (full, samples))
-    ]
-    once, solving, run = seconds
-    if once is None or solving is None or run is None:
+
+    def seconds(p: Pass, count: int) -> float | None:
+        return plan(model, p, ignore=ignore, samples=count, length=length).seconds
+
+    alone = {c.passes[0].name: c.passes[0].without_reference() for c in scored}  # widths take much the same time
+    solving = {name: seconds(p, 1) for name, p in alone.items()}
+    run = [seconds(p, samples) for p in {c.passes[0].name: c.passes[0] for c in full}.values()]
+    once = seconds(alone[scored[0].passes[0].name], samples)
+    known = [each for each in (once, *solving.values(), *run) if each is not None]
+    if once is None or len(known) <= len(solving) + len(run):
         return None
-    forward = (once - solving) / max(1, samples - 1) * OF_A_FORWARD  # of a window, with its statistics
-    held_out = forward * held * (2 + len(candidates))
+    of_each = [solving[c.passes[0].name] or 0.0 for c in scored]
+    forward = (once - of_each[0]) / max(1, samples - 1) * OF_A_FORWARD  # of a window, with its statistics
+    held_out = forward * held * (2 + len(scored))
+    start = STARTS * min(time.process_time(), LONGEST_START)  # most of what a process has done by now is importing
     return FitCost(
-        once + (len(candidates) - 1) * solving + GRADIENTS * forward * min(samples, 8) + held_out,
-        run + 2 * forward * held,
+        once + sum(of_each[1:]) + GRADIENTS * forward * min(samples, 8) + held_out + start,
+        max(each for each in run if each is not None) + 2 * forward * held + start,
     )

@@ -22,8 +22,8 @@ from compress.evaluation.evaluate import evaluate
 from compress.evaluation.report.runs import EVALUATION
 from compress.evaluation.stored_evaluation import read_evaluation
 from compress.passes.embeddings import Embeddings
-from compress.passes.gptq import GPTQ
-from compress.passes.protocol.recipe import describe, options_of
+from compress.passes.protocol.recipe import describe
+from compress.passes.trellis import Trellis
 from compress.search.budget import write_recipe
 from compress.search.candidate import Candidate
 from compress.search.fitting.choice import (
@@ -33,10 +33,10 @@ from compress.search.fitting.choice import (
     best,
     predicted_front,
     uniform_beside,
-    with_options,
+    with_usual,
     within_budget,
 )
-from compress.search.fitting.cost import cost_of_fit
+from compress.search.fitting.cost import FitCost, cost_of_fit, in_words
 from compress.search.fitting.deadline import Deadline, Watched
 from compress.search.fitting.paired import compared
 from compress.search.fitting.proof import FitProof, FrontPoint, RunPoint, markdown_of
@@ -51,7 +51,7 @@ ROUNDS = 4  # recipes that are run for a loss, at most
 CLOSE = 0.93  # of a limit: what is as near to it needs no other round
 FURTHEST = 8.0  # times by which one round changes the aim, at most
 RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
-# Options of GPTQ with which layers are measured.
+# Options of GPTQ, and of its sweep with trellis codes, with which layers are measured.
 FAST = {"refit": 0, "sweeps": 0}
 
 
@@ -120,17 +120,24 @@ class Fitting:
         return [Candidate(c.name, tuple(replace(p, **dict[str, Any](FAST)) for p in c.passes)) for c in self.full]
 
     def tell_time(self) -> None:
-        """Say how long it will take. Raises InputError where that is more than may be taken for one recipe."""
-        (p,) = self.full[len(self.full) // 2].passes
-        assert isinstance(p, GPTQ)
+        """Say how long it will take, and leave trellis codes out where there is no time for them. Raises InputError
+        where one recipe takes longer than may be taken."""
         runs = 2 if self.asked.target.budget is not None else 3
-        texts = self.asked.texts
-        cost = cost_of_fit(self.asked.model, self.scored, p, self.asked.ignore, texts.windows, len(texts.rows))
+        cost = self._cost()
+        fewer = [c for c in self.full if not any(isinstance(p, Trellis) for p in c.passes)]
+        if cost is not None and not self.watch.allows(cost.least) and len(fewer) < len(self.full):
+            self.note(f"trellis codes are left out: with them, measuring and one recipe take {in_words(cost.least)}")
+            self.full = fewer
+            cost = self._cost()
         if cost is None:
             self.note("how long this takes is not known before, away from a CPU")
             return
-        self.watch.check(cost.score + cost.run)
+        self.watch.check(cost.least)
         self.note(cost.said(runs))
+
+    def _cost(self) -> FitCost | None:
+        asked, texts = self.asked, self.asked.texts
+        return cost_of_fit(asked.model, self.scored, self.full, asked.ignore, texts.windows, len(texts.rows))
 
     def measure(self) -> None:
         """Measure every layer under every scheme, and the embedding."""
@@ -149,8 +156,7 @@ class Fitting:
             **texts.how,
             **asked.shared,
         ).table
-        usual = {name: options_of(GPTQ)[name].default for name in FAST}
-        self.found = replace(self.found, candidates=with_options(self.found.candidates, usual))
+        self.found = replace(self.found, candidates=with_usual(self.found.candidates, FAST))
         self.tables = table_options(asked.model, texts.rows, self.possible, self.reporter, **asked.shared)
 
     def search(self) -> str:
@@ -180,9 +186,10 @@ class Fitting:
             name = self.run(choice)
             if name not in self.runs:
                 break
-            value, error = target.measured(self.runs[name])
-            goal = max(target.limit - error, target.limit / 2)
-            self.reporter.note(f"{name}: {choice.bytes:,} bytes, {value:.4g} ± {error:.2g}, and {target} is asked for")
+            value, margin = target.measured(self.runs[name])
+            goal = max(target.limit - margin, target.limit / 2)
+            most = f"{value:.4g}, at most {value + margin:.4g} with 95 % certainty"
+            self.reporter.note(f"{name}: {choice.bytes:,} bytes, {most}, and {target} is asked for")
             if CLOSE * goal <= value <= goal:
                 break
             factor = goal / max(value, goal / FURTHEST)

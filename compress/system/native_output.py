@@ -1,0 +1,35 @@
+"""Standard output without the lines that native libraries print to it."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def native_output_dropped() -> Iterator[None]:
+    """Drops what C and C++ code prints to standard output inside the context. HiGHS has a line of its own for a case
+    that no option silences, which would stand in the JSON that a command prints. What Python prints inside goes, too."""
+    sys.stdout.flush()
+    _flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: nothing is printed
+        yield
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        yield
+    finally:
+        _flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush() -> None:
+    """Write what the C library holds back of its streams."""
+    with suppress(OSError, AttributeError, TypeError):  # no C library of this process to be found
+        ctypes.CDLL(None).fflush(None)
