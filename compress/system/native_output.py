@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def native_output_dropped() -> Iterator[None]:
-    """Drops what C and C++ code prints to standard output inside the context. HiGHS has a line of its own for a case
-    that no option silences, which would stand in the JSON that a command prints. What Python prints inside goes, too."""
-    sys.stdout.flush()
+    """Drops what anything prints to standard output inside the context. HiGHS has a line that no option silences, and
+    that would stand in the JSON that a command prints."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
     _flush()
     try:
         kept = os.dup(1)
