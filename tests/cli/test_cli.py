@@ -849,6 +849,16 @@ def test_the_demo_compares_rounding_with_gptq(tmp_path: Path) -> None:
     assert command("demo", "--output", tmp_path, "--overwrite", "--quiet").out == ""
 
 
+def test_a_demo_that_is_stopped_names_no_option_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_: object, done: int, total: int, what: str = "", **__: object) -> None:
+        if what and done == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.Lines, "step", stopped)
+    assert last_line(command("demo")) == "compress: stopped"
+    assert last_line(command("demo", "--output", tmp_path)) == "compress: stopped; run again with --overwrite"
+
+
 @pytest.mark.parametrize(
     "cli",
     ["import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", "def main():\n    raise KeyboardInterrupt\n"],

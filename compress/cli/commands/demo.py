@@ -1,6 +1,8 @@
 """`compress demo`: two methods on the built-in model, side by side."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import click
 import compress
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 
 
 @click.command(short_help="Compare plain rounding and GPTQ on the built-in model.")
@@ -27,7 +29,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json
     if overwrite and output is None and json_file in (None, "-"):
         raise InputError("--overwrite needs --output or --json FILE; without them the demo keeps nothing")
     begin()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _without_resuming(output is not None):
         rows = []
         for made in (
             compress.RTN(scheme=scheme, group_size=group_size),
@@ -51,3 +53,15 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json
         from compress.cli import tables as show
 
         show.evaluations(rows, "fp16 (original)")
+
+
+@contextmanager
+def _without_resuming(kept: bool) -> Iterator[None]:
+    """Replaces the notes of a run that was stopped, which name an option that the demo does not have. kept: its work is
+    still there, in the way of the next demo."""
+    try:
+        yield
+    except (KeyboardInterrupt, CompressError) as error:
+        if getattr(error, "__notes__", ()):
+            error.__notes__ = ["run again with --overwrite"] if kept else []
+        raise

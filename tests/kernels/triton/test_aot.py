@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.timeout(1200)  # it compiles every kernel, with an empty cache for minutes on a busy machine
+
 # The budget of 4-bit weights in groups of 128 on an H200, 4.125 bits each (see `aot.instruction_budget`).
 W4_BUDGET = 3.7
 # Few tokens go around tcgen05, which would take weights from a memory that they have to be written to first.
