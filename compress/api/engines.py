@@ -172,6 +172,10 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     given = vars(each)
     if each.name == "kv-cache" and engine.to is not None:
         return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
+    if each.name == "rotate" and given.get("online"):
+        return f"{name} rotates no inputs as it runs; leave online out of rotate, or leave --for out"
+    if given.get("input_range", "minmax") != "minmax":
+        return f"{name} searches no ranges of inputs; drop input_range, or leave --for out"
     if each.name == "embeddings":
         return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
     if each.writes != "quantized weight":

@@ -1,6 +1,7 @@
 """`on_codes`: a model that was quantized in memory computes on the codes of its layers from now on."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 from compress.api.job import Result
 from compress.errors import InputError
 from compress.model.layers import Layer, is_linear
+from compress.model.online import input_rotation
 from compress.runtime.layers.embedding import TiedLinear, take_over
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import lay_in_strips
@@ -47,7 +49,7 @@ def _made(model: nn.Module, coded: Mapping[str, Decision]) -> dict[str, QuantLin
                 f"{name} is {what}, which cannot compute on codes; ignore the layer, or leave on_codes out"
             )
         layer = Layer(name, module)
-        scheme = decision.scheme(table)
+        scheme = replace(decision.scheme(table), rotation=input_rotation(module))
         parts = {key: part.to(layer.parameter.device) for key, part in decision.parts(table).items()}
         bias = None if table else cast(nn.Linear, module).bias
         found = QuantLinear.from_parts(parts, scheme, layer.shape, bias)

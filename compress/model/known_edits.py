@@ -1,8 +1,8 @@
 """Edits: changes of a model's weights or structure before anything in it is rounded.
 
-`Scale`, `Rotate` and `Permute` keep the function; `Keep` and `Drop` make a smaller model. An edit is a value. It is
-made before the model is changed, applied to a block (`Drop`: to a model) and undone bit for bit. It is stored as a JSON
-entry and tensors, from which the same edit can be read and applied to the original again.
+`Scale`, `Rotate`, `RotateOnline` and `Permute` keep the function; `Keep` and `Drop` make a smaller model. An edit is a
+value. It is made before the model is changed, applied to a block (`Drop`: to a model) and undone bit for bit. It is
+stored as a JSON entry and tensors, from which the same edit can be read and applied to the original again.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from compress.model.edits.folds import Scale
 from compress.model.edits.keep import Keep
 from compress.model.edits.permute import Permute
 from compress.model.structure.rotate import Rotate
+from compress.model.structure.rotate_online import RotateOnline
 
 
 class Edit(Protocol):
@@ -48,7 +49,9 @@ class ReadableEdit(Edit, Protocol):
         ...
 
 
-EDITS: Mapping[str, type[ReadableEdit]] = {edit.kind: edit for edit in (Scale, Rotate, Permute, Keep, Drop)}
+EDITS: Mapping[str, type[ReadableEdit]] = {
+    edit.kind: edit for edit in (Scale, Rotate, RotateOnline, Permute, Keep, Drop)
+}
 
 
 def read_edit(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Edit:

@@ -29,6 +29,7 @@ from compress.checkpoint.write.record import RunRecord
 from compress.errors import CompressError, InputError
 from compress.model.calls import evaluating
 from compress.model.convolution import is_convolution
+from compress.model.online import input_rotation
 from compress.onnx.convolutions import GraphConvolution, why_not_convolution
 from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMulNBitsGraph, PortableGraph
 from compress.onnx.graph import Form, graph_layer
@@ -106,7 +107,9 @@ def _check(model: nn.Module, codes: Mapping[str, Decision], batch: Mapping[str, 
         raise InputError("batch: give tensors of two or more samples, by the names of the model's inputs")
     for name, decision in codes.items():
         module = model.get_submodule(name)
-        if is_convolution(module):
+        if input_rotation(module) is not None:
+            reason = "rotates its input as the model runs, which graphs here do not; leave rotate's online out"
+        elif is_convolution(module):
             reason = why_not_convolution(decision)
         elif type(module) is nn.Linear:
             reason = why_not(decision.scheme(), FORMS[to].portable)

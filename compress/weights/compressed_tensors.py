@@ -11,7 +11,7 @@ from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes
-from compress.weights.grid import Granularity, Grid, NumberType
+from compress.weights.grid import MAX_BITS, Granularity, Grid, NumberType
 from compress.weights.scheme import Scheme, block_scheme
 
 # Older writers call integers that are not packed "naive".
@@ -76,7 +76,10 @@ def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """The reason why compressed-tensors cannot express a scheme; None where it can."""
+    """The reason why compressed-tensors cannot express a scheme; None where it can. Its `transform_config` names
+    rotations of inputs, but transformers takes no notice of that and would multiply by inputs that are not rotated."""
+    if scheme.rotation is not None:
+        return "its input is rotated as the model runs"
     if scheme.codes is not None and scheme.codes.layout is not None:
         return _why_not_inputs(scheme)
     kinds = [term.kind for term in scheme.terms]
@@ -89,6 +92,8 @@ def _why_not_inputs(scheme: Scheme) -> str | None:
         return None
     if not scheme.dynamic:
         return "it has no fixed range of an input beside packed weights"
+    if scheme.inputs.searches:
+        return "it has no searched range of an input"
     return None if scheme.inputs.bits in BESIDE_PACKED else f"it has no inputs of {scheme.inputs.bits} bits"
 
 
@@ -190,7 +195,7 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
     outputs = _activation_grid(returned, layer, "output")[0] if returned else None
     if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
         raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
-    if LAYOUTS[layout] == "pack-quantized" and not (dynamic and inputs.symmetric):
+    if LAYOUTS[layout] == "pack-quantized" and not (dynamic and (inputs.symmetric or inputs.bits < MAX_BITS)):
         raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
     term: CodesFormat = Int8Rows(grid=weights) if LAYOUTS[layout] == "int-quantized" else Packed(grid=weights)
     return Scheme(terms=(term,), inputs=inputs, outputs=outputs, dynamic=dynamic)

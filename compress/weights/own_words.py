@@ -11,7 +11,7 @@ that it looks for (`checkpoint.files.VARIANT`).
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from compress.errors import CheckpointError
 from compress.system.schema import fits
@@ -30,6 +30,7 @@ class SchemeEntry(TypedDict):
     inputs: Grid | None
     outputs: Grid | None
     dynamic: bool
+    rotation: NotRequired[int | None]
 
 
 class SchemeGroup(SchemeEntry):

@@ -18,6 +18,7 @@ from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quant
 from compress.weights.likely import likely_scheme
 from compress.weights.matrix import Matrix, Term, Weight
 from compress.weights.roles import Role
+from compress.weights.rotations.hadamard import has_hadamard
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, StoredTerm, json_fields, named, own
 
@@ -46,16 +47,20 @@ class Scheme:
 
     terms: the format of each term of the weight. inputs: the grid of the layer's rounded input, or None. dynamic: the
     range of inputs is fitted to every token at run time, rather than by calibration. outputs: the 8-bit grid of the
-    layer's output (bias included), with a fixed range, or None.
+    layer's output (bias included), with a fixed range, or None. rotation: the size of the Hadamard matrices by which
+    the layer multiplies its input, before that is rounded; None where it does not.
     """
 
     terms: tuple[Format, ...]
     inputs: Grid | None = None
     outputs: Grid | None = None
     dynamic: bool = True
+    rotation: int | None = None
 
     def __str__(self) -> str:
         said = " + ".join(term.words(self.inputs) for term in self.terms)
+        if self.rotation is not None:
+            said += f", input rotated by {self.rotation}"
         if self.inputs is None:
             return said
         kinds = [("input", "dynamic" if self.dynamic else "static", self.inputs), ("output", "static", self.outputs)]
@@ -65,7 +70,8 @@ class Scheme:
                 bits = f" {grid.bits}-bit" if grid.bits != WIDE else ""
                 per = f" g{grid.block[1]}" if grid.block is not None else ""
                 per += f" g{grid.group_size}" if grid.group_size is not None else ""
-                said += f", {side}{bits} {how}{sign}{per}"
+                searched = " searched" if grid.searches else ""
+                said += f", {side}{bits} {how}{searched}{sign}{per}"
         return said
 
     @property
@@ -136,7 +142,8 @@ class Scheme:
         """The scheme as JSON."""
         grids = {"inputs": self.inputs, "outputs": self.outputs}
         noted = {key: None if grid is None else json_fields(grid) for key, grid in grids.items()}
-        return {"terms": [term.entry() for term in self.terms], **noted, "dynamic": self.dynamic}
+        turned = {} if self.rotation is None else {"rotation": self.rotation}
+        return {"terms": [term.entry() for term in self.terms], **noted, "dynamic": self.dynamic, **turned}
 
 
 def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
@@ -146,7 +153,7 @@ def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
     terms = tuple(read_format(term, where) for term in entry["terms"])
     if not terms:
         raise CheckpointError(f"{where} holds a layer without a term")
-    return Scheme(terms=terms, dynamic=entry["dynamic"], **grids)
+    return Scheme(terms=terms, dynamic=entry["dynamic"], rotation=entry.get("rotation"), **grids)
 
 
 def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesFormat:
@@ -245,6 +252,8 @@ def check_parts(
     problem = next((p for term in scheme.terms if (p := term.problem(rows, columns)) is not None), None)
     if problem is not None:
         raise CheckpointError(f"{layer} {problem}")
+    if (turned := scheme.rotation) is not None and (not has_hadamard(turned) or columns % turned):
+        raise CheckpointError(f"{layer} has {columns} inputs, which do not rotate in blocks of {turned}")
     wanted = scheme.parts(rows, columns)
     for name, part in wanted.items():
         if name not in found:

@@ -449,7 +449,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "rotation of nothing": (
         lambda d: rotation(d, "hidden=false", "--set", "heads=false"),
-        ("rotate with nothing to rotate; give hidden or heads",),
+        ("rotate with nothing to rotate; give hidden, heads or online",),
     ),
     "rotation in blocks of one": (lambda d: rotation(d, "block=1"), ("block 1", "allowed: 2 or more")),
     "rotation in blocks that do not fit": (

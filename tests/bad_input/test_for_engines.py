@@ -32,6 +32,8 @@ ASKED: dict[str, tuple[str, str]] = {
     "zero points": ("--for llama.cpp --grid asymmetric", "runs symmetric codes; drop --grid asymmetric"),
     "zero points in words": ("--for gptqmodel --grid asymmetric", "drop --grid asymmetric"),
     "outliers": ("--for vllm --set outliers=0.01", "runs no codes with exact outliers beside them; drop outliers"),
+    "searched inputs": ("--for transformers --scheme w4a4 --set input_range=mse", "searches no ranges of inputs"),
+    "inputs rotated online": ("--for vllm --method rotate --set online=true", "vllm rotates no inputs as it runs"),
     "tiles": ("--for llama.cpp --method spqr --calibration demo", "drop outliers, or leave --for out"),
     "tiles alone": (
         "--for llama.cpp --method spqr --set outliers=0 --group-size 32 --calibration demo",

@@ -28,6 +28,7 @@ from compress.model.structure.couplings import find_couplings
 from compress.model.structure.discovery import discover
 from compress.model.structure.orders import find_orders
 from compress.model.structure.rotate import Rotate
+from compress.model.structure.rotate_online import RotateOnline
 from compress.weights.rotations.orthogonal import hadamard_rotation, random_orthogonal
 
 STEPS = 64  # of the dtype's precision, of the largest output: a few roundings a layer, two layers deep
@@ -67,6 +68,12 @@ def rotate(kind, producer, dtype, blocks=1):
     one = hadamard_rotation(8, generator()).matrix() if blocks == 1 else None
     many = torch.stack([random_orthogonal(8, generator()) for _ in range(blocks)])
     return Case(model, name, Rotate(fold, many if one is None else one), ask)
+
+
+def rotate_online(kind, layer, dtype, block):
+    model, batch = livelier(build(kind)).to(dtype), inputs(kind)
+    ((name, _), *_) = find_stacks(model)[0].blocks
+    return Case(model, name, RotateOnline(layer, block), lambda m: answer(m, batch))
 
 
 def coupled(kind, producer, dtype):
@@ -126,6 +133,8 @@ SAME = {
     "permute the values of a head of gpt2": lambda d: permute("gpt2", "attn.c_proj", d),
     "permute the channels of opt": lambda d: permute("opt", "fc2", d),
     "permute the channels of bert": lambda d: permute("bert", "output.dense", d),
+    "rotate the inputs of llama's down_proj": lambda d: rotate_online("llama", "mlp.down_proj", d, 64),
+    "rotate the inputs of gpt2's projection": lambda d: rotate_online("gpt2", "mlp.c_proj", d, 16),
     "rotate the values of bert": lambda d: rotate("bert", "attention.self.value", d),
 }
 KEPT = {
@@ -255,6 +264,7 @@ def test_dropped_blocks_are_skipped(name):
 ONE_EACH = {
     "scale": lambda: scale("llama", "self_attn.v_proj", torch.float32),
     "rotate": lambda: rotate("llama", "self_attn.v_proj", torch.float32),
+    "rotate-online": lambda: rotate_online("llama", "mlp.down_proj", torch.float32, 64),
     "permute": lambda: permute("llama", "mlp.down_proj", torch.float32),
     "keep": lambda: coupled("llama", "self_attn.k_proj", torch.float32),
     "drop": lambda: drop("llama", torch.float32),

@@ -22,7 +22,7 @@ METHODS: list[list[compress.Pass]] = [
     [compress.SpQR(group_size=16)],
     [compress.KQuants()],
     [compress.Trellis()],
-    [compress.Rotation(), compress.RTN(group_size=16)],
+    [compress.Rotation(online=True), compress.RTN(group_size=16)],
     [compress.Ternary()],
     [compress.Binary()],
     [compress.AWQ(group_size=16)],

@@ -254,10 +254,14 @@ def test_layers_that_share_a_weight():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"hidden": False, "heads": False}, "rotate with nothing to rotate; give hidden or heads"),
+        ({"hidden": False, "heads": False}, "rotate with nothing to rotate; give hidden, heads or online"),
         ({"block": 1}, "rotate: block 1; allowed: 2 or more, or none"),
         ({"seed": -1}, "rotate: seed -1; allowed: 0 to"),
         ({"block": 5}, "rotate: blocks of 5 for 32 channels; blocks that fit: 2, 4, 8, 16, 32"),
+        (
+            {"hidden": False, "heads": False, "online": True, "block": 6},
+            "rotate: blocks of 6 for 64 inputs of model.layers.0.mlp.down_proj; blocks that fit: 2, 4, 8, 16, 32, 64",
+        ),
     ],
 )
 def test_options_that_cannot_be(options, said):

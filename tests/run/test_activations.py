@@ -337,11 +337,44 @@ def test_a_stopped_run_resumes_to_the_same_files(options, tmp_path):
         ({"scheme": "w4a16", "per_channel_inputs": True}, "its inputs are not rounded"),
         ({"scheme": "fp8", "outputs": "static", "calibrator": "kl"}, "kl"),
         ({"scheme": "w3a8"}, "allowed: .*w4a4, w4a8, w8a8"),
+        ({"scheme": "w4a8", "activation_grid": "asymmetric"}, r"asymmetric below 8 bits \(w2a2, w3a3, w4a4\)"),
+        ({"scheme": "w4a4", "activation_grid": "unsigned"}, "give activations=static with unsigned"),
+        ({"scheme": "w4a4", "input_range": "best"}, "input_range 'best'; allowed: minmax, mse"),
+        ({"scheme": "w8a8", "input_range": "mse"}, "integer inputs below 8 bits .*; w8a8, activations=dynamic"),
+        ({"scheme": "w4a4", "activations": "static", "input_range": "mse"}, "w4a4, activations=static: leave it out"),
+        ({"scheme": "w4a16", "input_range": "mse"}, "its inputs are not rounded"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         compress.RTN(**options)
+
+
+def by_hand(x_MK, factors):
+    """Inputs rounded to 16 asymmetric levels, of the factors of a token's range the one of least squared error."""
+    best = torch.full((len(x_MK), 1), torch.inf)
+    found = torch.zeros_like(x_MK)
+    for factor in factors:
+        low, high = (x_MK.amin(-1, True).clamp(max=0) * factor, x_MK.amax(-1, True).clamp(min=0) * factor)
+        step = (high - low) / 15
+        zero = torch.round(-8 - low / step).clamp(-8, 7)
+        values = ((torch.round(x_MK / step) + zero).clamp(-8, 7) - zero) * step
+        error = (values - x_MK).square().sum(-1, keepdim=True)
+        found, best = torch.where(error < best, values, found), torch.minimum(error, best)
+    return found
+
+
+@pytest.mark.parametrize(("choice", "factors"), [("minmax", [1.0]), ("mse", [1 - i / 50 for i in range(40)])])
+def test_inputs_of_four_bits_are_asymmetric_or_searched(tmp_path, choice, factors):
+    method = compress.RTN(scheme="w4a4", group_size=16, activation_grid="asymmetric", input_range=choice)
+    compress.quantize(build("llama"), method, output=tmp_path / "out", verify=True)
+    layer = compress.load(tmp_path / "out").model.layers[0].mlp.down_proj
+    x_MK = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)) + 0.5
+    rounding = layer.rounding("input")
+    torch.testing.assert_close(rounding.fake_quantize(x_MK), by_hand(x_MK, factors))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == ("compressed-tensors" if choice == "minmax" else "compress")
+    assert ("searched" in str(layer)) == (choice == "mse")
 
 
 def test_a_model_that_rounds_its_inputs_is_not_compressed_again():

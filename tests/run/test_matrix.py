@@ -23,6 +23,7 @@ SCHEMES = {
     "w8a16 per tensor": {"group_size": -1, "per_tensor": True},
     "w4a8": {"group_size": 16},
     "w4a4": {"group_size": 16},
+    "w4a4 searched": {"group_size": 16, "activation_grid": "asymmetric", "input_range": "mse"},
     "w4a4 static": {**STATIC, "group_size": -1, "activation_grid": "asymmetric"},
     "w8a8 dynamic": {},
     "w8a8 static": STATIC,

@@ -122,7 +122,7 @@ def test_two_ranks_rotate_as_one_process(folder, two):
     same(folder / "rotate-1", folder / "rotate-2")
     one, other = (json.loads((folder / f"rotate-{n}" / "compress.json").read_text())["structure"] for n in (1, 2))
     assert one["edits"] == other["edits"]
-    assert [each["edit"] for each in one["edits"]] == ["rotate-stream", "rotate", "rotate"]
+    assert [each["edit"] for each in one["edits"]] == ["rotate-stream", *["rotate"] * 2, *["rotate-online"] * 2]
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))

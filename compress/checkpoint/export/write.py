@@ -17,6 +17,7 @@ from compress.checkpoint.export.reading import in_own_process
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
@@ -71,7 +72,7 @@ def export(
     reporter, source = reporter or Silent(), find_source(str(model))
     if Path(output).exists() and Path(output).samefile(source.path):
         raise InputError(f"output {str(output)!r} is the model itself; give another directory")
-    if reasons := exporter.why_not(source):
+    if reasons := _reasons(exporter, source):
         raise InputError(f"{source.name} cannot be exported as {exporter.kind}: {'; '.join(reasons)}")
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as directory:
         assert directory is not None
@@ -116,7 +117,15 @@ def offers(model: str | Path) -> list[Offer]:
     """The exporters that there are, and why some cannot write this checkpoint. Some read its weights to know."""
     source = find_source(str(model))
     found = ((name, exporter_named(name)) for name in EXPORTERS)
-    return [Offer(name, exporter.about, tuple(exporter.why_not(source))) for name, exporter in found]
+    return [Offer(name, exporter.about, tuple(_reasons(exporter, source))) for name, exporter in found]
+
+
+def _reasons(exporter: Exporter, source: Source) -> list[str]:
+    """Reasons why an exporter cannot write a checkpoint. None of them carries a rotation of inputs."""
+    turned = next((name for name, layer in stored_in(source).layers.items() if layer.scheme.rotation is not None), None)
+    if turned is None:
+        return exporter.why_not(source)
+    return [f"{turned} rotates its input as the model runs, which no export does; run it with compress.load"]
 
 
 def _record(source: Source, exporter: Exporter, place: Place) -> dict[str, object]:

@@ -27,6 +27,7 @@ from compress.checkpoint.write.record import Finished
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
+from compress.model.online import input_rotation
 from compress.model.opened import Opened
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
@@ -121,7 +122,7 @@ class Writer:
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
         owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
-        schemes = {name: decision.scheme(isinstance(layers[name], Table)) for name, decision in stored.items()}
+        schemes = {name: scheme_in(layers[name], decision) for name, decision in stored.items()}
         check_importable(term for scheme in schemes.values() for term in scheme.terms)
         for name, decision in stored.items():
             if owner[name] == self.comm.rank:
@@ -242,6 +243,11 @@ class Writer:
         return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
 
 
+def scheme_in(layer: Layer, decision: Decision) -> Scheme:
+    """The scheme in which a decision about a layer is stored, with the rotation of the layer's input."""
+    return replace(decision.scheme(isinstance(layer, Table)), rotation=input_rotation(layer.module))
+
+
 def in_parts(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Tensors in their order, in parts of at most `limit` bytes (one tensor at least)."""
     part: dict[str, Tensor] = {}
@@ -275,6 +281,7 @@ def written_dense(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
     """Decided values of a layer without a format, in the dtype that the model stores. They are not rounded to
     the dtype of the computation in between."""
     values_NK = decided.dequantize()
+    assert input_rotation(layer.module) is None, f"{layer.name} rotates its input, which dense weights do not say"
     assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
     return values_NK.to(opened.dtype_of(layer.parameter))
 

@@ -7,11 +7,26 @@ from compress.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import BLOCKWISE, LEVELS, WHOLE, Scheme, input_bits, is_float, scheme_on, weights_alone
+from compress.weights.scheme import (
+    BLOCKWISE,
+    LEVELS,
+    WHOLE,
+    WIDE,
+    WITH_INPUTS,
+    Scheme,
+    input_bits,
+    is_float,
+    scheme_on,
+    weights_alone,
+)
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
 Outputs = Literal["none", "static"]
+InputRange = Literal["minmax", "mse"]
+
+
+NARROW = [name for name in WITH_INPUTS if not is_float(name) and input_bits(name) < WIDE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +38,12 @@ class ActivationFormat(WeightFormat):
     calibration."""
 
     activation_grid: ActivationGrid = "symmetric"
-    """Grid of static inputs and outputs. unsigned: for inputs that are never negative (after a ReLU); outputs then have
-    the asymmetric grid."""
+    """Grid of static inputs and outputs, and of dynamic inputs below 8 bits. unsigned: for inputs that are never
+    negative (after a ReLU), static; outputs then have the asymmetric grid."""
+
+    input_range: InputRange = "minmax"
+    """Range of dynamic inputs below 8 bits. minmax: all of a token; mse: the part of it with the least squared error,
+    searched for every token as the model runs."""
 
     outputs: Outputs = "none"
     """Rounding of a layer's output, bias included, to 8 bits, by a fixed range per tensor."""
@@ -39,6 +58,7 @@ class ActivationFormat(WeightFormat):
             ("activations", Activations),
             ("activation_grid", ActivationGrid),
             ("outputs", Outputs),
+            ("input_range", InputRange),
         ):
             one_of(option, getattr(self, option), get_args(allowed))
         if (is_float(self.scheme) or self.scheme in LEVELS) and self.activation_grid != "symmetric":
@@ -49,15 +69,17 @@ class ActivationFormat(WeightFormat):
             raise InputError(f"{self.scheme} fits inputs to every group of a token; leave activations out")
         if not weights_alone(self.scheme):
             self._check_dynamic()
+            self._check_range()
         elif (
             self.activations != "dynamic"
             or self.outputs != "none"
             or self.per_channel_inputs
             or self.activation_grid != "symmetric"
+            or self.input_range != "minmax"
         ):
             raise InputError(
-                "activations, activation_grid, outputs and per_channel_inputs are of schemes that round inputs; "
-                f"{self.scheme}: its inputs are not rounded"
+                "activations, activation_grid, input_range, outputs and per_channel_inputs are of schemes that round "
+                f"inputs; {self.scheme}: its inputs are not rounded"
             )
         if self.outputs != "none" and self.scheme not in WHOLE:
             raise InputError(f"outputs are for {' and '.join(WHOLE)}; {self.scheme}: give outputs=none")
@@ -65,15 +87,28 @@ class ActivationFormat(WeightFormat):
     def _check_dynamic(self) -> None:
         if self.activations != "dynamic":
             return
-        if self.activation_grid != "symmetric":
+        if self.activation_grid == "unsigned" or (self.activation_grid != "symmetric" and not self._narrow):
             raise InputError(
-                f"activations fitted to every token are symmetric; give activations=static with {self.activation_grid}"
+                f"activations fitted to every token are symmetric, or asymmetric below 8 bits ({', '.join(NARROW)}); "
+                f"give activations=static with {self.activation_grid}"
             )
         if self.per_channel_inputs:
             raise InputError(
                 "per_channel_inputs are fixed ranges, and activations are fitted to every token; give "
                 "activations=static with it"
             )
+
+    def _check_range(self) -> None:
+        if self.input_range != "minmax" and not (self._narrow and self.activations == "dynamic"):
+            raise InputError(
+                f"input_range={self.input_range} is for integer inputs below 8 bits that are fitted to every token "
+                f"({', '.join(NARROW)}); {self.scheme}, activations={self.activations}: leave it out"
+            )
+
+    @property
+    def _narrow(self) -> bool:
+        """True where inputs are integers of fewer than 8 bits."""
+        return self.scheme in NARROW
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
         fitted = self.fitted({shape[1]})
@@ -91,7 +126,9 @@ class ActivationFormat(WeightFormat):
         if self.scheme == BLOCKWISE:
             return replace(self.activation_grid_of("token"), granularity="block", block=INPUT_BLOCK)
         granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
-        return self.activation_grid_of("token" if self.activations == "dynamic" else granularity)
+        if self.activations != "dynamic":
+            return self.activation_grid_of(granularity)
+        return self.activation_grid_of("token").with_range(self.input_range)
 
     def output_grid(self) -> Grid | None:
         """The 8-bit grid of a layer's output; None where it stays as it is."""

@@ -6,7 +6,7 @@ A settled option is a `ClassVar`: it has that value, and is no option any more.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.passes.options.activation_format import ActivationGrid, Activations, Outputs
+from compress.passes.options.activation_format import ActivationGrid, Activations, InputRange, Outputs
 from compress.passes.options.fixed_ranges import PERCENTILE
 from compress.passes.options.weight_format import GridName, ScaleRule
 
@@ -25,6 +25,7 @@ class FewLevels:
     activation_grid: ClassVar[ActivationGrid] = "symmetric"
     outputs: ClassVar[Outputs] = "none"
     per_channel_inputs: ClassVar[bool] = False
+    input_range: ClassVar[InputRange] = "minmax"
     calibrator: ClassVar[str] = "minmax"
     percentile: ClassVar[float] = PERCENTILE
     histograms: ClassVar[bool] = False

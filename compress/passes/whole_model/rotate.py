@@ -3,18 +3,21 @@
     R1   x' = x Q            embeddings, what adds to the hidden state, and what reads it; gains of norms go into the
                              layers behind them, as a norm without gain commutes with Q
     R2   v' = R^T v          the rows of v, and the columns of what reads the values of a head: o (W R)(R^T v) = W v
+    R4   z' = H^T z          the columns of what reads neither, like down_proj behind a gate; the model multiplies by H
+                             as it runs (`online`): checkpoints say so, and other readers refuse them
 
 Q, R: a Hadamard matrix with random signs, [C, C] or blocks [B, B] of it. The function of the model stays what it was,
 and so do its shapes: every engine runs the result as it runs the original. Weights with outliers come to look like
-normal numbers, which grids of few levels fit better; so do inputs, for schemes that round them.
+normal numbers, which grids of few levels fit better; so do inputs, for schemes that round them. H has
+no signs: the size of its blocks says all about it.
 
 Sources: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456): random Hadamard rotations, fused where they can be. SpinQuant
 (Liu et al. 2024, arXiv 2405.16406): the names R1 and R2. SliceGPT (Ashkboos et al. 2024, arXiv 2401.15024): a hidden
 state may be rotated, with the gains of its norms in the layers behind them.
 
 Paper -> code: R1 -> `model.structure.rotate_stream.RotateStream`; R2 -> `model.structure.rotate.Rotate`; Hadamard
-matrices -> `weights.rotations.orthogonal.hadamard_rotation`. What a rotation fits is found on the model by trial:
-`model.structure.streams.find_streams`, `model.structure.rotate.widest`.
+matrices -> `weights.rotations.orthogonal.hadamard_rotation`; R4 -> `model.structure.rotate_online.RotateOnline`. What a
+rotation fits is found on the model by trial: `model.structure.streams.find_streams`, `model.structure.rotate.widest`.
 
 Departs from the papers:
 - norms that subtract the mean stay as they are: Q leaves the vector of ones where it is, by a reflection. SliceGPT
@@ -24,9 +27,11 @@ Departs from the papers:
 - R2 is found as a linear path from one layer to others, of whatever size it takes; heads are one case.
 - an output head that is tied to the embedding gets a weight of its own, as the last norm's gain goes into it. The model
   is larger by that, and the run says by how much.
-- R3 and R4, which engines would have to compute, are left out.
+- R4 is for every layer of a block that no other rotation reaches, in the largest blocks of which there is a Hadamard
+  matrix; R3, of keys and queries, is left out.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,10 +41,12 @@ import torch
 from compress.errors import InputError
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate
+from compress.model.structure.rotate_online import RotateOnline, unreached
 from compress.model.structure.rotate_stream import RotateStream, rotated_stream
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure, Stage
 from compress.passes.protocol.whole import Whole
+from compress.weights.rotations.hadamard import hadamard_sizes
 from compress.weights.rotations.orthogonal import hadamard_rotation
 
 SMALLEST_BLOCK = 2
@@ -58,6 +65,9 @@ class Rotation(Pass):
     heads: bool = True
     """Rotate the values of attention heads (R2)."""
 
+    online: bool = False
+    """Rotate the inputs of the other layers of blocks, like down_proj, as the model runs (R4)."""
+
     block: int | None = None
     """2 or more: channels that are rotated together, like the groups of a scheme: 16 to 128.  [default: all of them]"""
 
@@ -66,8 +76,8 @@ class Rotation(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.hidden or self.heads):
-            raise InputError("rotate with nothing to rotate; give hidden or heads")
+        if not (self.hidden or self.heads or self.online):
+            raise InputError("rotate with nothing to rotate; give hidden, heads or online")
         if self.block is not None and self.block < SMALLEST_BLOCK:
             raise InputError(f"rotate: block {self.block}; allowed: {SMALLEST_BLOCK} or more, or none")
         if not 0 <= self.seed <= LARGEST_SEED:
@@ -84,6 +94,8 @@ class Rotation(Pass):
             yield from (("", edit) for edit in self._of_hidden(whole, generator))
         if self.heads:
             yield from self._of_heads(whole, generator)
+        if self.online:
+            yield from (("", edit) for edit in self._of_inputs(whole))
 
     def _of_hidden(self, whole: Whole, generator: torch.Generator) -> Iterator[RotateStream]:
         streams = whole.streams()
@@ -127,3 +139,25 @@ class Rotation(Pass):
             whole.note(f"rotate: values of {len(sizes)} layers, {said} channels at a time")
         if without:
             whole.note(f"rotate: no layer's values take a rotation in {', '.join(without)}")
+
+    def _of_inputs(self, whole: Whole) -> Iterator[RotateOnline]:
+        folds = {block: [fold for fold, _ in found] for block, found in whole.matrix_folds().items()}
+        without: list[str] = []
+        blocks: Counter[int] = Counter()
+        for name, width in unreached(whole.model, whole.streams(), folds):
+            sizes = hadamard_sizes(width)
+            if self.block is not None and self.block not in sizes:
+                fits = ", ".join(map(str, sizes)) or "none"
+                raise InputError(
+                    f"rotate: blocks of {self.block} for {width} inputs of {name}; blocks that fit: {fits}"
+                )
+            if not sizes:
+                without.append(name)
+                continue
+            blocks[size := self.block or sizes[-1]] += 1
+            yield RotateOnline(name, size)
+        if blocks:
+            said = " and ".join(f"{number} layers, {size} channels at a time" for size, number in blocks.items())
+            whole.note(f"rotate: inputs of {said}, as the model runs")
+        if without or not blocks:
+            whole.note(f"rotate: no input is rotated as the model runs in {', '.join(without) or 'any layer'}")

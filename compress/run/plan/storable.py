@@ -11,7 +11,8 @@ from compress.checkpoint.read.names import mixed_experts
 from compress.checkpoint.write.describe import unknown_to_others
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
-from compress.model.layers import Layer
+from compress.model.layers import Layer, layers_of
+from compress.model.online import input_rotation
 from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
@@ -24,6 +25,7 @@ from compress.weights.scheme import Scheme
 def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: experts in one parameter, inputs with a scale per channel, and
     rounded inputs of layers that are stored dense, where the checkpoint would not say so."""
+    check_rotated(plan)
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.is_called):
         if layer.name in plan.treated:
             raise InputError(
@@ -42,6 +44,20 @@ def check_storable(plan: Plan) -> None:
                 raise InputError(
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
                     f"rounded input ({p.name}); ignore it, give it weights only, or leave the output out"
+                )
+
+
+def check_rotated(plan: Plan) -> None:
+    """Refuse layers that rotate their input as they run and are stored dense, where the checkpoint would not say so."""
+    for name, block in (each for stack in plan.stacks for each in stack.blocks):
+        for layer in layers_of(block, name):
+            if input_rotation(layer.module) is None:
+                continue
+            passes = [p for p in plan.passes if p.wants(layer.name) and layer.name in plan.treated]
+            if all(p.stored(layer.name, layer.shape) is None for p in passes):
+                raise InputError(
+                    f"{layer.name} rotates its input as it runs, which a checkpoint says of layers of codes alone; "
+                    "quantize it in the same run, or leave online out of rotate"
                 )
 
 
@@ -131,13 +147,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
         return
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
     if foreign:
-        first = next(iter(foreign))
-        yield (
-            f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
-            "checkpoint with compress.load, or with transformers after compress.register(), by "
-            f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and "
-            "read what `compress export --dense` makes of it"
-        )
+        yield _note_on_foreign(schemes, foreign)
         return
     if apart := unknown_to_others(model, schemes):
         yield (
@@ -181,6 +191,18 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
             "with dtype='bfloat16'; compress.load takes any"
         )
     yield from _notes_on_caches(plan)
+
+
+def _note_on_foreign(schemes: Mapping[str, Scheme], foreign: Mapping[str, str]) -> str:
+    """The way to read a checkpoint with layers that compressed-tensors cannot express, {layer: why}."""
+    first = next(iter(foreign))
+    turned = any(scheme.rotation is not None for scheme in schemes.values())
+    rest = "" if turned else ", and read what `compress export --dense` makes of it"
+    return (
+        f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
+        "checkpoint with compress.load, or with transformers after compress.register(), by "
+        f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it{rest}"
+    )
 
 
 def _notes_on_caches(plan: Plan) -> Iterator[str]:

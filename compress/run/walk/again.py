@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compress.model.calls import Arrival, Arrivals, Call, arrived, paired
 from compress.model.layers import Layer
+from compress.model.online import as_read
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Survey
 from compress.run.installed import Versions
@@ -79,7 +80,7 @@ def _given(block: nn.Module, layer: Layer, call: Call, index: int) -> list[Tenso
     seen: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(args[0])
+        seen.append(as_read(module, args[0]))
 
     hook = layer.module.register_forward_pre_hook(note, prepend=True)
     try:

@@ -17,6 +17,7 @@ from compress.kernels.cpu.steps import StepWeight
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import STRIPS_DIMENSIONS
 from compress.kernels.routes import Route
+from compress.model.online import rotate_input
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.matrix import Matrix
 from compress.weights.rounding import ActivationCodes, Side
@@ -216,6 +217,8 @@ class QuantLinear(StoredRows):
         rows, columns = shape
         layer = run_of(scheme)(scheme, columns, rows, bias)
         layer.fill(parts, slice(0, rows))
+        if scheme.rotation is not None:
+            rotate_input(layer, scheme.rotation)
         return layer
 
     @property

@@ -126,6 +126,7 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
         for layer in layers[:-1]
         if layer.out_features % layer.row_unit
     ]
+    reasons += [f"{layer.scheme}: each rotates its own input" for layer in layers if layer.scheme.rotation is not None]
     for layer in layers[1:]:
         if type(layer) is not type(first) or layer.scheme != first.scheme:
             reasons.append(f"schemes differ: {first.scheme}; {layer.scheme}")

@@ -30,6 +30,12 @@ def densify(model: nn.Module) -> None:
             f"{type(model).__name__} quantizes the {both} of {name} ({len(rounding)} layers in all), which dense "
             "weights would leave out; it has to stay compressed"
         )
+    turned = next((name for name, layer in compressed_layers(model) if layer.scheme.rotation is not None), None)
+    if turned is not None:
+        raise InputError(
+            f"{type(model).__name__} rotates the input of {turned} as it runs, which dense weights alone would leave "
+            "out; it has to stay compressed"
+        )
     ours = {p for m in model.modules() if isinstance(m, QuantLinear) for p in m.parameters()}
     trains = all(p.requires_grad for p in model.parameters() if p not in ours)
     tables: dict[PackedLinear, nn.Parameter] = {}

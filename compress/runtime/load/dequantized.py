@@ -20,6 +20,7 @@ from compress.model.disk_names import places_in
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts
 from compress.model.layers import as_stored, transposed_weights
+from compress.model.online import rotate_input
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.caches import round_cache
 from compress.weights.matrix import Weight
@@ -136,9 +137,18 @@ def _load(
     }
     config.__dict__.pop("quantization_config", None)
     model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
+    for name, block in _rotations(model, source).items():
+        rotate_input(model.get_submodule(name), block)
     if held is not None and caches:
         for name, attention in attentions(model).items():
             if name in scales:
                 hold_scales(attention, scales[name], persistent=False)
             round_cache(attention, held.scheme)
     return model
+
+
+def _rotations(model: nn.Module, source: Source) -> dict[str, int]:
+    """{layer of the model: the size of the blocks in which it rotates its input}."""
+    modules, place = dict(model.named_modules()), places_in(model)
+    turned = {name: layer.scheme.rotation for name, layer in stored_in(source).layers.items()}
+    return {place(modules, name): block for name, block in turned.items() if block is not None}

@@ -12,6 +12,8 @@
     smoothquant    smoothquant, rounded to nearest; smoothquant, gptq: its folds alone, then gptq
     trellis        trellis codes of as many bits as the scheme has
     rotate, ...    behind a rotation of hidden state and heads; rotate 32, ...: of 32 channels at a time
+    rotate online, ...     the inputs of down_proj are rotated, too, as the model runs
+    ..., searched inputs   asymmetric inputs by the range of least squared error, searched for every token
 
 w4a16:64 are integers of 4 bits in groups of 64. nvfp4, mxfp4 and w4a4:64 round the inputs of a layer, too. Embedding
 and head stay as they are. All models are evaluated as dense weights in float32.
@@ -20,6 +22,7 @@ and head stay as they are. All models are evaluated as dense weights in float32.
 import argparse
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,12 +56,19 @@ FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
 TRELLIS = "trellis"
 TURNED: dict[str, dict[str, Any]] = {"rotate, ": {}, **{f"rotate {n}, ": {"block": n} for n in (16, 32, 64, 128)}}
+TURNED["rotate online, "] = {"online": True}
+SEARCHED = ", searched inputs"
 BEHIND = [start + way for start in TURNED for way in ("rtn", "gptq", *FOLDED, TRELLIS)]
+KNOWN = [*ROUNDED, *SOLVED, *FOLDED, TRELLIS, *BEHIND]
 FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
 
 def made(scheme: str, way: str) -> list[Pass]:
+    if way.endswith(SEARCHED):
+        *before, last = made(scheme, way.removesuffix(SEARCHED))
+        searched: dict[str, Any] = {"activation_grid": "asymmetric", "input_range": "mse"}
+        return [*before, replace(last, **searched)]
     for start, how in TURNED.items():
         if way.startswith(start):
             return [compress.Rotation(**how), *made(scheme, way.removeprefix(start))]
@@ -91,7 +101,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
     parser.add_argument("--text", required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*ROUNDED, *SOLVED, *FOLDED, TRELLIS, *BEHIND])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=[*KNOWN, *(way + SEARCHED for way in KNOWN)])
     parser.add_argument("--samples", type=int, help="of the calibration")
     parser.add_argument("--calibration-length", type=int, help="tokens of a window of it, where it is a text")
     parser.add_argument("--windows", type=int, help="of the text")

@@ -157,9 +157,10 @@ def test_suspended_forward_decides_the_codes_of_a_replay_in_a_fraction_of_the_fo
     [
         (lambda: build("llama"), compress.GPTQ(group_size=16)),
         (lambda: build("llama"), compress.SmoothQuant()),
+        (lambda: build("llama"), (compress.Rotation(online=True), compress.GPTQ(scheme="w4a4", group_size=16))),
         (lambda: made("deepseek-v3"), compress.GPTQ(group_size=16, sweeps=0)),
     ],
-    ids=["drift", "folded, inputs rounded", "experts"],
+    ids=["drift", "folded, inputs rounded", "rotated online", "experts"],
 )
 def test_forwards_that_are_repeated_for_lack_of_memory_give_the_same_values(make, p, monkeypatch):
     kept, repeated = make(), make()

@@ -109,7 +109,10 @@ STRUCTURE = {
         compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
     ],
     "structure-alone": [compress.Structure(channels=0.25, importance="magnitude", compensate=False)],
-    "rotate": [compress.Rotation(seed=2), compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ)],
+    "rotate": [
+        compress.Rotation(seed=2, online=True),
+        compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
+    ],
 }
 
 
