@@ -185,7 +185,8 @@ def texts(things: Things, chance: random.Random) -> Made:
             )
         )
         rows = [json.dumps(mutations.changed(row, chance) if chance.random() < 1 / 3 else row) for _ in range(4)]
-        path.write_text(mutations.text("\n".join(rows), chance) if chance.random() < 1 / 4 else "\n".join(rows))
+        text = mutations.text("\n".join(rows), chance) if chance.random() < 1 / 4 else "\n".join(rows)
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
     elif kind in ("pt", "batches"):
         torch.save(odd_tensors(chance) if kind == "pt" else odd_batches(chance), path)
         if chance.random() < 1 / 4:
