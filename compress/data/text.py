@@ -137,7 +137,7 @@ def _check_inputs(batch: Batch) -> None:
     """Raises InputError for inputs of tokens that are no tensors, or hold nothing, and for a mask of other rows."""
     for name in ALWAYS_TENSORS:
         value = batch.get(name)
-        if value is not None and not (isinstance(value, Tensor) and value.numel()):
+        if value is not None and not (isinstance(value, Tensor) and value.ndim and value.numel()):
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{name} of a calibration batch is {found}; give a tensor with a number for each token")
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")

@@ -256,6 +256,7 @@ def test_ready_made_batches_stay_as_they_are() -> None:
     ("wrong", "says"),
     [
         ({"input_ids": 0.5}, "input_ids of a calibration batch is float"),
+        ({"input_ids": torch.tensor(1)}, r"input_ids of a calibration batch is a tensor of shape \[\]"),
         ({"attention_mask": True}, "attention_mask of a calibration batch is bool"),
         ({"position_ids": torch.ones(0, 3)}, r"position_ids of a calibration batch is a tensor of shape \[0, 3\]"),
         ({"attention_mask": torch.ones(2, 3)}, "attention_mask of a calibration batch has 2 rows and input_ids 1"),
