@@ -36,6 +36,7 @@ Departs from the papers:
 - Layers are in evaluation mode: dropout does nothing, batch norms keep their statistics.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,6 +48,8 @@ from compress.passes.protocol.stages import Decide, Learn, Stage
 from compress.train.options import TrainingOptions
 from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
+
+MINUTES = {"s": 1 / 60, "min": 1.0, "h": 60.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,9 @@ class Train(TrainingOptions, SparsityOptions, Pass):
         super().__post_init__()
         if self.trains == "scales" and self.shrinks:
             raise InputError("trains=scales leaves weights as they are, and l1 and group_lasso shrink them; give one")
+
+        if self.minutes and self.prunes:
+            raise InputError("minutes leaves the number of steps open, which pruning goes by; give steps")
 
     @property
     def writes(self) -> Aspect:  # type: ignore[override]
@@ -88,6 +94,15 @@ class Train(TrainingOptions, SparsityOptions, Pass):
     def apply(self, site: Site) -> dict[str, Decision]:
         """Decide nothing: the trained model is decided after training (`run.learn.training`)."""
         raise AssertionError("training decides when it is done")
+
+
+def recovery(words: str) -> Train:
+    """Training for a length of time, like 90s, 30min or 1.5h. Raises InputError."""
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(s|min|h)", words.strip())
+    minutes = float(found[1]) * MINUTES[found[2]] if found else 0.0
+    if not minutes:
+        raise InputError(f"recover {words!r}; allowed: a length of time, like 90s, 30min or 1.5h")
+    return Train(minutes=minutes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

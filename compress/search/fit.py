@@ -1,7 +1,7 @@
 """`fit`: from a size or a loss that is asked for to a checkpoint, the recipe that makes it again, and the proof.
 
     measure layers (Fisher-weighted losses) and the embedding -> choose -> quantize, evaluate -> correct, again
-    -> the uniform model of about as many bytes -> paired difference -> OUT
+    -> train, if asked to -> the uniform model of about as many bytes -> paired difference -> OUT
 
     OUT                      the checkpoint
     OUT.fit/recipe.yaml      for `compress quantize --recipe`
@@ -34,11 +34,13 @@ from compress.evaluation.document import Evaluation
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
+from compress.passes.train import recovery
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.search.candidate import BITS, Candidate
 from compress.search.fitting.choice import FitChoice
 from compress.search.fitting.deadline import Deadline
 from compress.search.fitting.proof import FitProof
+from compress.search.fitting.recovery import recovered
 from compress.search.fitting.tables import possible_tables
 from compress.search.fitting.target import fit_target
 from compress.search.fitting.work import FitAsked, FitTexts, Fitting
@@ -75,6 +77,7 @@ def fit(
     embeddings: bool = True,
     trellis: bool = True,
     hours: float | None = None,
+    recover: str | None = None,
     ignore: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
@@ -95,11 +98,14 @@ def fit(
     embedding may be compressed, too, for a size or a loss. trellis: without an engine, layers may have trellis codes of
     2 to 4 bits, which lose less than grids of as many bits and take longer to decode. Only `compress.load` reads a
     checkpoint with either. hours: the most that the work may take; the best recipe so far is what it leaves then.
-    keep_statistics: as in `measure_sensitivity`.
+    recover: a length of time like 30min, in which the recipe that was found is trained on the calibration data, within
+    hours; the result is taken where it is closer to the original on held-out text. keep_statistics: as in
+    `measure_sensitivity`.
 
     Raises InputError before any work for what cannot be: no or several targets, a size below the smallest recipe, fewer
     hours than one recipe takes.
     """
+    minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
     full = _schemes(engine)
     data, extent = Data(calibration, samples, length, batch_size), Extent(ignore)
@@ -114,17 +120,19 @@ def fit(
         full = [*(_trellises(asked) if trellis and engine is None else []), *full]
         _check_reach(asked, full, tables)
         beside = place.output.with_name(f"{place.output.name}.fit")
-        made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place)
+        made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place, minutes)
         place.take_name(overwrite)
     return made
 
 
-def _carried_out(work: Fitting, place: Directory) -> FitResult:
-    """Measure, search and prove; the checkpoint is left where it only needs its name."""
+def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:
+    """Measure, search, recover and prove; the checkpoint is left where it only needs its name."""
     work.tell_time()
     _check_reach(work.asked, work.full, work.possible)  # without trellis codes, if these take too long
     work.measure()
     chosen = work.search()
+    if minutes is not None:
+        chosen = recovered(work, chosen, minutes)
     proof = work.proof(chosen)
     (work.beside / chosen / MODEL).rename(place.model)
     work.leave(chosen, proof)

@@ -1,5 +1,6 @@
 """The options of training."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +20,9 @@ class TrainingOptions(LossOptions):
 
     steps: int = 200
     """1 or more: steps of the optimizer."""
+
+    minutes: float = 0.0
+    """0 or more: the time to train for, range test included; steps are then as many as its pace allows. 0: `steps`."""
 
     rows: int = 16
     """1 or more: samples per step, over all ranks and micro-batches."""
@@ -83,6 +87,10 @@ class TrainingOptions(LossOptions):
             one_of(name, getattr(self, name), get_args(allowed))
         for name in ("steps", "rows"):
             self._check(name, getattr(self, name) >= 1, "1 or more")
+        self._check("minutes", 0 <= self.minutes < math.inf, "0 or more")
+        if self.minutes and (self.learning_rate or self.trains == "scales"):
+            other = "learning_rate" if self.learning_rate else "trains=scales"
+            raise InputError(f"minutes counts steps by the pace of a range test, and {other} makes none; give steps")
         self._check("clip_norm", self.clip_norm > 0, "above 0")
         for name in ("learning_rate", "scale_rate", "weight_decay", "evaluate_every", "save_every", "seed"):
             self._check(name, getattr(self, name) >= 0, "0 or more")

@@ -39,6 +39,8 @@ TRIALS = 31  # six for each power of ten
 FEWEST = 16  # three for each, of a run of a few steps
 NEAR = 0.1  # of the whole fall: losses as near to the smallest one are as good
 PART = 1 / 2
+MOST = 1 / 3  # of the time of a run: no more is spent on the test
+SLOWER = 1.15  # times the pace of the test: a step with its share of measurements
 TOO_FAR = 2.0  # times the smallest loss: no larger rate is tried
 SHOWN = 8  # places of a curve in a line
 
@@ -54,6 +56,11 @@ class RangeTest:
     start: float
     curve: list[tuple[float, float]]
     seconds: float
+
+    def steps_in(self, minutes: float) -> int:
+        """The steps that a run of so many minutes has time for, the test taken off."""
+        pace = self.seconds / (len(self.curve) + 1)
+        return max(1, int((60 * minutes - self.seconds) / (SLOWER * pace)))
 
     def __str__(self) -> str:
         """The rate, and enough of the curve for a line."""
@@ -89,7 +96,7 @@ def range_test(this: Training) -> RangeTest:
     with _as_before(this):
         adamw = optimizer(this.learned, options)
         for trial, rate in enumerate([*rates, HIGHEST]):  # a step's loss measures the effect of the step before
-            step = replace(options, learning_rate=rate, warmup=0.0, schedule="constant")
+            step = replace(options, learning_rate=rate, minutes=0.0, warmup=0.0, schedule="constant")
             set_learning_rate(adamw, this.learned, rate)
             try:
                 line = take_step(replace(this, options=step, after=untouched), adamw, seen, samples, trial)
@@ -100,6 +107,8 @@ def range_test(this: Training) -> RangeTest:
             losses.append(float(line["loss"]))
             this.reporter.step(min(trial + 1, len(rates)), len(rates), f"range test, rate {rate:.1e}")
             if losses[-1] > TOO_FAR * min(losses):
+                break
+            if len(losses) > 1 and options.minutes and time.monotonic() - began > MOST * 60 * options.minutes:
                 break
     start, *after = losses
     curve = list(zip(rates, after, strict=False))

@@ -133,6 +133,11 @@ class StoredTerm(Term):
         """The tensors that `format.parts` names."""
         raise NotImplementedError
 
+    def scaled(self, factor_N: Tensor) -> "StoredTerm | None":
+        """The same codes, with the scale of each output times a factor; None where outputs have no scale of their
+        own."""
+        return None
+
 
 @dataclass(frozen=True)
 class Tensors(StoredTerm):

@@ -144,6 +144,10 @@ FITS: dict[str, Case] = {
     "fit to words": (lambda d: fit(d, "--task-loss", "little"), ("task loss 'little'; allowed: above 0", "like 1%")),
     "fit to all of the loss": (lambda d: fit(d, "--task-loss", "100%"), ("'100%'; allowed", "below 100%")),
     "fit in no time": (lambda d: fit(d, "--kl", 1, "--hours", 0), ("hours 0.0; allowed: above 0", "like 0.5")),
+    "fit that recovers words": (
+        lambda d: fit(d, "--kl", 1, "--recover", "30"),
+        ("recover '30'; allowed: a length of time", "30min"),
+    ),
     "fit in less time than a recipe takes": (
         lambda d: fit(d, "--kl", 1, "--hours", 1e-9),
         ("hours 1e-09; measuring the layers and running one recipe take about", "fewer --samples"),

@@ -35,6 +35,7 @@ from compress.checkpoint.read import source
 from compress.checkpoint.write.directory import Directory
 from compress.cli import progress, starting
 from compress.data import text as data
+from compress.errors import InputError
 from compress.evaluation.cost import size as sizes
 from compress.evaluation.stored_evaluation import read_evaluation
 from compress.kernels.notes import note_once
@@ -878,6 +879,18 @@ def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -
         words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False, preexec_fn=listening
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: stopped\n")
+
+
+def test_recovery_comes_behind_the_passes_of_layers() -> None:
+    from compress.cli.commands.quantize import with_recovery
+
+    passes = (compress.GPTQ(), compress.Embeddings())
+    gptq, train, embeddings = with_recovery(passes, "1.5h")
+    assert (gptq, embeddings) == passes
+    assert train.minutes == 90
+    assert with_recovery(passes, None) == passes
+    with pytest.raises(InputError, match="add such a method, or drop it"):
+        with_recovery((compress.KVCache(),), "1.5h")
 
 
 def test_an_effort_is_passes_and_says_which() -> None:

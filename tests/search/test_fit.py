@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from compress.search.fitting.choice import TableOption, below_kl, predicted_fron
 from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
 from compress.search.fitting.paired import kl_of_windows, paired_difference
 from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
+from compress.search.fitting.recovery import recovered
 from compress.search.fitting.target import fit_target
 from compress.system.progress import Silent
 
@@ -162,6 +164,39 @@ def test_the_words_say_what_the_figures_do():
     assert "| uniform-w3 | 490 | 3.1 | 0.05 (0.0304 to 0.0696) |" in markdown_of(proof(True, None))
 
 
+class FakeFitting:
+    """A `Fitting` whose recipes were run: which meet the target, and the clock."""
+
+    def __init__(self, meets: dict[str, bool], hours: float | None = None) -> None:
+        self.met, self.notes, self.watch, self.seconds_of_run = meets, [], Deadline(hours), 1.0
+        self.asked = SimpleNamespace(model="", texts=SimpleNamespace(rows=None), shared={"trust_remote_code": False})
+        self.beside, self.runs = Path(), {"fit-1": None}
+        self.choices = {"fit-1": within_budget(table(), TABLES, Budget(bytes=1700))}
+        self.note = self.notes.append
+
+    def run(self, choice, name):
+        self.runs[name], self.choices[name] = None, choice
+        return name
+
+    def meets(self, name):
+        return self.met[name]
+
+
+@pytest.mark.parametrize("change", [-0.01, 0.01])
+@pytest.mark.parametrize("meets", [(True, True), (False, True), (True, False)])
+def test_training_is_taken_where_it_is_closer_and_meets_no_less(monkeypatch, change, meets):
+    monkeypatch.setattr("compress.search.fitting.recovery.compared", lambda *_: Figure(change, 0.001))
+    work = FakeFitting(dict(zip(("fit-1", "fit-1-recovered"), meets, strict=True)))
+    better = change < 0 and meets != (True, False)
+    assert recovered(work, "fit-1", 0.5) == ("fit-1-recovered" if better else "fit-1")
+    assert ("it is taken" in work.notes[-1]) == better
+    first, train, table_pass = work.choices["fit-1-recovered"].passes[-3:]
+    assert (first.name, train.minutes, table_pass.name) == ("gptq", 0.5, "embeddings")
+    late = FakeFitting({}, hours=0.001)
+    assert recovered(late, "fit-1", 0.5) == "fit-1"
+    assert late.notes == ["no time was left to recover what was lost"]
+
+
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
@@ -173,7 +208,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
     original = (model / "model.safetensors").stat().st_size
     words = ["fit", model, "--size", f"{original // 5}B", "--calibration", "text.pt", "--output", "OUT"]
-    made = command(*words, "--json", "fit.json", "--hours", 1)
+    made = command(*words, "--json", "fit.json", "--hours", 1, "--no-trellis")
     assert made.code == 0, made.err
     assert "to measure layers" in made.err
     found = json.loads((tmp_path / "fit.json").read_text())
@@ -219,3 +254,17 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
     assert "the target, KL 1e-09, is missed" in missed.err
     assert not missed.json()["met"]
     assert Path("OUT/compress.json").exists()
+
+
+@pytest.mark.slow
+def test_trellis_codes_are_chosen_trained_and_made_again(model, tmp_path):
+    words = ["fit", model, "--bits", 3.1, "--calibration", "text.pt", "--output", "OUT"]
+    made = command(*words, "--json", "fit.json", "--recover", "20s")
+    assert made.code == 0, made.err
+    found = json.loads((tmp_path / "fit.json").read_text())
+    kl = {run["name"]: run["figures"]["kl_mean"]["value"] for run in found["runs"]}
+    assert "fit-1-recovered" in kl
+    assert kl[found["chosen"]] == min(kl["fit-1"], kl["fit-1-recovered"])
+    recipe = load_recipe(tmp_path / "OUT.fit" / "recipe.yaml")
+    assert any(p.name == "trellis" for p in recipe)
+    assert any(p.name == "train" for p in recipe) == (found["chosen"] == "fit-1-recovered")

@@ -10,9 +10,11 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished
+from compress.solvers.trellis.solve import nearest_states
+from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished, quantizers_of, scales_in
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
+from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.grid import Grid, quantize
 from compress.weights.matrix import Weight
 from compress.weights.rounding import ActivationCodes
@@ -131,6 +133,28 @@ def test_a_layer_that_nothing_is_to_be_rounded_of_stays_as_it_is():
     module = nn.Linear(18, 6)
     assert not attach(Layer("layer", module), Decision(dense(module.weight.data)), "learned")
     assert type(module) is nn.Linear
+
+
+def test_of_a_trellis_scales_learn_and_codes_stay():
+    torch.manual_seed(0)
+    module = nn.Linear(32, 6, bias=False)
+    codes = nearest_states(module.weight.data, TrellisCodes(bits=2, run=64), torch.bfloat16)
+    layer, decision = Layer("layer", module), Decision(Weight((codes,)))
+    attach(layer, decision, "learned")
+    x = torch.randn(3, 32)
+    assert torch.equal(module(x), x @ codes.dequantize().float().t())
+    module(x).square().sum().backward()
+    assert module._parameters["weight"].grad is None
+    (factor,) = scales_in(quantizers_of([layer])).values()
+    assert factor.grad.shape == (6, 1)
+    assert factor.grad.all()
+    with torch.no_grad():
+        factor.add_(torch.randn(6, 1) / 10)
+    (made,) = finished(layer, layer.weight, decision, torch.bfloat16).weight.terms
+    assert torch.equal(module(x), x @ made.dequantize().float().t())
+    assert torch.equal(made.states, codes.states)
+    assert not torch.equal(made.scale, codes.scale)
+    assert made.scale.dtype == torch.bfloat16
 
 
 def test_what_is_not_trained_is_refused_with_its_name():

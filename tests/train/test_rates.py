@@ -13,7 +13,7 @@ from compress.passes.train import Train
 from compress.run.learn import training
 from compress.system.progress import Silent
 from compress.train.loop.best import interval
-from compress.train.rates import LOWEST, PART, chosen, tried
+from compress.train.rates import LOWEST, PART, RangeTest, chosen, tried
 
 TWO_BITS = compress.RTN(scheme="w2a16", group_size=16)
 DATA = {"calibration": tokens(24, seed=4), "batch_size": 4, "verify": False}
@@ -128,3 +128,16 @@ def test_scales_alone_have_no_use_for_a_rate_of_weights(monkeypatch):
     monkeypatch.setattr(training, "range_test_once", None)
     passes = [TWO_BITS, Train(**{**FEW, "steps": 1}, trains="scales")]
     assert compress.quantize(strong(), passes, **DATA).record.training[0]["range_test"] is None
+
+
+def test_steps_are_as_many_as_the_pace_of_the_test_allows(monkeypatch):
+    paced = RangeTest(0.01, 1.0, [(1e-6, 1.0)] * 30, seconds=31.0)
+    assert paced.steps_in(1) == int(29 / 1.15)
+    assert paced.steps_in(0.1) == 1
+    options = {**FEW, "minutes": 1 / 60}
+    del options["steps"]
+    monkeypatch.setattr(RangeTest, "steps_in", lambda self, minutes: 10**6)  # whose time is up long before
+    (history,) = compress.quantize(strong(), [TWO_BITS, Train(**options)], **DATA).record.training
+    done = len(history["steps"])
+    assert done == history["options"]["steps"] == history["held_out"][-1]["step"] < 10**6
+    assert history["kept"] <= done

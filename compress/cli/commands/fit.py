@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     "take longer to decode.",
 )
 @click.option("--hours", type=float, help="The most that the work may take.  [default: as long as it takes]")
+@click.option(
+    "--recover",
+    metavar="TIME",
+    help="Train the recipe that was found on the calibration data for so long, like 30min, within --hours. The result "
+    "is taken where it is closer to the original on held-out text.",
+)
 @calibration_option(required=True)
 @click.option(
     "--text",

@@ -52,6 +52,12 @@ recipe_options = group(
 @click.argument("model")
 @recipe_options
 @click.option(
+    "--recover",
+    metavar="TIME",
+    help="Train what was decided on the calibration data for so long, like 30min: the pass `train`. It keeps the best "
+    "by held-out loss, the start included.",
+)
+@click.option(
     "--imatrix",
     metavar="FILE",
     help="Also write an importance matrix for llama-quantize: the mean square of each layer's inputs in the original "
@@ -68,6 +74,7 @@ def quantize(
     effort: str | None,
     recipe: str | None,
     rotate: bool,
+    recover: str | None,
     engine: str | None,
     imatrix: str | None,
     embeddings: str | None,
@@ -88,6 +95,7 @@ def quantize(
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
     passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
+    passes = with_recovery(passes, recover)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
     run("quantize", model, passes, who, notes, engine, imatrix, fsdp=fsdp, **options)
 
@@ -194,6 +202,19 @@ def rotation_asked(rotate: bool, method: str) -> tuple["Pass", ...]:
     if method == "rotate":
         raise InputError("--method rotate rotates already; drop --rotate")
     return (make_pass("rotate", {}),)
+
+
+def with_recovery(passes: tuple["Pass", ...], recover: str | None) -> tuple["Pass", ...]:
+    """Passes with the training that --recover asks for behind those of layers. Raises InputError where these leave
+    nothing to recover."""
+    if recover is None:
+        return passes
+    from compress.passes.train import recovery
+
+    lossy = [i for i, p in enumerate(passes) if p.writes in ("quantized weight", "mask") and p.treats == "layers"]
+    if not lossy:
+        raise InputError("--recover trains what was quantized or pruned; add such a method, or drop it")
+    return (*passes[: lossy[-1] + 1], recovery(recover), *passes[lossy[-1] + 1 :])
 
 
 def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | None = None) -> tuple["Pass", ...]:

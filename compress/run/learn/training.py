@@ -38,6 +38,7 @@ from compress.train.options import TrainingOptions
 from compress.train.rates import RangeTest, range_test_once
 from compress.train.rounding.penalties import Penalties, penalized
 from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
+from compress.train.rounding.quantizers import ScaledCodes
 from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.train.rounding.swapped_layers import (
     PARTS,
@@ -112,7 +113,8 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
         begin(run.model, run.plan, run.residency, start, sink.places)
         history, tested = _train(run, learn, teacher, quantized, mine)
         left = left_of(run.model, run.plan, run.residency, start, rest)
-    rate = {} if tested is None else {"learning_rate": tested.learning_rate}
+    rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
+    rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
     about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
     run.record.training.append({**asdict(history), **about})
     return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left, "after training, "))
@@ -190,10 +192,15 @@ def _train(
     quantizers = quantizers_of(layers)
     inside = parameters_in(quantizers)
     latent = {id(layer.parameter) for layer in layers}
+    fixed = {id(layer.parameter) for layer in layers if isinstance(layer.module._modules[PARTS[0]], ScaledCodes)}
     others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
 
     def wanted(p: nn.Parameter) -> bool:
-        return p.is_floating_point() and (options.trains == "all" or (options.trains == "layers" and id(p) in latent))
+        return (
+            p.is_floating_point()
+            and id(p) not in fixed
+            and (options.trains == "all" or (options.trains == "layers" and id(p) in latent))
+        )
 
     with requiring(others, wanted), _mapping(run, options, teacher):
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
@@ -208,14 +215,14 @@ def _train(
         scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
         if not weights and not scales:
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
-        fixed = fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()}
+        stay = fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()}
         learned = Learned(weights, scales)
         before, after = _thinning(run, learn, mine)
         this = Training(
             options,
             objective,
             learned,
-            fixed,
+            stay,
             rows,
             micro,
             run.comm,
@@ -236,7 +243,12 @@ def _carried_out(run: Run, learn: Learn, this: Training) -> tuple[History, Range
     if not this.options.learning_rate and this.learned.weights:
         tested = range_test_once(this)
         run.record.note(run.reporter, str(tested))
-        this = replace(this, options=replace(this.options, learning_rate=tested.learning_rate))
+        known: dict[str, Any] = {"learning_rate": tested.learning_rate}
+        if minutes := this.options.minutes:
+            known |= {"minutes": 0.0, "steps": tested.steps_in(minutes)}
+            run.record.note(run.reporter, f"{known['steps']} steps in {minutes:g} min")
+            this = replace(this, seconds=60 * minutes - tested.seconds)
+        this = replace(this, options=replace(this.options, **known))
     history = train(this)
     said = None if learn.sparsity.prunes else little_gain(history, this)
     if said is not None:

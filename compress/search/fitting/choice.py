@@ -16,6 +16,7 @@ from compress.errors import InputError
 from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, pass_class
+from compress.passes.train import Train
 from compress.search.budget import Allocation, Budget, allocate
 
 STEPS = 12  # of the predicted front
@@ -34,17 +35,19 @@ class TableOption:
 
 @dataclass(frozen=True)
 class FitChoice:
-    """A recipe. bytes: of all weight files. predicted_kl: nats per token, without correction."""
+    """A recipe. bytes: of all weight files. predicted_kl: nats per token, without correction. recovery: training behind
+    the passes of layers, which changes no size."""
 
     allocation: Allocation
     table: TableOption
     bytes: int
     predicted_kl: float
+    recovery: tuple[Train, ...] = ()
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """As `quantize` takes them."""
-        return (*self.allocation.passes, *self.table.passes)
+        return (*self.allocation.passes, *self.recovery, *self.table.passes)
 
 
 def within_budget(found: Sensitivity, tables: Sequence[TableOption], budget: Budget) -> FitChoice | None:

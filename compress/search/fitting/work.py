@@ -123,16 +123,17 @@ class Fitting:
         """Say how long it will take, and leave trellis codes out where there is no time for them. Raises InputError
         where one recipe takes longer than may be taken."""
         runs = 2 if self.asked.target.budget is not None else 3
-        cost = self._cost()
-        fewer = [c for c in self.full if not any(isinstance(p, Trellis) for p in c.passes)]
-        if cost is not None and not self.watch.allows(cost.least) and len(fewer) < len(self.full):
-            self.note(f"trellis codes are left out: with them, measuring and one recipe take {in_words(cost.least)}")
-            self.full = fewer
+        cost, whole = self._cost(), len(self.full)
+        told = "" if cost is None else f"with them, measuring and one recipe take {in_words(cost.least)}"
+        if cost is not None and not self.watch.allows(cost.least):
+            self.full = [c for c in self.full if not any(isinstance(p, Trellis) for p in c.passes)]
             cost = self._cost()
         if cost is None:
             self.note("how long this takes is not known before, away from a CPU")
             return
         self.watch.check(cost.least)
+        if len(self.full) < whole:
+            self.note(f"trellis codes are left out: {told}")
         self.note(cost.said(runs))
 
     def _cost(self) -> FitCost | None:
@@ -243,13 +244,12 @@ class Fitting:
                 one, two = (self.beside / each / MODEL for each in (name, other[0]))
                 difference = compared(asked.model, one, two, asked.texts.rows, asked.shared["trust_remote_code"])
         self._sweep(self.choices, Silent())  # one report on all
-        met = asked.target.is_met(self.runs[name]) if asked.target.budget is None else self._fits(name)
         original = self.runs[name].reference_size
         assert original is not None
         return FitProof(
             asked.name,
             str(asked.target),
-            met,
+            self.meets(name),
             self.stopped,
             asked.texts.source,
             len(asked.texts.rows),
@@ -263,9 +263,11 @@ class Fitting:
             self.notes,
         )
 
-    def _fits(self, name: str) -> bool:
+    def meets(self, name: str) -> bool:
+        """True where a recipe that was run meets the target."""
         budget, found = self.asked.target.budget, self.runs[name]
-        assert budget is not None
+        if budget is None:
+            return self.asked.target.is_met(found)
         assert found.bytes is not None
         if budget.bytes is not None:
             return found.bytes <= budget.bytes
@@ -275,7 +277,7 @@ class Fitting:
     def leave(self, chosen: str, proof: FitProof) -> None:
         """Write recipe and proof, and remove the other checkpoints."""
         choice = self.choices[chosen]
-        steps = [*choice.allocation.recipe["passes"], *describe(choice.table.passes)["passes"]]
+        steps = [*choice.allocation.recipe["passes"], *describe((*choice.recovery, *choice.table.passes))["passes"]]
         about = f"{proof.model}: {proof.target}, {choice.bytes:,} bytes"
         write_recipe(self.beside / RECIPE, replace(choice.allocation, recipe={"passes": steps}), about)
         write_json(self.beside / PROOF, asdict(proof))

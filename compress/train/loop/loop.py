@@ -49,7 +49,8 @@ class Training:
     resume: whether to continue from a checkpoint. before: called before each step, with its number counted from 0;
     returns values to log. after: called after each step with the learning rate of the weights; may change them. first:
     the step to begin with, of all that the schedule of rates knows. best_since: the step from which on the parameters
-    of least held-out loss are kept and restored at the end; None: the last parameters stay.
+    of least held-out loss are kept and restored at the end; None: the last parameters stay. seconds: the most that the
+    steps may take; None for as long as they take.
     """
 
     options: TrainingOptions
@@ -66,6 +67,7 @@ class Training:
     after: Callable[[float], None] = untouched
     first: int = 0
     best_since: int | None = None
+    seconds: float | None = None
 
 
 @dataclass
@@ -115,7 +117,8 @@ def train(this: Training) -> History:
         for step in range(history.resumed, options.steps):
             said = this.before(step)
             history.steps.append({**take_step(this, adamw, seen, order.of_step(step), step), **said})
-            done, last = step + 1, step + 1 == options.steps
+            done = step + 1
+            last = done == options.steps or _is_over(this, started)
             line = history.steps[-1]
             log.step(line)
             words = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
@@ -129,12 +132,23 @@ def train(this: Training) -> History:
                 saved.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
             if asked is not None:
                 raise asked
-    history.kept = options.steps if best.step is None else best.step
-    if history.kept != options.steps:
+            if last:
+                break
+        else:
+            done = options.steps
+    history.kept = done if best.step is None else best.step
+    if history.kept != done:
         reshard(this.objective.models[0])  # FSDP's root, once run, would not see the restored parameters
         best.put_back()
     history.seconds = time.monotonic() - started
     return history
+
+
+def _is_over(this: Training, started: float) -> bool:
+    """True once the time of a training is up, on all ranks together."""
+    if this.seconds is None:
+        return False
+    return bool(this.comm.gather_objects(time.monotonic() - started > this.seconds)[0])
 
 
 def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:

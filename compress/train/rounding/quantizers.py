@@ -5,6 +5,7 @@ and it keeps its sign (LSQ learns the scale itself). Scales are float32, or floa
 """
 
 import copy
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from compress.weights.grid import (
 )
 from compress.weights.matrix import Matrix, added, summed
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import StoredTerm
 
 Scales = Literal["learned", "anchored", "fixed", "fitted"]
 LEARNED = ("learned", "anchored")
@@ -180,6 +182,38 @@ class MaskedWeight(nn.Module):
         return Decision(dense(self.forward(weight_NK).to(stored)), kept=self.kept)
 
 
+class ScaledCodes(nn.Module):
+    """The values of codes that stay as they were decided, like those of a trellis, times a learned factor for each
+    output. The layer's own weight has no say. Raises ValueError for a term whose outputs have no scale."""
+
+    values: Tensor
+
+    def __init__(self, term: StoredTerm, scales: Scales, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.term = term
+        self.register_buffer("values", term.dequantize(dtype), persistent=False)
+        self.log_factor = nn.Parameter(self.values.new_zeros(len(self.values), 1), requires_grad=scales in LEARNED)
+        if term.scaled(self.log_factor.detach().flatten().exp()) is None:
+            raise ValueError
+
+    @property
+    def now(self) -> StoredTerm:
+        """The term with the scales that were learned."""
+        found = self.term.scaled(self.log_factor.detach().flatten().exp())
+        assert found is not None
+        return found
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Values in the shape of a weight [N, ...], as they will be stored, with the gradient of the factors."""
+        values = self.values * self.log_factor.exp()
+        return straight_through(values, self.now.dequantize().to(values)).reshape(weight.shape)
+
+    @torch.no_grad()
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """The decision to store the codes of `forward`."""
+        return Decision(added(self.now))
+
+
 class ActivationQuantizer(nn.Module):
     """Rounds a layer's input or output, as `codes` say.
 
@@ -247,7 +281,7 @@ class Shared(nn.Module):
         return rounded
 
 
-Quantizer = WeightQuantizer | MaskedWeight
+Quantizer = WeightQuantizer | MaskedWeight | ScaledCodes
 
 
 def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> Quantizer | None:
@@ -257,5 +291,9 @@ def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> 
         return WeightQuantizer(decision.weight, scales, decision.kept, dtype)
     if decision.dense:
         return None if decision.kept is None else MaskedWeight(decision.kept)
+    first, *others = decision.weight.terms
+    if isinstance(first, StoredTerm) and not others and decision.kept is None:
+        with suppress(ValueError):
+            return ScaledCodes(first, scales, dtype)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)
     raise ValueError(f"is stored as {said}, of which nothing is trained")

@@ -97,6 +97,11 @@ class Trellised(StoredTerm):
         packed = pack_rows(code.symbols(self.states), code.bits, signed=False)
         return {"weight_packed": packed, "weight_scale": self.scale}
 
+    def scaled(self, factor_N: Tensor) -> "Trellised":
+        work = working_dtype(self.scale)
+        scale = self.scale.to(work) * factor_N.to(self.scale.device, work)
+        return Trellised(self.states, scale.to(self.scale.dtype), self.format)
+
     def rows(self, part: slice) -> "Trellised":
         return Trellised(self.states[part], self.scale[part], self.format)
 
