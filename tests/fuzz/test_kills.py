@@ -70,7 +70,7 @@ COMMANDS = {
         ("out", "kept"),
     ),
     "quantize for llama.cpp": Command(
-        writing("quantize", "--for", "llama.cpp", "--method", "rtn"), again=("--overwrite",)
+        writing("quantize", "--for", "llama.cpp", "--method", "rtn"), "out", ("--overwrite",), ("out.checkpoint",)
     ),
     "prune": Command(
         writing("prune", "--method", "sparsegpt", "--pattern", "2:4", "--calibration", "{tokens}", "--batch-size", 2)
