@@ -246,7 +246,7 @@ def _carried_out(run: Run, learn: Learn, this: Training) -> tuple[History, Range
         known: dict[str, Any] = {"learning_rate": tested.learning_rate}
         if minutes := this.options.minutes:
             known |= {"minutes": 0.0, "steps": tested.steps_in(minutes)}
-            run.record.note(run.reporter, f"{known['steps']} steps in {minutes:g} min")
+            run.record.note(run.reporter, f"{known['steps']} steps of training fit into {60 * minutes:,.0f} s")
             this = replace(this, seconds=60 * minutes - tested.seconds)
         this = replace(this, options=replace(this.options, **known))
     history = train(this)
