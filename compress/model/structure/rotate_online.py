@@ -4,7 +4,7 @@ Source: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456), the Hadamard matrix bef
 al. 2024, arXiv 2405.16406).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
@@ -16,7 +16,7 @@ from compress.model.edits.folds import Fold
 from compress.model.experts import Experts
 from compress.model.layers import Layer, is_linear, layers_of, output_head
 from compress.model.online import input_rotation, rotate_input
-from compress.model.structure.streams import FoundStreams
+from compress.model.structure.streams import Stream
 from compress.system.schema import fits
 from compress.weights.rotations.hadamard import rotated
 
@@ -63,11 +63,13 @@ class RotateOnline:
         return cls(entry["layer"], entry["block"])
 
 
-def unreached(model: nn.Module, streams: FoundStreams, folds: Mapping[str, list[Fold]]) -> Iterator[tuple[str, int]]:
+def unreached(
+    model: nn.Module, streams: Sequence[Stream], folds: Mapping[str, list[Fold]]
+) -> Iterator[tuple[str, int]]:
     """(Name, K) of layers of blocks whose inputs no rotation of a producer reaches: those that read neither a hidden
-    state nor what a linear path leads to. folds: {block: its folds along which a matrix passes}. Layers that rotate
-    their input already, and experts, are none."""
-    reached = {name for stream in streams.found for name in (*stream.readers, *_behind(stream.norms))}
+    state nor what a linear path leads to. streams, folds: the hidden states and, {block: folds along which a matrix
+    passes}, the linear paths that are rotated. Layers that rotate their input already, and experts, are none."""
+    reached = {name for stream in streams for name in (*stream.readers, *_behind(stream.norms))}
     reached |= {_full(block, each.name) for block, found in folds.items() for fold in found for each in fold.consumers}
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     inside = {inner for module in experts for inner in module.modules()}

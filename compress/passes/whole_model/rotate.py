@@ -66,7 +66,7 @@ class Rotation(Pass):
     """Rotate the values of attention heads (R2)."""
 
     online: bool = False
-    """Rotate the inputs of the other layers of blocks, like down_proj, as the model runs (R4)."""
+    """Rotate the other inputs of blocks as the model runs: of down_proj (R4), and what hidden and heads leave out."""
 
     block: int | None = None
     """2 or more: channels that are rotated together, like the groups of a scheme: 16 to 128.  [default: all of them]"""
@@ -141,10 +141,13 @@ class Rotation(Pass):
             whole.note(f"rotate: no layer's values take a rotation in {', '.join(without)}")
 
     def _of_inputs(self, whole: Whole) -> Iterator[RotateOnline]:
-        folds = {block: [fold for fold, _ in found] for block, found in whole.matrix_folds().items()}
+        folds = {
+            block: [fold for fold, _ in found] if self.heads else [] for block, found in whole.matrix_folds().items()
+        }
+        streams = whole.streams().found if self.hidden else ()
         without: list[str] = []
         blocks: Counter[int] = Counter()
-        for name, width in unreached(whole.model, whole.streams(), folds):
+        for name, width in unreached(whole.model, streams, folds):
             sizes = hadamard_sizes(width)
             if self.block is not None and self.block not in sizes:
                 fits = ", ".join(map(str, sizes)) or "none"
