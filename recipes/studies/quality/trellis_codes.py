@@ -1,5 +1,5 @@
-"""KL of trellis codes of 2, 3 and 4 bits, without a rotation, with one that is fused into the model (R1, R2), and with
-one that is computed as the model runs, too (R4).
+"""KL of trellis codes of 2, 3 and 4 bits, without a rotation, with one that is fused into the model (R1, R2), with one
+that is computed as the model runs, too (R4), and with all of it computed as the model runs.
 
     python recipes/studies/quality/trellis_codes.py MODEL --calibration TEXT --text TEXT --json OUT.json
 
@@ -8,7 +8,12 @@ Each row is quantized, verified in a fresh process and evaluated on held-out tex
 
 from compress.recipes.studies.quality.compare import Recipes, compare, parser
 
-ROTATIONS: dict[str, dict[str, object] | None] = {"": None, "rotate, ": {}, "rotate online, ": {"online": True}}
+ROTATIONS: dict[str, dict[str, object] | None] = {
+    "": None,
+    "rotate, ": {},
+    "rotate online, ": {"online": True},
+    "rotate all online, ": {"hidden": False, "heads": False, "online": True},
+}
 
 
 def recipes(_: int) -> Recipes:
