@@ -149,7 +149,7 @@ FITS: dict[str, Case] = {
         ("recover '30'; allowed: a length of time", "30min"),
     ),
     "fit in less time than a recipe takes": (
-        lambda d: fit(d, "--kl", 1, "--hours", 1e-9),
+        lambda d: fit(d, "--kl", 1, "--hours", 1e-9, "--no-trellis"),
         ("hours 1e-09; measuring the layers and running one recipe take about", "fewer --samples"),
     ),
     "fit to a size that nothing has": (
