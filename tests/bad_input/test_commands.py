@@ -70,12 +70,12 @@ def allocate(desk: Desk, *more: object) -> Outcome:
 
 def fit(desk: Desk, *more: object) -> Outcome:
     data = ["--calibration", desk.tokens, "--text", desk.tokens]
-    return command("fit", desk.model, *data, "--output", desk.output, *more)
+    return command("fit", desk.model, *data, "--output", desk.output, "--no-trellis", *more)
 
 
 def fit_on(desk: Desk, calibration: object, *more: object) -> Outcome:
     words = ["fit", *(more or (desk.model,)), "--calibration", calibration, "--output", desk.output]
-    return command(*words, "--bits", 3.4)
+    return command(*words, "--bits", 3.4, "--no-trellis")
 
 
 def batches(desk: Desk) -> Path:
@@ -149,7 +149,7 @@ FITS: dict[str, Case] = {
         ("recover '30'; allowed: a length of time", "30min"),
     ),
     "fit in less time than a recipe takes": (
-        lambda d: fit(d, "--kl", 1, "--hours", 1e-9, "--no-trellis"),
+        lambda d: fit(d, "--kl", 1, "--hours", 1e-9),
         ("hours 1e-09; measuring the layers and running one recipe take about", "fewer --samples"),
     ),
     "fit to a size that nothing has": (
