@@ -49,6 +49,7 @@ QUICK = {
     ("qat",): ["--steps", "4"],
     ("distill", "--output"): ["--steps", "4"],
     ("bench",): ["--quick", "--rounds", "1"],
+    ("--recover",): ["--recover", "5s"],
     ("--calibration", "demo"): ["--samples", "8", "--length", "32"],
     ("evaluate", "--text", "demo"): ["--samples", "8", "--length", "32"],
 }
