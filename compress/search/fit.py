@@ -117,10 +117,14 @@ def fit(
         texts = _texts(model, data, text, shared)
         asked = FitAsked(str(model), target, texts, ignore, batch_size, shared, keep_statistics)
         tables = possible_tables(str(model)) if embeddings and engine is None else []
-        full = [*(_trellises(asked) if trellis and engine is None else []), *full]
+        trellises, why_none = _trellises(asked) if trellis and engine is None else ([], None)
+        full = [*trellises, *full]
         _check_reach(asked, full, tables)
         beside = place.output.with_name(f"{place.output.name}.fit")
-        made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place, minutes)
+        work = Fitting(asked, full, tables, beside, watch, reporter or Silent())
+        if why_none is not None:
+            work.note(f"trellis codes are left out: {why_none}")
+        made = _carried_out(work, place, minutes)
         place.take_name(overwrite)
     return made
 
@@ -158,14 +162,15 @@ def _schemes(engine: str | None) -> list[Candidate]:
     return full
 
 
-def _trellises(asked: FitAsked) -> list[Candidate]:
-    """Trellis codes as candidates, of the fewest bits first; none where a layer's inputs do not fill their words."""
+def _trellises(asked: FitAsked) -> tuple[list[Candidate], str | None]:
+    """Trellis codes as candidates, of the fewest bits first; or none and the reason, as where a layer's inputs do not
+    fill their words."""
     found = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
     try:
         plan(asked.model, found[0].passes, ignore=asked.ignore)
-    except InputError:
-        return []
-    return found
+    except InputError as error:
+        return [], str(error)
+    return found, None
 
 
 def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
