@@ -117,20 +117,19 @@ def fit(
         texts = _texts(model, data, text, shared)
         asked = FitAsked(str(model), target, texts, ignore, batch_size, shared, keep_statistics)
         tables = possible_tables(str(model)) if embeddings and engine is None else []
-        trellises, why_none = _trellises(asked) if trellis and engine is None else ([], None)
-        full = [*trellises, *full]
+        full, why_none = _with_trellises(asked, full) if trellis and engine is None else (full, None)
         _check_reach(asked, full, tables)
         beside = place.output.with_name(f"{place.output.name}.fit")
-        work = Fitting(asked, full, tables, beside, watch, reporter or Silent())
-        if why_none is not None:
-            work.note(f"trellis codes are left out: {why_none}")
-        made = _carried_out(work, place, minutes)
+        made = _carried_out(Fitting(asked, full, tables, beside, watch, reporter or Silent()), place, minutes, why_none)
         place.take_name(overwrite)
     return made
 
 
-def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:
-    """Measure, search, recover and prove; the checkpoint is left where it only needs its name."""
+def _carried_out(work: Fitting, place: Directory, minutes: float | None, why_none: str | None) -> FitResult:
+    """Measure, search, recover and prove; the checkpoint is left where it only needs its name. why_none: the reason why
+    there are no trellis codes, to be said."""
+    if why_none is not None:
+        work.note(f"trellis codes are left out: {why_none}")
     work.tell_time()
     _check_reach(work.asked, work.full, work.possible)  # without trellis codes, if these take too long
     work.measure()
@@ -162,15 +161,15 @@ def _schemes(engine: str | None) -> list[Candidate]:
     return full
 
 
-def _trellises(asked: FitAsked) -> tuple[list[Candidate], str | None]:
-    """Trellis codes as candidates, of the fewest bits first; or none and the reason, as where a layer's inputs do not
-    fill their words."""
+def _with_trellises(asked: FitAsked, full: list[Candidate]) -> tuple[list[Candidate], str | None]:
+    """Candidates with trellis codes before them, of the fewest bits first; or without, and the reason, as where a
+    layer's inputs do not fill their words."""
     found = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
     try:
         plan(asked.model, found[0].passes, ignore=asked.ignore)
     except InputError as error:
-        return [], str(error)
-    return found, None
+        return full, str(error)
+    return [*found, *full], None
 
 
 def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
