@@ -128,9 +128,9 @@ def fit(
 def _carried_out(work: Fitting, place: Directory, minutes: float | None, why_none: str | None) -> FitResult:
     """Measure, search, recover and prove; the checkpoint is left where it only needs its name. why_none: the reason why
     there are no trellis codes, to be said."""
+    work.tell_time()
     if why_none is not None:
         work.note(f"trellis codes are left out: {why_none}")
-    work.tell_time()
     _check_reach(work.asked, work.full, work.possible)  # without trellis codes, if these take too long
     work.measure()
     chosen = work.search()

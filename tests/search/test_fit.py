@@ -228,6 +228,16 @@ def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def test_trellis_codes_that_a_model_cannot_hold_are_named(model, tmp_path):
+    other = save(make_llama(intermediate_size=80), tmp_path / "other")
+    made = command("fit", other, "--bits", 3.5, "--calibration", "text.pt", "--output", "OUT", "--json", "fit.json")
+    assert made.code == 0, made.err
+    why = "trellis codes are left out: trellis needs inputs in multiples of 32: model.layers.0.mlp.down_proj has 80"
+    assert why in made.err
+    notes = json.loads((tmp_path / "fit.json").read_text())["notes"]
+    assert any(note.startswith(why) for note in notes)
+
+
 def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(model):
     words = [
         "fit",
