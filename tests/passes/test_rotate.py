@@ -260,7 +260,7 @@ def test_layers_that_share_a_weight():
         ({"block": 5}, "rotate: blocks of 5 for 32 channels; blocks that fit: 2, 4, 8, 16, 32"),
         (
             {"hidden": False, "heads": False, "online": True, "block": 6},
-            "rotate: blocks of 6 for 64 inputs of model.layers.0.mlp.down_proj; blocks that fit: 2, 4, 8, 16, 32, 64",
+            "rotate: blocks of 6 for 32 inputs of model.layers.0.self_attn.q_proj; blocks that fit: 2, 4, 8, 16, 32",
         ),
     ],
 )
