@@ -28,7 +28,7 @@ MIDDLE = 510  # half of the largest sum of four bytes
 UNIT = 128.0  # levels are whole numbers of 1 / 128, exact in float32
 WORD = 2**32
 # {L: the multiplier C} of least error on normal numbers among those tried, for k = 2 and 3.
-MULTIPLIERS = {12: 0x868EE2BB, 14: 0x9B4C7B71, 16: 0x82D9D721}
+MULTIPLIERS = {10: 0x849167C9, 12: 0x868EE2BB, 14: 0x9B4C7B71, 16: 0x82D9D721}
 BITS = (1, 2, 3, 4)
 INPUTS = 32  # symbols of so many inputs fill whole words
 

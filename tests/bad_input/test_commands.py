@@ -526,7 +526,7 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.trellis("--bits", 1),
         ("scheme of trellis, which leaves inputs as they are, 'w1a16'; allowed: w2a16, w3a16, w4a16",),
     ),
-    "a trellis of odd states": (lambda d: d.trellis("--set", "state_bits=13"), ("state_bits 13", "12, 14, 16")),
+    "a trellis of odd states": (lambda d: d.trellis("--set", "state_bits=13"), ("state_bits 13", "10, 12, 14, 16")),
     "a trellis of short runs": (lambda d: d.trellis("--set", "run=10"), ("run 10", "64 or more")),
     "a K-quant that is none": (
         lambda d: command("quantize", d.model, "--method", "rtn", "--scheme", "q7_k", "--output", d.output),

@@ -116,12 +116,14 @@ def _made(
     return FitChoice(made, table, made.total_bytes, made.predicted_kl + table.kl)
 
 
-def with_usual(words: Mapping[str, Sequence[Mapping[str, Any]]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """Candidates in words, with the default values of these options of every pass."""
+def with_usual(
+    words: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, Iterable[str]]
+) -> dict[str, list[Any]]:
+    """Candidates in words, with the default values of some options. names: {pass: its options}."""
 
     def usual(step: str) -> dict[str, Any]:
         known = options_of(pass_class(step))
-        return {name: known[name].default for name in names}
+        return {name: known[name].default for name in names[step]}
 
     return {
         candidate: [{name: {**given, **usual(name)} for name, given in step.items()} for step in steps]

@@ -53,4 +53,4 @@ def test_levels_are_nearly_normal(states: int):
     code = Code(2, states, MULTIPLIERS[states], 1024)
     levels = level_table(code, torch.device("cpu")) / spread_of(code)
     assert abs(float(levels.mean())) < 0.02
-    assert abs(float(levels.pow(4).mean()) - 2.7) < 0.1  # of the sum of four uniform numbers: 3 - 6 / 5 / 4
+    assert 2.65 < float(levels.pow(4).mean()) < 3  # 3 of normal numbers, 3 - 6 / 5 / 4 of the sum of four uniform ones
