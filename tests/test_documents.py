@@ -127,7 +127,7 @@ def test_a_command_runs_as_it_is_written(words: tuple[str, ...], written: Path, 
     more = [option for of, options in QUICK.items() if set(of) <= set(words) for option in options]
     # These take all of their data, as training does; of that of `fit`, some is held out.
     more = [] if words[1] in ("cache-logits", "fit") or "batches.pt" in words else more
-    more += ["--no-trellis"] if words[1] == "fit" else []  # whose search takes minutes of this model
+    more += ["--no-trellis", "--no-rotate"] if words[1] == "fit" else []  # whose search takes minutes of this model
     outcome = command(*words[1:], *more)
     assert outcome.code == 0, f"{COMMANDS[words]}\n{outcome.err}"
     if words[1] in ("quantize", "prune", "qat", "distill"):

@@ -42,6 +42,8 @@ from compress.errors import InputError, one_of
 from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
 from compress.model.left_alone import left_alone
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.where import only
 from compress.run.pipeline import walked
 from compress.run.plan.batches import ChainBrokenError, check_batches
@@ -78,6 +80,7 @@ def measure_sensitivity(
     candidates: Sequence[Candidate],
     *,
     calibration: Calibration,
+    first: Sequence[Pass] = (),
     text: str | Tensor | None = None,
     score: Score = "fisher",
     fused: bool = True,
@@ -94,7 +97,8 @@ def measure_sensitivity(
 ) -> MeasuredSensitivity:
     """Apply every candidate to every layer of the original model, and measure the loss.
 
-    calibration, samples, length, batch_size, ignore, device: as in `quantize`. text: held-out text, or token ids
+    calibration, samples, length, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that edit
+    the whole model before; a model that is given in memory is changed. text: held-out text, or token ids
     [samples, length], of which up to 16 windows are used. By default the last windows of the calibration data are held
     out, at most 16 and at most a fifth; no candidate sees them. score: `kl` measures, for each unit and candidate, the
     KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's output
@@ -110,19 +114,16 @@ def measure_sensitivity(
     data = Data(calibration, samples, length, batch_size)
     data.check()
     Extent(ignore).check()
-    study = _study(model, data, text, ignore, device, trust_remote_code, reporter or Silent())
-    if study.rows is None and score != "loss":
-        raise InputError(
-            f"{type(study.model).__name__} predicts no next token, so that there is no KL; give score=loss"
-        )
+    study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
+    study.check(score)
     candidates, words = _fitted(candidates, study.run.plan)
-    study = _with_kept(study, keep_statistics, candidates)
+    study = _with_kept(study, keep_statistics, candidates, first)
     identity = {
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
         "held_out": None if study.rows is None else study.rows.fingerprint(),
         "settings": [FORMAT, batch_size, list(ignore), score, fused, run_once, str(study.opened.dtype), VERSION],
-        "candidates": words,
+        "passes": [describe(first)["passes"], words],
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
@@ -135,10 +136,15 @@ def measure_sensitivity(
     return MeasuredSensitivity(found, study.rows)
 
 
-def _with_kept(study: "Study", place: str | Path | None, candidates: Sequence[Candidate]) -> "Study":
-    """The study with statistics that are kept in a folder, if one is given. Raises InputError for a folder of something
-    else."""
+def _with_kept(
+    study: "Study", place: str | Path | None, candidates: Sequence[Candidate], first: Sequence[Pass]
+) -> "Study":
+    """The study with statistics that are kept in a folder, if one is given and the model was not edited. Raises
+    InputError for a folder of something else."""
     if place is None:
+        return study
+    if first:
+        study.run.record.note(study.run.reporter, f"no statistics are kept in {place}: {first[0].name} edits the model")
         return study
     opened, notes = study.opened, list[str]()
     settings = {
@@ -175,6 +181,12 @@ class Study:
         """The rows that are held out, in micro-batches."""
         return [] if self.rows is None else self.rows.batches(self.batch_size)
 
+    def check(self, score: Score) -> None:
+        """Raise InputError for a score that the model has none of."""
+        if self.rows is None and score != "loss":
+            name = type(self.model).__name__
+            raise InputError(f"{name} predicts no next token, so that there is no KL; give score=loss")
+
     @property
     def name(self) -> str:
         """The model's, as a person calls it."""
@@ -192,6 +204,7 @@ class Study:
 def _study(
     model: nn.Module | str | Path,
     data: Data,
+    first: Sequence[Pass],
     text: str | Tensor | None,
     ignore: Sequence[str],
     device: str | torch.device | None,
@@ -205,6 +218,10 @@ def _study(
     found = found_model(model, device, trust_remote_code)
     whole = calibration_data(data, found, "measuring")
     opened = opened_model(found, None, comm)
+    if first:
+        made = quantize(opened.model, first, device=opened.device, restore=False)
+        assert made.model is not None
+        opened = replace(opened, model=made.model)
     plan = treatable(opened.model, ignore)
     check_batches(opened.model, whole.batches)
     shown, rows = _held_out(opened, whole, text, data)

@@ -70,12 +70,12 @@ def allocate(desk: Desk, *more: object) -> Outcome:
 
 def fit(desk: Desk, *more: object) -> Outcome:
     data = ["--calibration", desk.tokens, "--text", desk.tokens]
-    return command("fit", desk.model, *data, "--output", desk.output, "--no-trellis", *more)
+    return command("fit", desk.model, *data, "--output", desk.output, "--no-trellis", "--no-rotate", *more)
 
 
 def fit_on(desk: Desk, calibration: object, *more: object) -> Outcome:
     words = ["fit", *(more or (desk.model,)), "--calibration", calibration, "--output", desk.output]
-    return command(*words, "--bits", 3.4, "--no-trellis")
+    return command(*words, "--bits", 3.4, "--no-trellis", "--no-rotate")
 
 
 def batches(desk: Desk) -> Path:

@@ -18,8 +18,11 @@ from compress.errors import InputError
 from compress.evaluation.document import Figure
 from compress.passes.protocol.recipe import load_recipe
 from compress.search.budget import Budget
-from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_usual, within_budget
+from compress.search.candidate import Candidate
+from compress.search.fitting import measuring
+from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
 from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
+from compress.search.fitting.offered import Offered
 from compress.search.fitting.paired import kl_of_windows, paired_difference
 from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
 from compress.search.fitting.recovery import recovered
@@ -94,6 +97,13 @@ def test_recipes_are_run_with_other_options_than_layers_are_measured_with():
     p = compress.Trellis()
     assert found["w3"][0]["gptq"] == {"scheme": "w3a16", "refit": compress.GPTQ().refit}
     assert found["t"][0]["trellis"] == {"scheme": "w2a16", "sweeps": p.sweeps, "state_bits": p.state_bits}
+
+
+def test_sizes_are_of_recipes_as_they_are_run():
+    found = table()
+    made = with_sizes(found, "w3", {layer: 400 for unit in found.units for layer in unit.layers})
+    assert [[tried.bytes for tried in unit.tried.values()] for unit in made.units] == [[250, 400, 500]] * 3
+    assert replace(made.units[0].tried["w3"], bytes=375) == found.units[0].tried["w3"]
 
 
 def evaluation(kl: Figure, ratio: Figure, perplexity: float = math.e**2) -> compress.Evaluation:
@@ -207,7 +217,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
     original = (model / "model.safetensors").stat().st_size
     words = ["fit", model, "--size", f"{original // 5}B", "--calibration", "text.pt", "--output", "OUT"]
-    made = command(*words, "--json", "fit.json", "--hours", 1, "--no-trellis")
+    made = command(*words, "--json", "fit.json", "--hours", 1, "--no-trellis", "--no-rotate")
     assert made.code == 0, made.err
     assert "to measure layers" in made.err
     found = json.loads((tmp_path / "fit.json").read_text())
@@ -229,7 +239,8 @@ def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
 
 def test_trellis_codes_that_a_model_cannot_hold_are_named(model, tmp_path):
     other = save(make_llama(intermediate_size=80), tmp_path / "other")
-    made = command("fit", other, "--bits", 3.5, "--calibration", "text.pt", "--output", "OUT", "--json", "fit.json")
+    words = ["fit", other, "--bits", 3.5, "--calibration", "text.pt", "--output", "OUT", "--no-rotate"]
+    made = command(*words, "--json", "fit.json")
     assert made.code == 0, made.err
     why = "trellis codes are left out: trellis needs inputs in multiples of 32: model.layers.0.mlp.down_proj has 80"
     assert why in made.err
@@ -250,6 +261,7 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
         "-",
         "--no-embeddings",
         "--no-trellis",
+        "--no-rotate",
     ]
     made = command(*words, "--kl", "0.002")
     found = made.json()
@@ -265,9 +277,40 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
     assert Path("OUT/compress.json").exists()
 
 
+@pytest.mark.parametrize(("rotated", "taken"), [(0.79, True), (0.81, False)])
+def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(monkeypatch, rotated, taken):
+    found = Offered([Candidate("w3-trellis", (compress.Trellis(),))], (), (compress.Rotation(),))
+    kl = {(): 1.0, found.rotation: rotated}
+    monkeypatch.setattr(
+        measuring, "_measured", lambda _, __, first, *___: SimpleNamespace(uniform_kl={"w3-trellis": kl[first]})
+    )
+    made, said = measuring.with_or_without_rotation(None, found, Silent())
+    assert made.rotation == (found.rotation if taken else ())
+    told = f"w3-trellis has KL {rotated} with a rotation and 1 without"
+    assert said == f"the model is {'rotated' if taken else 'not rotated'}: {told}"
+
+
+def test_what_takes_too_long_is_left_out_and_said():
+    codes, grids = Candidate("w2-trellis", (compress.Trellis(),)), Candidate("w3", (compress.GPTQ(),))
+    whole = Offered([codes, grids], (), (compress.Rotation(),))
+    less = whole.without_trellises("it takes 2 h").without_rotation("it takes 1 h")
+    assert (less.schemes, less.rotation) == ([grids], ())
+    assert less.notes == ["trellis codes are left out: it takes 2 h", "the model is not rotated: it takes 1 h"]
+    assert less.without_trellises("again").without_rotation("again") == less
+
+
 @pytest.mark.slow
-def test_trellis_codes_are_chosen_trained_and_made_again(model, tmp_path):
-    words = ["fit", model, "--bits", 3.1, "--calibration", "text.pt", "--output", "OUT"]
+def test_rotation_and_trellis_codes_are_chosen_trained_and_made_again(tmp_path, model):
+    outlying = make_llama()
+    for block in outlying.model.layers:  # one channel is large, and what reads it has small weights
+        for norm, readers in (
+            (block.input_layernorm, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (block.post_attention_layernorm, ("mlp.gate_proj", "mlp.up_proj")),
+        ):
+            norm.weight.data[0] *= 100
+            for reader in readers:
+                block.get_submodule(reader).weight.data[:, 0] /= 100
+    words = ["fit", save(outlying, tmp_path / "outlying"), "--bits", 3.1, "--calibration", "text.pt", "--output", "OUT"]
     made = command(*words, "--json", "fit.json", "--recover", "20s")
     assert made.code == 0, made.err
     found = json.loads((tmp_path / "fit.json").read_text())
@@ -275,5 +318,6 @@ def test_trellis_codes_are_chosen_trained_and_made_again(model, tmp_path):
     assert "fit-1-recovered" in kl
     assert kl[found["chosen"]] == min(kl["fit-1"], kl["fit-1-recovered"])
     recipe = load_recipe(tmp_path / "OUT.fit" / "recipe.yaml")
+    assert recipe[0].name == "rotate"
     assert any(p.name == "trellis" for p in recipe)
     assert any(p.name == "train" for p in recipe) == (found["chosen"] == "fit-1-recovered")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.checkpoint.sensitivity import Sensitivity
+from compress.checkpoint.sensitivity import Sensitivity, Unit
 from compress.errors import InputError
 from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.base import Pass
@@ -129,3 +129,15 @@ def with_usual(
         candidate: [{name: {**given, **usual(name)} for name, given in step.items()} for step in steps]
         for candidate, steps in words.items()
     }
+
+
+def with_sizes(found: Sensitivity, candidate: str, sizes: Mapping[str, int]) -> Sensitivity:
+    """The same with other sizes of a candidate. sizes: {layer: bytes of its tensors}."""
+
+    def sized(unit: Unit) -> Unit:
+        if candidate not in unit.tried:
+            return unit
+        size = sum(sizes[layer] for layer in unit.layers)
+        return replace(unit, tried={**unit.tried, candidate: replace(unit.tried[candidate], bytes=size)})
+
+    return replace(found, units=[sized(unit) for unit in found.units])

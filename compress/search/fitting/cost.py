@@ -50,10 +50,11 @@ def cost_of_fit(
     ignore: Sequence[str],
     windows: tuple[int, int],
     held: int,
+    tries: int = 0,
 ) -> FitCost | None:
     """The seconds; None where they are not known before, as on a GPU. scored, full: candidates as layers are measured
     with them, and as they are run. windows: (number, tokens) of calibration data; held: windows of held-out text, as
-    long."""
+    long. tries: measurements of one scheme before the others."""
     samples, length = windows
 
     def seconds(p: Pass, count: int) -> float | None:
@@ -68,9 +69,9 @@ def cost_of_fit(
         return None
     of_each = [solving[c.passes[0].name] or 0.0 for c in scored]
     forward = (once - of_each[0]) / max(1, samples - 1) * OF_A_FORWARD  # of a window, with its statistics
-    held_out = forward * held * (2 + len(scored))
+    held_out = forward * held * (2 + len(scored) + 2 * tries)
     start = STARTS * min(time.process_time(), LONGEST_START)  # most of what a process has done by now is importing
     return FitCost(
-        once + sum(of_each[1:]) + GRADIENTS * forward * min(samples, 8) + held_out + start,
+        (1 + tries) * once + sum(of_each[1:]) + GRADIENTS * forward * min(samples, 8) + held_out + start,
         max(each for each in run if each is not None) + 2 * forward * held + start,
     )

@@ -3,29 +3,21 @@
 import math
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ours import noted
-from compress.checkpoint.portable_names import shown
-from compress.checkpoint.read.source import find_source
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.evaluate import evaluate
 from compress.evaluation.report.runs import EVALUATION
 from compress.evaluation.stored_evaluation import read_evaluation
-from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.recipe import describe
-from compress.passes.trellis import Trellis
 from compress.search.budget import write_recipe
-from compress.search.candidate import Candidate
 from compress.search.fitting.choice import (
     FitChoice,
     TableOption,
@@ -33,16 +25,17 @@ from compress.search.fitting.choice import (
     best,
     predicted_front,
     uniform_beside,
-    with_usual,
     within_budget,
 )
 from compress.search.fitting.cost import FitCost, cost_of_fit, in_words
 from compress.search.fitting.deadline import Deadline, Watched
+from compress.search.fitting.measuring import as_measured, measured, with_or_without_rotation
+from compress.search.fitting.offered import Offered
 from compress.search.fitting.paired import compared
 from compress.search.fitting.proof import FitProof, FrontPoint, RunPoint, markdown_of
+from compress.search.fitting.request import FitAsked
 from compress.search.fitting.tables import table_options
 from compress.search.fitting.target import FitTarget
-from compress.search.sensitivity import measure_sensitivity
 from compress.search.sweep import sweep
 from compress.search.trial import MODEL
 from compress.system.progress import Reporter, Silent
@@ -51,41 +44,6 @@ ROUNDS = 4  # recipes that are run for a loss, at most
 CLOSE = 0.93  # of a limit: what is as near to it needs no other round
 FURTHEST = 8.0  # times by which one round changes the aim, at most
 RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
-# {method: options with which layers are measured}. Trellis codes of 2^10 states take a quarter of the time of those of
-# 2^12 that are run, and have 5 to 7 % more error, whatever the bits.
-SWEEP_ALONE = {"refit": 0, "sweeps": 0}
-FAST = {"gptq": SWEEP_ALONE, "trellis": {**SWEEP_ALONE, "state_bits": 10}}
-
-
-@dataclass(frozen=True)
-class FitTexts:
-    """The data of `fit`. calibration: as `quantize` takes it, with `how`. rows: held-out token ids [windows, length],
-    of `source`. windows: (number, tokens) of the calibration data."""
-
-    calibration: str | Tensor
-    how: dict[str, Any]
-    rows: Tensor
-    source: str
-    windows: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class FitAsked:
-    """The request to `fit`. shared: `device` and `trust_remote_code`. keep_statistics: the folder of those by which
-    layers are measured."""
-
-    model: str
-    target: FitTarget
-    texts: FitTexts
-    ignore: Sequence[str]
-    batch_size: int
-    shared: dict[str, Any]
-    keep_statistics: str | Path | None = None
-
-    @property
-    def name(self) -> str:
-        """The model's, as a person calls it."""
-        return shown(find_source(self.model, self.shared["trust_remote_code"]).name)
 
 
 @dataclass
@@ -93,8 +51,7 @@ class Fitting:
     """The work of `fit`. runs: evaluations of recipes that were run; choices: those recipes, by name."""
 
     asked: FitAsked
-    full: Sequence[Candidate]
-    possible: Sequence[tuple[Embeddings, int]]
+    offered: Offered
     beside: Path
     watch: Deadline
     reporter: Reporter
@@ -116,53 +73,39 @@ class Fitting:
         self.notes.append(words)
         self.reporter.note(words)
 
-    @property
-    def scored(self) -> list[Candidate]:
-        """Candidates as layers are measured with them."""
-        return [
-            Candidate(c.name, tuple(replace(p, **dict[str, Any](FAST[p.name])) for p in c.passes)) for c in self.full
-        ]
-
     def tell_time(self) -> None:
-        """Say how long it will take, and leave trellis codes out where there is no time for them. Raises InputError
-        where one recipe takes longer than may be taken."""
+        """Say how long it will take, and leave trellis codes and rotations out where there is no time for them. Raises
+        InputError where one recipe takes longer than may be taken."""
         runs = 2 if self.asked.target.budget is not None else 3
-        cost, whole = self._cost(), len(self.full)
-        told = "" if cost is None else f"with them, measuring and one recipe take {in_words(cost.least)}"
-        if cost is not None and not self.watch.allows(cost.least):
-            self.full = [c for c in self.full if not any(isinstance(p, Trellis) for p in c.passes)]
-            cost = self._cost()
+        cost = self._cost()
+        for less in (Offered.without_trellises, Offered.without_rotation):
+            if cost is not None and not self.watch.allows(cost.least):
+                why = f"with that, measuring and one recipe take {in_words(cost.least)}"
+                self.offered = less(self.offered, why)
+                cost = self._cost()
         if cost is None:
             self.note("how long this takes is not known before, away from a CPU")
             return
         self.watch.check(cost.least)
-        if len(self.full) < whole:
-            self.note(f"trellis codes are left out: {told}")
         self.note(cost.said(runs))
 
     def _cost(self) -> FitCost | None:
         asked, texts = self.asked, self.asked.texts
-        return cost_of_fit(asked.model, self.scored, self.full, asked.ignore, texts.windows, len(texts.rows))
+        rows, tries = len(texts.rows), 2 * len(self.offered.rotation)
+        scored = as_measured(self.offered.schemes)
+        return cost_of_fit(asked.model, scored, self.offered.schemes, asked.ignore, texts.windows, rows, tries)
+
+    def choose_rotation(self) -> None:
+        """Keep the rotation where it helps, and say what it does."""
+        if self.offered.rotation:
+            self.offered, told = with_or_without_rotation(self.asked, self.offered, self.reporter)
+            self.note(told)
 
     def measure(self) -> None:
         """Measure every layer under every scheme, and the embedding."""
-        texts, asked = self.asked.texts, self.asked
-        self.found = measure_sensitivity(
-            asked.model,
-            self.scored,
-            calibration=texts.calibration,
-            text=texts.rows,
-            score="fisher",
-            run_once=False,
-            ignore=asked.ignore,
-            batch_size=asked.batch_size,
-            keep_statistics=asked.keep_statistics,
-            reporter=self.reporter,
-            **texts.how,
-            **asked.shared,
-        ).table
-        self.found = replace(self.found, candidates=with_usual(self.found.candidates, FAST))
-        self.tables = table_options(asked.model, texts.rows, self.possible, self.reporter, **asked.shared)
+        asked, tables = self.asked, self.offered.tables
+        self.found = measured(asked, self.offered, self.reporter)
+        self.tables = table_options(asked.model, asked.texts.rows, tables, self.reporter, **asked.shared)
 
     def search(self) -> str:
         """Choose and run recipes; the name of the best."""
@@ -224,7 +167,7 @@ class Fitting:
         texts = self.asked.texts
         return sweep(
             self.asked.model,
-            {name: choice.passes for name, choice in choices.items()},
+            {name: (*self.offered.rotation, *choice.passes) for name, choice in choices.items()},
             text=texts.rows,
             calibration=texts.calibration,
             output=self.beside,
@@ -281,7 +224,10 @@ class Fitting:
     def leave(self, chosen: str, proof: FitProof) -> None:
         """Write recipe and proof, and remove the other checkpoints."""
         choice = self.choices[chosen]
-        steps = [*choice.allocation.recipe["passes"], *describe((*choice.recovery, *choice.table.passes))["passes"]]
+        before, behind = (
+            describe(passes)["passes"] for passes in (self.offered.rotation, (*choice.recovery, *choice.table.passes))
+        )
+        steps = [*before, *choice.allocation.recipe["passes"], *behind]
         about = f"{proof.model}: {proof.target}, {choice.bytes:,} bytes"
         write_recipe(self.beside / RECIPE, replace(choice.allocation, recipe={"passes": steps}), about)
         write_json(self.beside / PROOF, asdict(proof))

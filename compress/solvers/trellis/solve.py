@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns
-from compress.kernels.layouts.trellis import spread_of
+from compress.kernels.layouts.trellis import level_table, spread_of
 from compress.solvers.column_sweep import DAMP, ActOrder, Factor, Ordered, damped, ordered, sweep
 from compress.solvers.gptq import POLISH_DAMP, Solved
 from compress.solvers.polish import Polish, SettledRule
@@ -120,8 +120,14 @@ class TrellisRule(SettledRule):
 
     def values(self, states: Tensor) -> Tensor:
         """Values [..., N] of states, rounded as they are stored."""
-        product = self.format.code.levels(states).to(self.scale.dtype) * self.scale
+        product = self.levels(states) * self.scale
         return product.to(self.scale_dtype).to(self.scale.dtype)
+
+    def levels(self, states: Tensor) -> Tensor:
+        """Levels [..., N] of states."""
+        code = self.format.code
+        at = states.to(torch.int64) & (2**code.state_bits - 1)  # states of 16 bits are in two's complement
+        return level_table(code, states.device)[at].to(self.scale.dtype)
 
     def at(self, column: int) -> tuple[Tensor, ...]:
         return (self.states[column],)
@@ -153,7 +159,7 @@ class TrellisRule(SettledRule):
 def refit_outputs(state: "Polish[TrellisRule]") -> None:
     """For fixed paths the loss is quadratic in the scale of each output: set it to its minimum."""
     rule = state.rule
-    level_KN = rule.format.code.levels(rule.states).to(rule.scale.dtype)
+    level_KN = rule.levels(rule.states)
     slope_N = (state.gradient * level_KN).sum(0)
     curvature_N = ((state.hessian @ level_KN) * level_KN).sum(0)
     moved_N = rule.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)

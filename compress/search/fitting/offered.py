@@ -1,0 +1,108 @@
+"""The recipes that `fit` chooses among: schemes of layers and of the embedding, and a rotation of the whole model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compress.api.engines import check_engine, engine_named, picked
+from compress.api.forecast.forecast import plan, shapes_of
+from compress.api.opened import found_model
+from compress.errors import InputError
+from compress.model.layers import output_head
+from compress.passes.embeddings import Embeddings
+from compress.passes.gptq import GPTQ
+from compress.passes.protocol.recipe import options_of
+from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
+from compress.passes.whole_model.rotate import Rotation
+from compress.run.plan.matching import shared_weights
+from compress.search.candidate import BITS, Candidate
+from compress.search.fitting.tables import possible_tables
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Parts of recipes that a person wants, where there is no engine that would not run them."""
+
+    embeddings: bool = True
+    trellis: bool = True
+    rotate: bool = True
+
+
+@dataclass(frozen=True)
+class Offered:
+    """schemes: candidates as they are run, of the fewest bits first. tables: (scheme of the embedding, bytes of tensors
+    that it saves). rotation: before all else, none for a model as it is. notes: what is left out, and why."""
+
+    schemes: Sequence[Candidate]
+    tables: Sequence[tuple[Embeddings, int]] = ()
+    rotation: tuple[Rotation, ...] = ()
+    notes: Sequence[str] = ()
+
+    def without_trellises(self, why: str) -> "Offered":
+        """The same without trellis codes."""
+        left = [c for c in self.schemes if not any(isinstance(p, Trellis) for p in c.passes)]
+        if len(left) == len(self.schemes):
+            return self
+        return replace(self, schemes=left, notes=[*self.notes, f"trellis codes are left out: {why}"])
+
+    def without_rotation(self, why: str) -> "Offered":
+        """The same without a rotation."""
+        if not self.rotation:
+            return self
+        return replace(self, rotation=(), notes=[*self.notes, f"the model is not rotated: {why}"])
+
+
+def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishes, trusted: bool) -> Offered:
+    """The parts of recipes that there are for a model. trusted: code of its repository may run. Raises InputError for
+    an engine that opens another form."""
+    schemes = _schemes(engine)
+    if engine is not None:
+        return Offered(schemes)
+    made = Offered(schemes, possible_tables(model) if wishes.embeddings else ())
+    if wishes.trellis:
+        codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
+        more = replace(made, schemes=[*codes, *schemes])
+        why = _why_not(model, ignore, codes[0].passes)
+        made = more if why is None else more.without_trellises(why)
+    if wishes.rotate:
+        # A head that is tied to the embedding would get a weight of its own.
+        rotation = Rotation(hidden=not _has_tied_head(model, trusted), online=True)
+        more = replace(made, rotation=(rotation,))
+        why = _why_not(model, ignore, (rotation, *schemes[0].passes))
+        made = more if why is None else more.without_rotation(why)
+    return made
+
+
+def _schemes(engine: str | None) -> list[Candidate]:
+    """Grids of 2 to 8 bits, or those of them that an engine runs."""
+    schemes = [f"w{bits}a16" for bits in BITS]
+    options: dict[str, Any] = {}
+    if engine is not None:
+        if engine_named(engine).to is not None:
+            raise InputError(
+                f"--for {engine} opens another form than the checkpoint whose size is fitted; allowed: vllm, "
+                f"transformers (for {engine}: compress quantize --for {engine}, or allocate and export)"
+            )
+        schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
+        options, _ = picked(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])
+        del options["scheme"]
+    full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, **options),)) for s in schemes]
+    if engine is not None:
+        check_engine(engine, [p for each in full for p in each.passes])
+    return full
+
+
+def _why_not(model: str, ignore: Sequence[str], passes: Sequence[Any]) -> str | None:
+    """The reason why passes do not suit a model, as trellis codes where a layer's inputs do not fill their words."""
+    try:
+        plan(model, passes, ignore=ignore)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _has_tied_head(model: str, trusted: bool) -> bool:
+    empty, _ = shapes_of(found_model(model, None, trusted))
+    head = output_head(empty)
+    weight = None if head is None else head._parameters.get("weight")
+    return weight is not None and id(weight) in shared_weights(empty)

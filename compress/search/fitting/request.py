@@ -1,0 +1,43 @@
+"""The request to `fit`: a model, a target and texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.source import find_source
+from compress.search.fitting.target import FitTarget
+
+
+@dataclass(frozen=True)
+class FitTexts:
+    """The data of `fit`. calibration: as `quantize` takes it, with `how`. rows: held-out token ids [windows, length],
+    of `source`. windows: (number, tokens) of the calibration data."""
+
+    calibration: str | Tensor
+    how: dict[str, Any]
+    rows: Tensor
+    source: str
+    windows: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FitAsked:
+    """The request to `fit`. shared: `device` and `trust_remote_code`. keep_statistics: the folder of those by which
+    layers are measured."""
+
+    model: str
+    target: FitTarget
+    texts: FitTexts
+    ignore: Sequence[str]
+    batch_size: int
+    shared: dict[str, Any]
+    keep_statistics: str | Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's, as a person calls it."""
+        return shown(find_source(self.model, self.shared["trust_remote_code"]).name)
