@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers
 from blocks import answer, inputs, livelier
 from checkpoints import same
-from commands import StopAfterOne, command, save
+from commands import StopAfterOne, command, make_llama, save
 from models import build, tokens
 
 import compress
@@ -101,13 +102,21 @@ def test_end_to_end(tmp_path):
         found.dequantize()
 
 
-@pytest.mark.parametrize("to", ["dense", "gguf", "sparse24"])
-def test_no_export_carries_it(tmp_path, to):
+def test_dense_weights_are_rotated_back_and_other_exports_refuse(tmp_path):
+    model = livelier(make_llama())  # of 96 inputs in down_proj: its matrix is not symmetric
     compress.quantize(
-        build("llama"), (compress.Rotation(**ALONE), compress.RTN()), output=tmp_path / "out", verify=False
+        model, (compress.Rotation(**ALONE), compress.RTN(scheme="w8a16")), output=tmp_path / "out", verify=False
     )
-    with pytest.raises(InputError, match="rotates its input as the model runs, which no export does"):
-        compress.export(tmp_path / "out", tmp_path / "other", to)
+    made = compress.export(tmp_path / "out", tmp_path / "dense", "dense")
+    assert any("14 layers" in line and "rotate what they are given" in line for line in made.lost), made.lost
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert turned(dense) == {}
+    torch.testing.assert_close(
+        answer(dense, BATCH), answer(compress.load(tmp_path / "out"), BATCH), atol=1e-5, rtol=1e-4
+    )
+    for to in ("gguf", "sparse24"):
+        with pytest.raises(InputError, match="rotates its input as the model runs, which only an export to dense"):
+            compress.export(tmp_path / "out", tmp_path / "other", to)
 
 
 def test_a_model_in_memory_is_that_of_its_codes():

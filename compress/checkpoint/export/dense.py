@@ -19,13 +19,16 @@ from compress.checkpoint.read.stored import Stored, stored_in, weight_of
 from compress.model.disk_names import disk_names
 from compress.model.experts_apart import join_experts, joined_lists
 from compress.model.layers import as_stored, transposed_weights
+from compress.weights.rotations.hadamard import rotated
 
 
 class DenseLayout(Exporter):
-    """Dense weights as transformers writes them, bit for bit those of `load(model, dequantize=True)`."""
+    """Dense weights as transformers writes them, bit for bit those of `load(model, dequantize=True)`; where an input is
+    rotated as the model runs, they are rotated back and rounded once more."""
 
     about = "a plain checkpoint of transformers, with the dense weights that the codes stand for"
     kind = "dense"
+    turns_back = True
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """A reason for a checkpoint that holds nothing compressed."""
@@ -45,8 +48,14 @@ class DenseLayout(Exporter):
 
 
 def left_out(stored: Stored) -> Iterator[str]:
-    """A line for each property of a compressed model that dense weights lack: rounded inputs and outputs, and
-    caches."""
+    """A line for each property of a compressed model that dense weights lack: rotated inputs, rounded inputs and
+    outputs, and caches."""
+    turned = [name for name, layer in stored.layers.items() if layer.scheme.rotation is not None]
+    if turned:
+        yield (
+            f"{len(turned)} layers, like {turned[0]}, rotate what they are given as the model runs; their dense "
+            "weights are rotated back, for a model that does not, and rounded to their dtype once more"
+        )
     rounded = [name for name, layer in stored.layers.items() if layer.scheme.inputs is not None]
     if rounded:
         returned = any(stored.layers[name].scheme.outputs is not None for name in rounded)
@@ -87,10 +96,16 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     holder = {n: next((of for of in lists if own(n).startswith(f"{of}.")), None) for n, _ in dense_names(source)}
     wanted, held = Counter(holder.values()), dict[str, dict[str, Tensor]]()
     for name, layer in dense_names(source):
-        tensor = source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()
+        tensor = source.weights.tensor(name) if layer is None else _dense(source, layer)
         if (of := holder[name]) is None:
             yield name, as_stored(tensor, layer is not None and name in transposed)
             continue
         held.setdefault(of, {})[own(name)] = tensor
         if len(held[of]) == wanted[of]:
             yield from ((joined(n), whole) for n, whole in join_experts(empty, held.pop(of)).items())
+
+
+def _dense(source: Source, layer: str) -> Tensor:
+    """The weight of a layer for an input that nothing rotates."""
+    weight, rotation = weight_of(source, layer).dequantize(), stored_in(source).layers[layer].scheme.rotation
+    return weight if rotation is None else rotated(weight, rotation, back=True)

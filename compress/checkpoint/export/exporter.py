@@ -26,13 +26,15 @@ class Exporter(Protocol):
     only what this tool wrote, and the record seals every file.
 
     about: the layout and its readers, a phrase. kind: a word for sentences ("14 layers are <kind>") and the record.
-    smaller: its outputs are to take fewer bytes, so a command that saves next to nothing fails. options: names of the
-    words that its class may be made with, which are options of the command. companions: patterns of
-    files that are copied from the checkpoint, but for those that the exporter writes itself; a licence always is.
+    turns_back: it takes the rotations of inputs that a model computes as it runs out of the weights; the others refuse
+    them. smaller: its outputs are to take fewer bytes, so a command that saves next to nothing fails. options: names of
+    the words that its class may be made with, which are options of the command. companions: patterns of files that are
+    copied from the checkpoint, but for those that the exporter writes itself; a licence always is.
     """
 
     about: ClassVar[str]
     kind: ClassVar[str]
+    turns_back: ClassVar[bool] = False
     smaller: ClassVar[bool] = False
     options: ClassVar[Sequence[str]] = ()
     companions: ClassVar[Sequence[str]] = COMPANIONS

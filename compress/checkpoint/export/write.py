@@ -121,11 +121,13 @@ def offers(model: str | Path) -> list[Offer]:
 
 
 def _reasons(exporter: Exporter, source: Source) -> list[str]:
-    """Reasons why an exporter cannot write a checkpoint. None of them carries a rotation of inputs."""
+    """Reasons why an exporter cannot write a checkpoint."""
+    if exporter.turns_back:
+        return exporter.why_not(source)
     turned = next((name for name, layer in stored_in(source).layers.items() if layer.scheme.rotation is not None), None)
     if turned is None:
         return exporter.why_not(source)
-    return [f"{turned} rotates its input as the model runs, which no export does; run it with compress.load"]
+    return [f"{turned} rotates its input as the model runs, which only an export to dense takes out of the weights"]
 
 
 def _record(source: Source, exporter: Exporter, place: Place) -> dict[str, object]:

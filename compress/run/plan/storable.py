@@ -196,12 +196,11 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
 def _note_on_foreign(schemes: Mapping[str, Scheme], foreign: Mapping[str, str]) -> str:
     """The way to read a checkpoint with layers that compressed-tensors cannot express, {layer: why}."""
     first = next(iter(foreign))
-    turned = any(scheme.rotation is not None for scheme in schemes.values())
-    rest = "" if turned else ", and read what `compress export --dense` makes of it"
     return (
         f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
         "checkpoint with compress.load, or with transformers after compress.register(), by "
-        f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it{rest}"
+        f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and read what "
+        "`compress export --to dense` makes of it"
     )
 
 

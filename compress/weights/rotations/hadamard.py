@@ -32,8 +32,11 @@ def plain_hadamard(size: int, dtype: torch.dtype, device: torch.device) -> tuple
         return tuple(each.to(device, dtype) for each in [*first, *sylvester_factors(size // base)] if each is not None)
 
 
-def rotated(x: Tensor, size: int) -> Tensor:
-    """x [..., K] times a Hadamard matrix [D, D] block by block, computed in float32 or better, in the dtype of x."""
+def rotated(x: Tensor, size: int, back: bool = False) -> Tensor:
+    """x [..., K] times a Hadamard matrix [D, D] block by block, computed in float32 or better, in the dtype of x.
+    back: times its inverse."""
     working = torch.promote_types(x.dtype, torch.float32)
     factors: Sequence[Tensor] = plain_hadamard(size, working, x.device)
+    if back:
+        factors = [factor.t() for factor in factors]
     return kronecker_product(x.to(working).unflatten(-1, (-1, size)), factors).flatten(-2).to(x.dtype)
