@@ -9,8 +9,9 @@
     OUT.fit/fit.json, .md    target, front that was searched, choice, intervals, a paragraph in words
     OUT.fit/report.html      all recipes that were run, beside each other (`search.sweep`)
 
-Layers are measured with GPTQ's sweep alone, which ranks schemes as its searches do and takes a fraction of their time;
-recipes are run with all of it. A run that was stopped goes on: measurements are cached, and finished recipes are kept.
+Layers are measured with GPTQ's sweep alone and trellis codes of fewer states, which rank schemes as its searches do and
+take a fraction of their time; recipes are run with all of it. A run that was stopped goes on: measurements are cached,
+and finished recipes are kept.
 """
 
 from collections.abc import Sequence

@@ -42,6 +42,7 @@ from compress.errors import InputError, one_of
 from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
 from compress.model.left_alone import left_alone
+from compress.model.online import input_rotation
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.where import only
@@ -97,15 +98,16 @@ def measure_sensitivity(
 ) -> MeasuredSensitivity:
     """Apply every candidate to every layer of the original model, and measure the loss.
 
-    calibration, samples, length, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that edit
-    the whole model before; a model that is given in memory is changed. text: held-out text, or token ids
-    [samples, length], of which up to 16 windows are used. By default the last windows of the calibration data are held
-    out, at most 16 and at most a fifth; no candidate sees them. score: `kl` measures, for each unit and candidate, the
-    KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's output
-    and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform models.
-    fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that predicted
-    KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a budget.
-    cached: reuse the result of an earlier call with equal inputs. keep_statistics: as in `quantize`, of any candidates.
+    calibration, samples, length, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
+    edit the whole model before; a model that is given in memory is changed, and no statistics are kept. text:
+    held-out text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows
+    of the calibration data are held out, at most 16 and at most a fifth; no candidate sees them. score: `kl`
+    measures, for each unit and candidate, the KL (nats per token) of a model with that unit replaced; `fisher`
+    estimates it, by the error of each layer's output and one backward pass (`search.fisher`); `loss` measures that
+    error alone. All measure the KL of uniform models. fused: layers that read one tensor get the same candidate.
+    run_once: also quantize the model once, so that predicted KLs are those of layers that compensate for earlier
+    ones; `allocate` needs it for a KL, and not for a budget. cached: reuse the result of an earlier call with equal
+    inputs. keep_statistics: as in `quantize`, of any candidates.
 
     Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss.
     """
@@ -129,7 +131,7 @@ def measure_sensitivity(
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
         return MeasuredSensitivity(found, study.rows)
-    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", score == "fisher", fused))
+    found = _measured(study, candidates, words, first, Wanted(study.held_out, score == "kl", score == "fisher", fused))
     if study.rows is not None and run_once:
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
@@ -219,9 +221,9 @@ def _study(
     whole = calibration_data(data, found, "measuring")
     opened = opened_model(found, None, comm)
     if first:
-        made = quantize(opened.model, first, device=opened.device, restore=False)
+        made = quantize(opened.model, first, ignore=ignore, device=opened.device, restore=False)
         assert made.model is not None
-        opened = replace(opened, model=made.model)
+        opened = replace(opened, model=made.model, notes=[*opened.notes, *made.record.notes])
     plan = treatable(opened.model, ignore)
     check_batches(opened.model, whole.batches)
     shown, rows = _held_out(opened, whole, text, data)
@@ -250,9 +252,14 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _measured(
-    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], wanted: Wanted
+    study: Study,
+    candidates: Sequence[Candidate],
+    words: dict[str, list[dict[str, Any]]],
+    first: Sequence[Pass],
+    wanted: Wanted,
 ) -> Sensitivity:
-    """Measure all candidates in one walk over the model. words: the candidates as recipes hold them."""
+    """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. first: passes that
+    have edited the model. Raises InputError where a layer rotates its input and takes no candidate."""
     with evaluating(study.model):
         made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
     if study.run.kept is not None:
@@ -260,8 +267,17 @@ def _measured(
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
+    coded = {layer for unit in made.units for layer in unit.layers}
+    turned = [name for name, module in study.model.named_modules() if input_rotation(module) is not None]
+    if dense := [name for name in turned if name not in coded]:
+        raise InputError(f"{dense[0]} would rotate its input as the model runs, and stays dense ({len(dense)} in all)")
+    edits = describe(first)["passes"]
+    print_of_model = study.opened.fingerprint()
     return Sensitivity(
-        model={"name": study.name, "fingerprint": study.opened.fingerprint()},
+        model={
+            "name": study.name,
+            "fingerprint": fingerprint({"model": print_of_model, "first": edits}) if edits else print_of_model,
+        },
         calibration=study.shown.described() or {},
         held_out=None if study.rows is None else study.rows.described(),
         candidates=words,

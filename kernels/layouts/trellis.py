@@ -111,6 +111,12 @@ def level_table(code: Code, device: torch.device) -> Tensor:
     return code.levels(torch.arange(2**code.state_bits, device=device))
 
 
+def levels_of(code: Code, states: Tensor) -> Tensor:
+    """float32, `Code.levels` of states by look-up."""
+    at = states.to(torch.int64) & (2**code.state_bits - 1)  # states of 16 bits are in two's complement
+    return level_table(code, states.device)[at]
+
+
 def spread_of(code: Code) -> float:
     """The root mean square of the levels of all states: about 1.15."""
     return float(level_table(code, torch.device("cpu")).square().mean().sqrt())

@@ -21,12 +21,15 @@ from compress.search.budget import Budget
 from compress.search.candidate import Candidate
 from compress.search.fitting import measuring
 from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
+from compress.search.fitting.cost import FitCost
 from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
-from compress.search.fitting.offered import Offered
+from compress.search.fitting.offered import Offered, Wishes, offered
 from compress.search.fitting.paired import kl_of_windows, paired_difference
 from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
 from compress.search.fitting.recovery import recovered
+from compress.search.fitting.request import FitAsked, FitTexts
 from compress.search.fitting.target import fit_target
+from compress.search.fitting.work import Fitting
 from compress.system.progress import Silent
 
 WEIGHTS = 1000
@@ -277,26 +280,69 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
     assert Path("OUT/compress.json").exists()
 
 
-@pytest.mark.parametrize(("rotated", "taken"), [(0.79, True), (0.81, False)])
+CODES, GRIDS = Candidate("w3-trellis", (compress.Trellis(),)), Candidate("w3", (compress.GPTQ(),))
+WHOLE = Offered([CODES, GRIDS], (), (compress.Rotation(),))
+
+
+@pytest.mark.parametrize(("rotated", "taken"), [(0.79, True), (0.81, False), (math.nan, False)])
 def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(monkeypatch, rotated, taken):
-    found = Offered([Candidate("w3-trellis", (compress.Trellis(),))], (), (compress.Rotation(),))
-    kl = {(): 1.0, found.rotation: rotated}
-    monkeypatch.setattr(
-        measuring, "_measured", lambda _, __, first, *___: SimpleNamespace(uniform_kl={"w3-trellis": kl[first]})
-    )
-    made, said = measuring.with_or_without_rotation(None, found, Silent())
-    assert made.rotation == (found.rotation if taken else ())
+    def found(_, __, first, *more):
+        return SimpleNamespace(
+            uniform_kl={"w3-trellis": rotated if first else 1.0}, notes=["other", "rotate: 3 layers"]
+        )
+
+    monkeypatch.setattr(measuring, "_measured", found)
+    made = measuring.with_or_without_rotation(SimpleNamespace(keep_statistics="KEPT"), WHOLE, Silent())
+    assert made.rotation == (WHOLE.rotation if taken else ())
     told = f"w3-trellis has KL {rotated} with a rotation and 1 without"
-    assert said == f"the model is {'rotated' if taken else 'not rotated'}: {told}"
+    kept = ["rotate: 3 layers", "statistics of the rotated model are not kept in KEPT"]
+    assert made.notes == ([f"the model is rotated: {told}", *kept] if taken else [f"the model is not rotated: {told}"])
 
 
-def test_what_takes_too_long_is_left_out_and_said():
-    codes, grids = Candidate("w2-trellis", (compress.Trellis(),)), Candidate("w3", (compress.GPTQ(),))
-    whole = Offered([codes, grids], (), (compress.Rotation(),))
-    less = whole.without_trellises("it takes 2 h").without_rotation("it takes 1 h")
-    assert (less.schemes, less.rotation) == ([grids], ())
-    assert less.notes == ["trellis codes are left out: it takes 2 h", "the model is not rotated: it takes 1 h"]
-    assert less.without_trellises("again").without_rotation("again") == less
+@pytest.mark.parametrize(
+    ("hours", "left"), [(1.1, (True, True)), (0.9, (True, False)), (0.5, (False, True)), (0.2, (False, False))]
+)
+def test_what_takes_too_long_is_left_out_and_said(monkeypatch, hours, left):
+    def cost(model, scored, full, *_):
+        return FitCost(0.0, 600.0 + 2100 * (CODES in full) + 600 * (_[-1] > 0))
+
+    monkeypatch.setattr("compress.search.fitting.work.cost_of_fit", cost)
+    texts = SimpleNamespace(rows=[], windows=(1, 1))
+    asked = SimpleNamespace(model="", ignore=(), texts=texts, target=fit_target(None, 3.0, None, None))
+    work = Fitting(asked, WHOLE, Path(), Deadline(hours), Silent())
+    work.tell_time()
+    assert (CODES in work.offered.schemes, work.offered.rotation == WHOLE.rotation) == left
+    said = ["trellis codes are left out", "the model is not rotated"]
+    assert {note.partition(":")[0] for note in work.offered.notes} == {
+        words for words, kept in zip(said, left, strict=True) if not kept
+    }
+
+
+def test_what_is_offered_fits_the_model(model, tmp_path):
+    other = save(make_llama(tie_word_embeddings=True, intermediate_size=80), tmp_path / "tied")
+    for path, tied in ((model, False), (other, True)):
+        made = offered(str(path), (), None, Wishes(), trusted=False)
+        assert [p.hidden for p in made.rotation] == [not tied]
+        assert any(c.name == "w2-trellis" for c in made.schemes) != tied
+        assert any("trellis codes are left out" in note for note in made.notes) == tied
+    assert offered(str(model), (), "vllm", Wishes(), trusted=False).rotation == ()
+
+
+def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_path):
+    rotation = compress.Rotation(hidden=False, heads=False, online=True)
+    how = {"calibration": tokens(40, 24), "score": "loss", "run_once": False}
+    plain, turned = (
+        compress.measure_sensitivity(str(model), [GRIDS], first=first, **how).table for first in ((), (rotation,))
+    )
+    assert plain.uniform_kl != turned.uniform_kl
+    assert plain.model["fingerprint"] != turned.model["fingerprint"]
+    assert plain.weights == turned.weights
+    texts = FitTexts(how["calibration"], {}, tokens(4, 24), "text", (40, 24))
+    asked = FitAsked(str(model), fit_target(None, 3.0, None, None), texts, ("*down_proj*",), 8, {})
+    made = measuring.with_or_without_rotation(asked, Offered([GRIDS], (), (rotation,)), Silent())
+    assert made.rotation == ()
+    (note,) = made.notes
+    assert note.startswith("the model is not rotated: rotate changes model.layers.0.mlp.down_proj, which is to be left")
 
 
 @pytest.mark.slow

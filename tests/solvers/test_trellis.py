@@ -48,7 +48,7 @@ def test_search_is_exact(bits: int):
 
 
 @pytest.mark.usefixtures("trellis_loops")
-@pytest.mark.parametrize(("bits", "states"), [(1, 12), (2, 12), (3, 12), (4, 12), (2, 16), (4, 10)])
+@pytest.mark.parametrize(("bits", "states"), [(1, 12), (2, 12), (3, 12), (4, 12), (2, 16), (2, 10), (4, 10)])
 def test_compiled_search_is_that_of_torch(bits: int, states: int):
     code = Code(bits, states, MULTIPLIERS[states], 300)
     if reasons := compiled.why_not(states, bits):

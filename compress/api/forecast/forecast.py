@@ -24,11 +24,10 @@ from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
 from compress.errors import InputError
 from compress.model.experts_apart import split_experts
-from compress.model.layers import output_head
 from compress.model.valueless import without_values
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
-from compress.run.plan.matching import shared_weights
+from compress.run.plan.matching import tied_head
 from compress.run.plan.plan import Plan
 from compress.run.plan.plan import plan as matched
 from compress.run.plan.storable import cache_entry_of, check_storable
@@ -143,9 +142,8 @@ def plan(
         outline(found.source, worked_on, empty, planned, delivery, tokens, loaded), empty, planned, delivery
     )
     stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
-    head = output_head(empty)
-    weight = None if head is None else head._parameters.get("weight")
-    if weight is None or id(weight) not in shared_weights(empty):
+    weight = tied_head(empty)
+    if weight is None:
         return told
     remarks = [
         f"{name} gives the output head, tied to the embedding, a weight of its own unless the gains of its norm are "

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     "--rotate/--no-rotate",
     default=True,
     show_default=True,
-    help="Without --for, let the model be rotated, part of it as it runs, where that lowers the KL of 3 bits by a "
-    "fifth. Only compress.load reads such a checkpoint.",
+    help="Without --for, rotate the model first where this lowers the KL of 3 bits by a fifth. Some inputs are then "
+    "rotated whenever it runs, and only compress.load reads the checkpoint.",
 )
 @click.option("--hours", type=float, help="The most that the work may take.  [default: as long as it takes]")
 @click.option(

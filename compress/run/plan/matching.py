@@ -123,6 +123,13 @@ def check_untouched(model: nn.Module) -> None:
                 )
 
 
+def tied_head(model: nn.Module) -> nn.Parameter | None:
+    """The weight of the output head, where the embedding has the same."""
+    head = output_head(model)
+    weight = None if head is None else head._parameters.get("weight")
+    return weight if weight is not None and id(weight) in shared_weights(model) else None
+
+
 def shared_weights(model: nn.Module) -> set[int]:
     """Identities of the weights that several modules use."""
     seen: set[int] = set()

@@ -8,20 +8,19 @@ from compress.api.engines import check_engine, engine_named, picked
 from compress.api.forecast.forecast import plan, shapes_of
 from compress.api.opened import found_model
 from compress.errors import InputError
-from compress.model.layers import output_head
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.passes.whole_model.rotate import Rotation
-from compress.run.plan.matching import shared_weights
+from compress.run.plan.matching import tied_head
 from compress.search.candidate import BITS, Candidate
 from compress.search.fitting.tables import possible_tables
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Parts of recipes that a person wants, where there is no engine that would not run them."""
+    """Parts of recipes that are wanted; for an engine there are none of them."""
 
     embeddings: bool = True
     trellis: bool = True
@@ -31,7 +30,7 @@ class Wishes:
 @dataclass(frozen=True)
 class Offered:
     """schemes: candidates as they are run, of the fewest bits first. tables: (scheme of the embedding, bytes of tensors
-    that it saves). rotation: before all else, none for a model as it is. notes: what is left out, and why."""
+    that it saves). rotation: the first pass, or none. notes: what is left out or decided, and why."""
 
     schemes: Sequence[Candidate]
     tables: Sequence[tuple[Embeddings, int]] = ()
@@ -66,7 +65,8 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
         made = more if why is None else more.without_trellises(why)
     if wishes.rotate:
         # A head that is tied to the embedding would get a weight of its own.
-        rotation = Rotation(hidden=not _has_tied_head(model, trusted), online=True)
+        empty, _ = shapes_of(found_model(model, None, trusted))
+        rotation = Rotation(hidden=tied_head(empty) is None, online=True)
         more = replace(made, rotation=(rotation,))
         why = _why_not(model, ignore, (rotation, *schemes[0].passes))
         made = more if why is None else more.without_rotation(why)
@@ -99,10 +99,3 @@ def _why_not(model: str, ignore: Sequence[str], passes: Sequence[Any]) -> str | 
     except InputError as error:
         return str(error)
     return None
-
-
-def _has_tied_head(model: str, trusted: bool) -> bool:
-    empty, _ = shapes_of(found_model(model, None, trusted))
-    head = output_head(empty)
-    weight = None if head is None else head._parameters.get("weight")
-    return weight is not None and id(weight) in shared_weights(empty)

@@ -74,15 +74,18 @@ class Fitting:
         self.reporter.note(words)
 
     def tell_time(self) -> None:
-        """Say how long it will take, and leave trellis codes and rotations out where there is no time for them. Raises
-        InputError where one recipe takes longer than may be taken."""
+        """Say how long it will take, and leave rotations or trellis codes out, or both, where there is no time for
+        them. Raises InputError where one recipe takes longer than may be taken."""
         runs = 2 if self.asked.target.budget is not None else 3
-        cost = self._cost()
-        for less in (Offered.without_trellises, Offered.without_rotation):
-            if cost is not None and not self.watch.allows(cost.least):
-                why = f"with that, measuring and one recipe take {in_words(cost.least)}"
-                self.offered = less(self.offered, why)
+        cost, whole = self._cost(), self.offered
+        if cost is not None and not self.watch.allows(cost.least):
+            why = f"measuring and one recipe would take {in_words(cost.least)}"
+            alone = whole.without_rotation(why)
+            for less in (alone, whole.without_trellises(why), alone.without_trellises(why)):
+                self.offered = less
                 cost = self._cost()
+                if cost is None or self.watch.allows(cost.least):
+                    break
         if cost is None:
             self.note("how long this takes is not known before, away from a CPU")
             return
@@ -98,8 +101,10 @@ class Fitting:
     def choose_rotation(self) -> None:
         """Keep the rotation where it helps, and say what it does."""
         if self.offered.rotation:
-            self.offered, told = with_or_without_rotation(self.asked, self.offered, self.reporter)
-            self.note(told)
+            known = len(self.offered.notes)
+            self.offered = with_or_without_rotation(self.asked, self.offered, self.reporter)
+            for note in self.offered.notes[known:]:
+                self.note(note)
 
     def measure(self) -> None:
         """Measure every layer under every scheme, and the embedding."""

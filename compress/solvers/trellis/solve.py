@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns
-from compress.kernels.layouts.trellis import level_table, spread_of
+from compress.kernels.layouts.trellis import levels_of, spread_of
 from compress.solvers.column_sweep import DAMP, ActOrder, Factor, Ordered, damped, ordered, sweep
 from compress.solvers.gptq import POLISH_DAMP, Solved
 from compress.solvers.polish import Polish, SettledRule
@@ -125,9 +125,7 @@ class TrellisRule(SettledRule):
 
     def levels(self, states: Tensor) -> Tensor:
         """Levels [..., N] of states."""
-        code = self.format.code
-        at = states.to(torch.int64) & (2**code.state_bits - 1)  # states of 16 bits are in two's complement
-        return level_table(code, states.device)[at].to(self.scale.dtype)
+        return levels_of(self.format.code, states).to(self.scale.dtype)
 
     def at(self, column: int) -> tuple[Tensor, ...]:
         return (self.states[column],)
