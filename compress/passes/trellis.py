@@ -58,7 +58,7 @@ class Trellis(SecondOrder):
     """w2a16, w3a16, w4a16: bits of a weight."""
 
     state_bits: int = 12
-    """10, 12, 14 or 16: bits of a state. Each two more take four times the time, for about a twentieth less error."""
+    """10, 12, 14 or 16: bits of a state. Two more take four times the time; from 12 on, for a twentieth less error."""
 
     act_order: ActOrder = "static"
     """Visit columns by falling diag(H) (static, or group, which is the same here), or as they come (none)."""

@@ -119,34 +119,33 @@ def measure_sensitivity(
     study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
     study.check(score)
     candidates, words = _fitted(candidates, study.run.plan)
-    study = _with_kept(study, keep_statistics, candidates, first)
+    study = _with_kept(study, keep_statistics, candidates)
     identity = {
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
         "held_out": None if study.rows is None else study.rows.fingerprint(),
         "settings": [FORMAT, batch_size, list(ignore), score, fused, run_once, str(study.opened.dtype), VERSION],
-        "passes": [describe(first)["passes"], words],
+        "passes": [study.edits, words],
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
         return MeasuredSensitivity(found, study.rows)
-    found = _measured(study, candidates, words, first, Wanted(study.held_out, score == "kl", score == "fisher", fused))
+    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", score == "fisher", fused))
     if study.rows is not None and run_once:
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
     return MeasuredSensitivity(found, study.rows)
 
 
-def _with_kept(
-    study: "Study", place: str | Path | None, candidates: Sequence[Candidate], first: Sequence[Pass]
-) -> "Study":
+def _with_kept(study: "Study", place: str | Path | None, candidates: Sequence[Candidate]) -> "Study":
     """The study with statistics that are kept in a folder, if one is given and the model was not edited. Raises
     InputError for a folder of something else."""
     if place is None:
         return study
-    if first:
-        study.run.record.note(study.run.reporter, f"no statistics are kept in {place}: {first[0].name} edits the model")
+    if study.first:
+        why = f"no statistics are kept in {place}: {study.first[0].name} edits the model"
+        study.run.record.note(study.run.reporter, why)
         return study
     opened, notes = study.opened, list[str]()
     settings = {
@@ -164,10 +163,11 @@ def _with_kept(
 
 @dataclass(frozen=True)
 class Study:
-    """A model to measure and its data. shown: calibration data. rows: held out; None for a model that predicts no next
-    token."""
+    """A model to measure and its data. first: passes that have edited it. shown: calibration data. rows: held out; None
+    for a model that predicts no next token."""
 
     opened: OpenedModel
+    first: Sequence[Pass]
     shown: Shown
     rows: Tokens | None
     run: Run
@@ -182,6 +182,18 @@ class Study:
     def held_out(self) -> list[Batch]:
         """The rows that are held out, in micro-batches."""
         return [] if self.rows is None else self.rows.batches(self.batch_size)
+
+    @property
+    def edits(self) -> list[Any]:
+        """The passes that have edited the model, as recipes hold them."""
+        passes: list[Any] = describe(self.first)["passes"]
+        return passes
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's; another one where it was edited."""
+        given = self.opened.fingerprint()
+        return fingerprint({"model": given, "first": self.edits}) if self.first else given
 
     def check(self, score: Score) -> None:
         """Raise InputError for a score that the model has none of."""
@@ -240,7 +252,7 @@ def _study(
         FoldFinder(comm, shared_weights(opened.model)),
         Steps.of(reporter, plan),
     )
-    return Study(opened, shown, rows, run, ignore, data.batch_size)
+    return Study(opened, first, shown, rows, run, ignore, data.batch_size)
 
 
 def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
@@ -252,14 +264,10 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _measured(
-    study: Study,
-    candidates: Sequence[Candidate],
-    words: dict[str, list[dict[str, Any]]],
-    first: Sequence[Pass],
-    wanted: Wanted,
+    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], wanted: Wanted
 ) -> Sensitivity:
-    """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. first: passes that
-    have edited the model. Raises InputError where a layer rotates its input and takes no candidate."""
+    """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. Raises InputError
+    where a layer rotates its input and takes no candidate."""
     with evaluating(study.model):
         made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
     if study.run.kept is not None:
@@ -271,13 +279,8 @@ def _measured(
     turned = [name for name, module in study.model.named_modules() if input_rotation(module) is not None]
     if dense := [name for name in turned if name not in coded]:
         raise InputError(f"{dense[0]} would rotate its input as the model runs, and stays dense ({len(dense)} in all)")
-    edits = describe(first)["passes"]
-    print_of_model = study.opened.fingerprint()
     return Sensitivity(
-        model={
-            "name": study.name,
-            "fingerprint": fingerprint({"model": print_of_model, "first": edits}) if edits else print_of_model,
-        },
+        model={"name": study.name, "fingerprint": study.fingerprint},
         calibration=study.shown.described() or {},
         held_out=None if study.rows is None else study.rows.described(),
         candidates=words,

@@ -122,10 +122,8 @@ def offers(model: str | Path) -> list[Offer]:
 
 def _reasons(exporter: Exporter, source: Source) -> list[str]:
     """Reasons why an exporter cannot write a checkpoint."""
-    if exporter.turns_back:
-        return exporter.why_not(source)
     turned = next((name for name, layer in stored_in(source).layers.items() if layer.scheme.rotation is not None), None)
-    if turned is None:
+    if turned is None or exporter.turns_back:
         return exporter.why_not(source)
     return [f"{turned} rotates its input as the model runs, which only an export to dense takes out of the weights"]
 

@@ -147,7 +147,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
         return
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
     if foreign:
-        yield _note_on_foreign(schemes, foreign)
+        yield _note_on_foreign(foreign)
         return
     if apart := unknown_to_others(model, schemes):
         yield (
@@ -193,7 +193,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
     yield from _notes_on_caches(plan)
 
 
-def _note_on_foreign(schemes: Mapping[str, Scheme], foreign: Mapping[str, str]) -> str:
+def _note_on_foreign(foreign: Mapping[str, str]) -> str:
     """The way to read a checkpoint with layers that compressed-tensors cannot express, {layer: why}."""
     first = next(iter(foreign))
     return (

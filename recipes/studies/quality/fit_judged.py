@@ -56,6 +56,7 @@ def fitted(said: argparse.Namespace, target: Sequence[str], out: Path) -> Row:
         "met": proof["met"],
         "miss_said": done.returncode == 1,
         "held_out": chosen["figures"]["kl_mean"],
+        "notes": proof["notes"],
         "recipes_run": [run["name"] for run in proof["runs"]],
         "seconds": round(seconds, 1),
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
