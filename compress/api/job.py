@@ -63,7 +63,7 @@ class Job:
     opened: the model as it was found, cut where structure goes before all this.
     run: what the walk works with. Its plan becomes one of one block, once blocks turn out to be no chain.
     identity: what a resumed run must have in common with it.
-    cache: what the configuration says about key-value caches.
+    caches: what the configuration says about key-value caches.
     stores: the dtypes of parameters before they were widened to be trained.
     """
 
@@ -72,7 +72,7 @@ class Job:
     run: Run
     shown: Shown
     identity: dict[str, Any]
-    cache: dict[str, Any] | None
+    caches: dict[str, Any]
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def finish(self) -> Result:
@@ -171,9 +171,9 @@ class Job:
         config, companions = configuration(run.model, self.opened.source, changed)
         if config is None and schemes:  # a module of the caller, which `load(into=...)` reads
             config = {"architectures": [type(run.model).__name__]}
-        if config is not None and (schemes or self.cache is not None):
+        if config is not None and (schemes or self.caches):
             config["quantization_config"] = quantization_config(
-                schemes, run.model, run.plan.tables, self.cache, sink.names, [*matrices(run.plan.beside)]
+                schemes, run.model, run.plan.tables, self.caches, sink.names, [*matrices(run.plan.beside)]
             )
         blocks = [block for stack in run.plan.stacks for block in stack.blocks]
         blocks += [(table.name, table.module) for table in run.plan.tables]

@@ -140,7 +140,7 @@ class Prepared:
         """The job that is left once the model has been trained."""
         before, residency = self.job.run, self._residency()
         identity = {**self.job.identity, "training": OWN_LOOP}
-        sink, cache = sink_of(request, place, comm, replace(self.job.opened, model=self.model), before.plan, identity)
+        sink, caches = sink_of(request, place, comm, replace(self.job.opened, model=self.model), before.plan, identity)
         reshard(self.model)
         left = left_of(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
@@ -156,7 +156,7 @@ class Prepared:
             earlier=self.decided.blocks,
         )
         stores = self.stores if isinstance(residency, Sharded) else {}
-        return replace(self.job, request=request, run=run, identity=identity, cache=cache, stores=stores)
+        return replace(self.job, request=request, run=run, identity=identity, caches=caches, stores=stores)
 
     def _residency(self) -> Residency:
         """The weights' residency now: the caller may have sharded them since."""

@@ -23,7 +23,7 @@ from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Decide, Gradients, Learn
 from compress.run.plan.batches import check_batches
 from compress.run.plan.plan import Plan, plan, planned
-from compress.run.plan.storable import cache_entry_of, check_halved, check_storable
+from compress.run.plan.storable import caches_said, check_halved, check_storable
 from compress.run.plan.task_loss import check_loss
 from compress.run.plan.zeros import check_plan
 from compress.system.comm import Comm
@@ -38,14 +38,14 @@ class Planned:
 
     identity: what a run that resumes it must have in common with it.
     sink: takes the finished blocks.
-    cache: what the configuration will say about key-value caches.
+    caches: what the configuration will say about key-value caches.
     notes: what a person should know before the work begins.
     """
 
     plan: Plan
     identity: dict[str, Any]
     sink: Writer | Discard
-    cache: dict[str, Any] | None
+    caches: dict[str, Any]
     notes: list[str]
 
 
@@ -62,9 +62,9 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
     if shown.rows is not None:
         check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, opened, shown, plan_)
-    sink, cache = sink_of(request, place, comm, opened, plan_, identity)
+    sink, caches = sink_of(request, place, comm, opened, plan_, identity)
     notes = [*remarks_on_beside(opened), *remarks(request, model, plan_, shown, sink)]
-    return Planned(plan_, identity, sink, cache, notes)
+    return Planned(plan_, identity, sink, caches, notes)
 
 
 def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan) -> dict[str, Any]:
@@ -99,19 +99,19 @@ def sink_of(
     opened: OpenedModel,
     plan_: Plan,
     identity: Mapping[str, Any],
-) -> tuple[Writer | Discard, dict[str, Any] | None]:
-    """The sink for finished blocks, and the configuration's entry about key-value caches, if any."""
+) -> tuple[Writer | Discard, dict[str, Any]]:
+    """The sink for finished blocks, and what the configuration says about key-value caches."""
     if place is None:
-        return Discard(request.delivery.keep_codes), None
+        return Discard(request.delivery.keep_codes), {}
     check_storable(plan_)
-    cache = cache_entry_of(plan_, model := opened.model)
+    caches = caches_said(plan_, model := opened.model)
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
     check_halved(plan_, halved)
     how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
     buffers = [name for name, _ in stored_buffers(model)]
     names = names_of(opened)
-    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers, names=names), cache
+    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers, names=names), caches
 
 
 def names_of(opened: OpenedModel) -> DiskNames:

@@ -77,7 +77,7 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         repeats=lack is not None,
         kept=kept,
     )
-    return Job(request, opened, run, shown, planned.identity, planned.cache, stores)
+    return Job(request, opened, run, shown, planned.identity, planned.caches, stores)
 
 
 def _outline(request: Request, opened: OpenedModel, planned: Planned, tokens: TokenCounts | None) -> Outline:

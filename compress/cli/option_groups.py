@@ -100,8 +100,8 @@ added_options = group(
     click.option(
         "--kv-cache",
         metavar="TYPE[:PER]",
-        help="Store keys and values in 8 bits: int8 or fp8. A scale per :token (default), :head or :tensor; the last "
-        "two are calibrated.",
+        help="Store keys and values in fewer bits: int8, fp8, int4 or int3. int8 and fp8 have a scale per :token "
+        "(default), :head or :tensor; the last two are calibrated.",
     ),
     click.option(
         "--embeddings",

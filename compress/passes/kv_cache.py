@@ -1,17 +1,25 @@
-"""Key-value caches in 8 bits: int8 or float8, fitted to every token and head, or calibrated per head or tensor.
+"""Key-value caches in few bits: int8 or float8, int4 or int3.
 
-What attentions keep of a token takes half the bytes that 16 bits take (per token: and four more for each head). Keys
-and values are rounded where they enter the cache, after the rotary embedding (`weights.caches`); nothing else changes.
+What attentions keep of a token takes a half, a quarter or a fifth of the bytes that 16 bits take (per token: and four
+more for each head, or each group of a head). Keys and values are rounded where they enter the cache, after the rotary
+embedding (`weights.caches`); nothing else changes.
 
     token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
     head    a scale for every key-value head, calibrated (static)
     tensor  one scale for the keys of a layer and one for its values, calibrated (static)
 
-Among the readers of compressed-tensors, transformers rounds as all of these say; vLLM's kernels take fp8 with `tensor`
-(some of them `head`). The ranges are those of the compressed model, so this pass is the last of a recipe.
+int4 and int3 are fitted to every token and head, in groups of 64, and keys are rotated before they are rounded (R3):
+some channels of keys are far larger than others, and would take the range of their group alone.
 
-Source: `kv_cache_scheme` of compressed-tensors is the layout; scales of tokens as KIVI has them for values (Liu et al.
-2024, arXiv 2402.02750), which at 2 bits gives keys scales of channels instead.
+Among the readers of compressed-tensors, transformers rounds as all of these say in 8 bits; vLLM's kernels take fp8 with
+`tensor` (some of them `head`). Checkpoints with fewer bits are read by compress alone. The ranges are those of the
+compressed model, so this pass is the last of a recipe.
+
+Source: `kv_cache_scheme` of compressed-tensors is the layout in 8 bits. Scales of tokens as KIVI has them for values
+(Liu et al. 2024, arXiv 2402.02750), which gives keys scales of channels instead; rotated keys as in QuaRot (Ashkboos et
+al. 2024, arXiv 2404.00456).
+
+Departs from QuaRot: there is no clipping ratio; with groups of 64 the range is close to the best one.
 """
 
 from collections.abc import Mapping
@@ -26,33 +34,56 @@ from compress.errors import InputError, one_of
 from compress.passes.options.fixed_ranges import PERCENTILE, FixedRanges
 from compress.passes.protocol.base import Pass, Treats
 from compress.passes.protocol.stages import Fix, Stage
-from compress.weights.caches import CacheCodes, CacheGranularity, CacheScheme
+from compress.weights.caches import IN_BYTES, CacheBits, CacheCodes, CacheGranularity, CacheScheme
+
+GROUP = 64  # elements with a minimum and a step of their own, at 4 and 3 bits
+TYPES: dict[str, CacheBits] = {"int8": 8, "fp8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat(Pass):
     """The options of a number format of caches."""
 
-    type: Literal["int8", "fp8"] = "int8"
-    """Numbers of 8 bits; fp8 is e4m3."""
+    type: Literal["int8", "fp8", "int4", "int3"] = "int8"
+    """Numbers of 8, 4 or 3 bits; fp8 is e4m3."""
 
     granularity: CacheGranularity = "token"
-    """Part with a scale of its own, for keys and for values; scales of head and tensor are calibrated."""
+    """Part with a scale of its own, for keys and for values; scales of head and tensor are calibrated (8 bits)."""
+
+    group_size: int | None = None
+    """8 or more: elements of a token and head that share a range (int4, int3).  [default: 64]"""
+
+    rotate: bool | None = None
+    """Rotate keys before they are rounded (int4, int3).  [default: for int4 and int3]"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("type of a key-value cache", self.type, ("int8", "fp8"))
+        one_of("type of a key-value cache", self.type, tuple(TYPES))
         one_of("granularity of a key-value cache", self.granularity, get_args(CacheGranularity))
+        if self.narrow and self.granularity != "token":
+            raise InputError(f"a key-value cache of {self.type} per {self.granularity}; allowed: per token")
+        if not self.narrow and (self.group_size is not None or self.rotate is not None):
+            raise InputError(f"group_size and rotate are of key-value caches of int4 and int3, not of {self.type}")
+        if self.group_size is not None and self.group_size < IN_BYTES:
+            raise InputError(f"group_size {self.group_size} of a key-value cache; allowed: {IN_BYTES} or more")
+
+    @property
+    def narrow(self) -> bool:
+        """True for fewer than 8 bits."""
+        return TYPES[self.type] < 8
 
     @property
     def scheme(self) -> CacheScheme:
         """The scheme of key-value caches that these options describe."""
-        return CacheScheme(type="int" if self.type == "int8" else "float", granularity=self.granularity)
+        if not self.narrow:
+            return CacheScheme(type="float" if self.type == "fp8" else "int", granularity=self.granularity)
+        group = GROUP if self.group_size is None else self.group_size
+        return CacheScheme(bits=TYPES[self.type], group=group, rotated=self.rotate is not False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache(FixedRanges, CacheFormat):
-    """8-bit key-value caches."""
+    """Key-value caches in few bits."""
 
     name: ClassVar[str] = "kv-cache"
     treats: ClassVar[Treats] = "caches"
@@ -92,9 +123,10 @@ class KVCache(FixedRanges, CacheFormat):
 def cache_pass(words: str) -> KVCache:
     """The pass that `int8`, `fp8:tensor` and their like describe: a type and, after a colon, a granularity."""
     kind, _, granularity = words.partition(":")
-    if kind not in ("int8", "fp8") or granularity not in ("", *get_args(CacheGranularity)):
+    if kind not in TYPES or granularity not in ("", *get_args(CacheGranularity)):
         raise InputError(
-            f"key-value cache {words!r}; allowed: int8 or fp8, and behind it :token (the default), :head or :tensor"
+            f"key-value cache {words!r}; allowed: {', '.join(TYPES)}, and behind int8 or fp8 :token (the default), "
+            ":head or :tensor"
         )
     chosen = {"granularity": granularity} if granularity else {}
     return KVCache(type=kind, **chosen)  # type: ignore[arg-type]

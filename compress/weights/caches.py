@@ -1,13 +1,19 @@
-"""Key-value caches in 8 bits: their schemes, and the conversion of keys and values to the bytes that a cache keeps.
+"""Key-value caches in few bits: their schemes, and the conversion of keys and values to the bytes that a cache keeps.
 
-    granularity  scale                  kept
-    tensor       k_scale, v_scale [1]        in the checkpoint, found by calibration
-    head         k_scale, v_scale [H, 1, 1]  in the checkpoint, found by calibration
-    token        for every token and head    behind the D codes of the token, as the four bytes of a float32
+    bits  granularity  scale                  kept
+    8     tensor       k_scale, v_scale [1]        in the checkpoint, found by calibration
+    8     head         k_scale, v_scale [H, 1, 1]  in the checkpoint, found by calibration
+    8     token        for every token and head    behind the D codes of the token, as the four bytes of a float32
+    4, 3  token        for every token, head and G elements: a minimum and a step, behind the codes, as two bfloat16
 
-Codes are symmetric: int8, x = s q with s = absmax / 127.5, or float8 e4m3 with s = absmax / 448 (`weights.grid`).
+Codes of 8 bits are symmetric: int8, x = s q with s = absmax / 127.5, or float8 e4m3 with s = absmax / 448
+(`weights.grid`). Codes of fewer bits are asymmetric: x = minimum + step q with step = (maximum - minimum) / (2^b - 1).
 
-Shapes: B sequences, H key-value heads, T tokens, D elements of a head (of keys and of values, which may differ).
+Shapes: B sequences, H key-value heads, T tokens, D elements of a head (of keys and of values, which may differ), in
+groups of G.
+
+Sources: asymmetric groups of tokens are KIVI's for values (Liu et al. 2024, arXiv 2402.02750); keys are rotated before
+they are rounded as in QuaRot (Ashkboos et al. 2024, arXiv 2404.00456), where the rotation is called R3.
 """
 
 from collections.abc import Mapping
@@ -17,27 +23,44 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.errors import InputError
 from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_range
+from compress.weights.rotations.hadamard import hadamard_sizes
 
+CacheBits = Literal[8, 4, 3]
 CacheGranularity = Literal["tensor", "head", "token"]
 SCALES = ("k_scale", "v_scale")
 SCALE_BYTES = 4  # of a float32
+RANGE_BYTES = 4  # of a minimum and a step, each a bfloat16
+IN_BYTES = 8  # elements whose codes fill whole bytes, at any number of bits
+# Codes of b bits are split into fields that divide a byte: {b: the bits of each field, from the lowest on}.
+FIELDS: dict[int, tuple[int, ...]] = {4: (4,), 3: (2, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheScheme:
-    """The storage of a model's keys and values: int8 or float8, one scale per tensor, head, or token and head."""
+    """The storage of a model's keys and values.
+
+    type, granularity: of 8 bits: int8 or float8, one scale per tensor, head, or token and head.
+    bits: 8, or 4 or 3 for int with a minimum and a step per token, head and group.
+    group: the most elements of a group, at 4 and 3 bits; a head is split into the largest equal groups up to it.
+    rotated: keys are rotated before they are rounded, and turned back when they are read, at 4 and 3 bits.
+    """
 
     type: Literal["int", "float"] = "int"
     granularity: CacheGranularity = "token"
+    bits: CacheBits = 8
+    group: int | None = None
+    rotated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.number} cache, per {self.granularity}"
+        groups = "" if self.group is None else f" in groups of {self.group}"
+        return f"{self.number} cache, per {self.granularity}{groups}{', keys rotated' if self.rotated else ''}"
 
     @property
     def number(self) -> str:
         """The type of a stored number, as options have it."""
-        return "int8" if self.type == "int" else "fp8"
+        return f"int{self.bits}" if self.type == "int" else "fp8"
 
     @property
     def dynamic(self) -> bool:
@@ -71,8 +94,11 @@ class CacheCodes:
 
 
 def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tensor:
-    """Keys or values [B, H, T, D] as the bytes that a cache keeps, int8 [B, H, T, D], or [B, H, T, D + 4] per token."""
+    """Keys or values [B, H, T, D] as the bytes that a cache keeps, int8 [B, H, T, D], [B, H, T, D + 4] per token, or
+    [B, H, T, D b / 8 + 4 D / G] at 4 and 3 bits."""
     work = x.float()
+    if scheme.group is not None:
+        return _encode_groups(work, scheme.bits, group_in(x.shape[-1], scheme.group))
     if scheme.dynamic:
         absmax = work.abs().amax(-1, keepdim=True)
         scale, _ = scale_of_range(-absmax, absmax, scheme.grid, torch.float32)
@@ -82,13 +108,73 @@ def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tenso
     return torch.cat([stored, scale.view(torch.int8)], -1) if scheme.dynamic else stored
 
 
-def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The keys or values of stored bytes, in a dtype. Bytes of 0 are values of 0."""
+def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, like: Tensor) -> Tensor:
+    """The keys or values of stored bytes, in the dtype and with the elements of `like` [..., D]. Bytes of 0 are values
+    of 0."""
+    if scheme.group is not None:
+        size = like.shape[-1]
+        return _decode_groups(stored, scheme.bits, size, group_in(size, scheme.group)).to(like.dtype)
     if scheme.dynamic:
         stored, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     assert scale is not None
     codes = stored.contiguous().view(scheme.grid.storage).float()
-    return decode(codes, _working(scale, stored), torch.zeros((), device=stored.device), dtype).to(dtype)
+    return decode(codes, _working(scale, stored), torch.zeros((), device=stored.device), like.dtype).to(like.dtype)
+
+
+def bytes_of_token(scheme: CacheScheme, size: int) -> int:
+    """The bytes that a cache keeps of the keys, or the values, of a token in one head of `size` elements."""
+    if scheme.group is not None:
+        return size * scheme.bits // 8 + RANGE_BYTES * (size // group_in(size, scheme.group))
+    return size + (SCALE_BYTES if scheme.dynamic else 0)
+
+
+def group_in(size: int, most: int) -> int:
+    """The size of the equal groups of a head: the largest divisor of `size` up to `most`. Raises InputError for a head
+    whose codes do not fill whole bytes."""
+    if size % IN_BYTES:
+        raise InputError(f"a key-value cache of 4 or 3 bits takes heads of a multiple of {IN_BYTES}, not {size}")
+    return next(group for group in range(min(most, size), 0, -1) if size % group == 0)
+
+
+def key_rotation(size: int) -> int:
+    """The size of the blocks in which keys of `size` elements, an even number, are rotated: all of them where there is
+    a Hadamard matrix."""
+    return hadamard_sizes(size)[-1]
+
+
+def _encode_groups(x: Tensor, bits: int, group: int) -> Tensor:
+    """x [..., D] as bytes: the minima of the groups, their steps, then the codes."""
+    grouped = x.unflatten(-1, (-1, group))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    low = low.to(torch.bfloat16)
+    step = ((high - low.float()) / (2**bits - 1)).to(torch.bfloat16)
+    width = step.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    codes = ((grouped - low.float().unsqueeze(-1)) / width).round().clamp(0, 2**bits - 1).flatten(-2).to(torch.uint8)
+    parts, lowest = [low, step], 0
+    for field in FIELDS[bits]:
+        values = (codes >> lowest & (1 << field) - 1).unflatten(-1, (8 // field, -1))
+        parts.append((values << _shifts(field, x.device)).sum(-2, dtype=torch.uint8))
+        lowest += field
+    return torch.cat([part.view(torch.int8) for part in parts], -1)
+
+
+def _decode_groups(stored: Tensor, bits: int, size: int, group: int) -> Tensor:
+    """Inverse of `_encode_groups`, in float32. size: D."""
+    at = RANGE_BYTES * (size // group)
+    ranges = stored[..., :at].clone(memory_format=torch.contiguous_format)  # at an even address, as bfloat16 wants it
+    low, step = ranges.view(torch.bfloat16).float().unflatten(-1, (2, -1)).unbind(-2)
+    codes, lowest = torch.zeros((), dtype=torch.uint8, device=stored.device), 0
+    for field in FIELDS[bits]:
+        packed = stored[..., at : (at := at + size * field // 8)].view(torch.uint8).unsqueeze(-2)
+        values = packed >> _shifts(field, stored.device) & (1 << field) - 1
+        codes = codes | values.flatten(-2) << lowest
+        lowest += field
+    return (codes.float().unflatten(-1, (-1, group)) * step.unsqueeze(-1) + low.unsqueeze(-1)).flatten(-2)
+
+
+def _shifts(field: int, device: torch.device) -> Tensor:
+    """The places of fields in a byte, [8 / field, 1]."""
+    return torch.arange(0, 8, field, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 
 def _working(scale: Tensor, like: Tensor) -> Tensor:

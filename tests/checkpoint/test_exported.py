@@ -77,7 +77,7 @@ def test_values_are_those_of_the_dequantized_model_bit_for_bit(name, tied, tmp_p
             "14 layers, like model.layers.0.mlp.down_proj, round what they are given and return",
         ),
         (compress.RTN(scheme="fp8", activations="static"), "round what they are given"),
-        (compress.KVCache(granularity="head"), "keys and values are kept in 8 bits"),
+        (compress.KVCache(granularity="head"), "keys and values are rounded"),
     ],
 )
 def test_what_dense_weights_leave_out_is_said(passes, says, llama, tmp_path):

@@ -1,4 +1,4 @@
-"""8-bit key-value caches: the same codes in memory, in a checkpoint, in transformers and in any kind of cache."""
+"""Key-value caches in few bits: the same codes in memory, in a checkpoint, in transformers and in any kind of cache."""
 
 import json
 import sys
@@ -19,6 +19,8 @@ from transformers import (
     DynamicCache,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     StaticCache,
@@ -30,11 +32,15 @@ from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.model.attention import attentions
-from compress.runtime.load.caches import rounded_cache
-from compress.weights.caches import CacheScheme, decode_states, encode_states
+from compress.runtime.load.caches import RoundCache, rounded_cache
+from compress.weights.caches import CacheScheme, bytes_of_token, decode_states, encode_states
 from compress.weights.grid import Grid, fake_quantize
 
-KINDS = [(kind, per) for kind in ("int8", "fp8") for per in ("token", "head", "tensor")]
+KINDS = [
+    *((kind, per) for kind in ("int8", "fp8") for per in ("token", "head", "tensor")),
+    ("int4", "token"),
+    ("int3", "token"),
+]
 every_kind = pytest.mark.parametrize(("kind", "per"), KINDS)
 WEIGHTS = compress.RTN(scheme="w8a16", group_size=-1)
 
@@ -72,7 +78,37 @@ def test_codes_of_tokens_are_those_of_the_grid_and_carry_their_scale(kind, dtype
     assert stored.shape == (2, 3, 5, 12)
     grid = Grid(bits=8, type=kind, granularity="token")
     expected = fake_quantize(x.reshape(-1, 8).float(), grid, torch.float32).to(dtype).view_as(x)
-    assert torch.equal(decode_states(stored, scheme, None, dtype), expected)
+    assert torch.equal(decode_states(stored, scheme, None, x), expected)
+
+
+@pytest.mark.parametrize(("size", "group"), [(8, 8), (96, 48), (128, 64), (80, 40)])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_codes_of_groups_are_the_nearest_between_a_minimum_and_a_maximum(bits, size, group):
+    x, scheme = torch.randn(2, 3, 5, size, generator=torch.Generator().manual_seed(0)), CacheScheme(bits=bits, group=64)
+    x[0, 1, 2] = 0
+    x[1, 2, 3] = -7.5
+    stored = encode_states(x, scheme, None)
+    assert stored.dtype == torch.int8
+    assert stored.shape[-1] == bytes_of_token(scheme, size) == size * bits // 8 + 4 * size // group
+    groups = x.view(2, 3, 5, -1, group)
+    low = groups.amin(-1, keepdim=True).bfloat16().float()
+    step = ((groups.amax(-1, keepdim=True) - low) / (2**bits - 1)).bfloat16().float()
+    codes = ((groups - low) / step).nan_to_num(0).round().clamp(0, 2**bits - 1)
+    found = decode_states(stored[:, :, 1:], scheme, None, x)  # rows that begin at any address
+    torch.testing.assert_close(found, (low + codes * step).view_as(x)[:, :, 1:], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[1, 2, 2], x[1, 2, 3])
+
+
+def test_rotated_keys_have_less_error_where_one_channel_is_large():
+    """The channels of a key are far from equal; rotation shares a large one out among all of a group."""
+    keys = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    keys[..., 5] *= 30
+    errors = []
+    for turned in (False, True):
+        hook = RoundCache(CacheScheme(bits=4, group=64, rotated=turned), "past_key_values", 0)
+        found, _ = hook.keep(torch.nn.Module(), None, keys, keys)
+        errors.append((found - keys)[..., :5].square().mean())
+    assert errors[1] < errors[0] / 4
 
 
 @pytest.mark.parametrize("kind", ["int", "float"])
@@ -83,7 +119,7 @@ def test_codes_of_fixed_scales(kind, per):
     scale = x.abs().amax((0, 2, 3)).view(3, 1, 1) / top if per == "head" else x.abs().max().view(1) / top
     stored = encode_states(x, scheme, scale)
     assert stored.shape == x.shape
-    found = decode_states(stored, scheme, scale, torch.float32)
+    found = decode_states(stored, scheme, scale, x)
     if kind == "int":
         assert torch.equal(found, (x / scale).round().clamp(-128, 127) * scale)
     else:
@@ -93,8 +129,10 @@ def test_codes_of_fixed_scales(kind, per):
 
 def test_nothing_stored_is_nothing_kept():
     """What a static cache holds where no token has come yet."""
-    empty = torch.zeros(1, 1, 4, 12, dtype=torch.int8)
-    assert not decode_states(empty, CacheScheme(), None, torch.float32).any()
+    like = torch.ones(1, 1, 4, 8)
+    for scheme in (CacheScheme(), CacheScheme(bits=3, group=64)):
+        empty = torch.zeros(1, 1, 4, bytes_of_token(scheme, 8), dtype=torch.int8)
+        assert not decode_states(empty, scheme, None, like).any()
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -129,7 +167,7 @@ def test_token_by_token_computes_what_one_forward_computes(kind, per):
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
     kept = cache.layers[0].keys
     assert kept.dtype == torch.int8
-    assert kept.shape == (2, 2, 12, 12 if per == "token" else 8)
+    assert kept.shape == (2, 2, 12, bytes_of_token(compress.KVCache(type=kind, granularity=per).scheme, 8))
 
 
 def test_beams_reorder_codes():
@@ -356,7 +394,8 @@ def test_on_the_command_line(tmp_path):
     plain = command("inspect", source, "--json", "-").json()["size"]
     assert command("inspect", tmp_path / "out", "--json", "-").json()["size"]["parameters"] == plain["parameters"]
     for given, message in (
-        (("--kv-cache", "int4"), "'int4'; allowed: int8 or fp8"),
+        (("--kv-cache", "int5"), "'int5'; allowed: int8, fp8, int4, int3"),
+        (("--kv-cache", "int4:head"), "int4 per head; allowed: per token"),
         (("--kv-cache", "fp8:head"), "kv-cache needs calibration data"),
         (("--kv-cache", "int8", "--samples", "2"), "uses no calibration data; drop --samples"),
     ):
@@ -371,7 +410,10 @@ def test_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": "int4"}, "type of a key-value cache 'int4'; .*allowed: int8, fp8"),
+        ({"type": "int5"}, "type of a key-value cache 'int5'; .*allowed: int8, fp8, int4, int3"),
+        ({"group_size": 32}, "are of key-value caches of int4 and int3, not of int8"),
+        ({"type": "fp8", "rotate": True}, "are of key-value caches of int4 and int3, not of fp8"),
+        ({"type": "int4", "group_size": 4}, "group_size 4 of a key-value cache; allowed: 8 or more"),
         ({"granularity": "channel"}, "granularity of a key-value cache 'channel'; allowed: tensor, head, token"),
         ({"calibrator": "mse"}, "give granularity=head or tensor"),
         ({"histograms": True}, "give granularity=head or tensor"),
@@ -408,6 +450,39 @@ def test_caches_that_readers_would_not_round_are_not_written(family, message, tm
     with pytest.raises(InputError, match=message):
         compress.quantize(build(family), passes("int8", "token"), output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_caches_of_few_bits_are_written_for_any_attention(tmp_path):
+    """Only compress reads them, which knows an attention by what it does, not by its name."""
+    passes_ = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache(type="int4")]
+    made = compress.quantize(build("gpt2"), passes_, output=tmp_path / "out", verify=False)
+    assert any("the int4 cache, per token in groups of 64, keys rotated" in note for note in made.record.notes)
+    model = build("gpt2")
+    compress.quantize(model, passes_)
+    torch.testing.assert_close(outputs(compress.load(tmp_path / "out"), probe(96)), outputs(model, probe(96)))
+
+
+def test_heads_whose_codes_fill_no_bytes_are_refused():
+    model = LlamaForCausalLM(LlamaConfig(**{**GATED, "head_dim": 12}))
+    with pytest.raises(InputError, match="takes heads of a multiple of 8, not 12"):
+        compress.quantize(model, compress.KVCache(type="int4"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"bits": 5}, "bits is 5; it must be 4 or 3"),
+        ({"group": 4}, "in groups of 4; readable: 8 or more"),
+        ({"rotated": "yes"}, "rotated is 'yes'; it must be true or false"),
+    ],
+)
+def test_damaged_entries_are_refused(entry, message, tmp_path):
+    compress.quantize(build("llama"), compress.KVCache(type="int4"), output=tmp_path / "out", verify=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["caches"] |= entry
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(tmp_path / "out")
 
 
 def test_keys_and_values_of_two_sizes_have_no_dynamic_format(tmp_path, caplog):
@@ -463,7 +538,7 @@ def test_an_indexer_inside_an_attention_is_not_in_its_place():
 
 
 def test_a_model_is_not_rounded_twice():
-    with pytest.raises(InputError, match="keeps an 8-bit cache already"):
+    with pytest.raises(InputError, match="rounds its key-value cache already"):
         compress.quantize(rounded(), WEIGHTS)
 
 

@@ -30,7 +30,7 @@ from compress.passes.protocol.stages import Restructure
 from compress.run.plan.matching import tied_head
 from compress.run.plan.plan import Plan
 from compress.run.plan.plan import plan as matched
-from compress.run.plan.storable import cache_entry_of, check_storable
+from compress.run.plan.storable import caches_said, check_storable
 from compress.run.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
 from compress.system.device import find_device
 from compress.system.memory import available_bytes
@@ -178,7 +178,7 @@ def outline(
     """The outline of a plan's run. model: of any device. tokens: the calibration data; None where it is not of tokens.
     loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured."""
     check_storable(plan)
-    cache_entry_of(plan, model)
+    caches_said(plan, model)
     layers = _stored(plan, delivery.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)

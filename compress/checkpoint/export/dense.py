@@ -65,7 +65,7 @@ def left_out(stored: Stored) -> Iterator[str]:
         )
     if stored.caches is not None:
         yield (
-            f"keys and values are kept in 8 bits ({stored.caches.scheme}); a dense checkpoint leaves that out: the "
+            f"keys and values are rounded ({stored.caches.scheme}); a dense checkpoint leaves that out: the "
             "exported model keeps them as they are"
         )
 

@@ -128,7 +128,7 @@ def say_what_is_lost(source: Source, place: Place) -> None:
     """Note a key-value cache, which these layouts do not describe."""
     caches = stored_in(source).caches
     if caches is not None:
-        place.note(f"keys and values are kept in 8 bits ({caches.scheme}); the exported model keeps them as they are")
+        place.note(f"keys and values are rounded ({caches.scheme}); the exported model keeps them as they are")
 
 
 def _why_not(layer: StoredLayer) -> str | None:

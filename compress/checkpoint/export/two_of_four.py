@@ -23,7 +23,7 @@ from compress.checkpoint.write.manifest import read_record
 from compress.errors import InputError
 from compress.weights.formats.dense import dense
 from compress.weights.formats.sparse24 import sparse24
-from compress.weights.own_words import groups_of
+from compress.weights.own_words import CACHE_SCHEME, CACHES, groups_of
 from compress.weights.scheme import Scheme, parts_of, scheme_of
 
 
@@ -97,8 +97,8 @@ def configuration(source: Source, found: Mapping[str, Layer24]) -> dict[str, Any
     """config.json of a checkpoint whose layers in `found` are stored 2:4."""
     schemes = {name: layer.scheme for name, layer in stored_in(source).layers.items()}
     quantization = groups_of(schemes | {name: layer.scheme for name, layer in found.items()})
-    if cache := (source.quantization or {}).get("kv_cache_scheme"):
-        quantization["kv_cache_scheme"] = cache
+    before = source.quantization or {}
+    quantization |= {key: before[key] for key in (CACHES, CACHE_SCHEME) if key in before}
     return {**source.config, "quantization_config": quantization}
 
 

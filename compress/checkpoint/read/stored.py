@@ -15,7 +15,7 @@ from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
 from compress.weights import fine_grained, gptq_awq, own_words
 from compress.weights.caches import SCALES, CacheScheme
-from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
+from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, scheme_for
 from compress.weights.formats.codes import CodesFormat, Int8Table
 from compress.weights.formats.gptq_awq import groups_in_order
 from compress.weights.matrix import Weight
@@ -188,10 +188,9 @@ def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str])
 def _caches(source: Source) -> StoredCaches | None:
     """The key-value caches of a checkpoint; None where its configuration has no entry for them. Raises CheckpointError,
     which names a tensor that is missing or of the wrong shape."""
-    entry = (source.quantization or {}).get("kv_cache_scheme")
-    if not entry:
+    scheme, found = own_words.caches_of(source.quantization), source.headers
+    if scheme is None:
         return None
-    scheme, found = read_cache_scheme(entry), source.headers
     holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in SCALES})
     if scheme.dynamic and holders:
         raise CheckpointError(f"{holders[0]} has scales of a cache whose scales are fitted to every token")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -83,21 +84,22 @@ def quantization_config(
     layers: Mapping[str, Scheme],
     model: nn.Module,
     tables: Sequence[Table] = (),
-    cache: Mapping[str, Any] | None = None,
+    caches: Mapping[str, Any] = MappingProxyType({}),
     names: DiskNames | None = None,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The `quantization_config` of layers with these schemes: in the words of compressed-tensors, or in our own where
-    it cannot express a scheme. tables: those of the layers that are token tables; cache: the entry of the caches;
-    names: in the files; beside: in the files, of matrices that are kept with the model."""
+    it cannot express a scheme. tables: those of the layers that are token tables; caches: what it says about key-value
+    caches; names: in the files; beside: in the files, of matrices that are kept with the model."""
     on_disk = (names or DiskNames()).on_disk
     # Modules that share int8 rows are targets, too: their weights are decompressed under their own names.
     shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
     stored = {on_disk(name): scheme for name, scheme in layers.items()}
-    ours = any(why_not(scheme) for scheme in layers.values()) or bool(unknown_to_others(model, layers))
+    beyond = own_words.CACHES in caches or any(why_not(scheme) for scheme in layers.values())
+    ours = beyond or bool(unknown_to_others(model, layers))
     config = own_words.groups_of(stored) if ours else _compressed_tensors(stored, model, on_disk, beside)
-    return config if cache is None else {**config, "kv_cache_scheme": cache}
+    return {**config, **caches}
 
 
 def unknown_to_others(model: nn.Module, layers: Iterable[str]) -> list[str]:

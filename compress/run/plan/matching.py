@@ -113,7 +113,9 @@ def check_untouched(model: nn.Module) -> None:
                 "prepared, or load the model again"
             )
         if rounded_cache(module) is not None:
-            raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
+            raise InputError(
+                f"{name} rounds its key-value cache already; give all passes to one run on the original model"
+            )
         sides = {"input": module._forward_pre_hooks, "output": module._forward_hooks}
         for side, hooks in sides.items():
             if any(isinstance(hook, RoundInput | RoundOutput) for hook in hooks.values()):

@@ -9,7 +9,7 @@ from torch import nn
 from compress.checkpoint.read.beside import KeptTensor, matrices
 from compress.checkpoint.write.coverage import Coverage, achieved
 from compress.errors import InputError
-from compress.model.attention import attentions
+from compress.model.attention import attentions, head_sizes
 from compress.model.layers import (
     Layer,
     Stack,
@@ -37,7 +37,7 @@ from compress.passes.protocol.stages import (
     Survey,
 )
 from compress.run.plan.matching import Ignored, Matching, check_untouched
-from compress.weights.caches import CacheScheme
+from compress.weights.caches import CacheScheme, group_in
 from compress.weights.masks import Earlier
 
 
@@ -286,6 +286,10 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
         )
     if not attentions(model):
         raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
+    scheme = found[0].cache_scheme
+    if scheme is not None and scheme.group is not None:
+        for size in head_sizes(model):
+            group_in(size, scheme.group)
     return found[0]
 
 

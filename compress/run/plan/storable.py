@@ -17,9 +17,13 @@ from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.run.plan.plan import Plan
+from compress.weights.caches import CacheScheme
 from compress.weights.compressed_tensors import cache_entry, decompressed_in, group_entry, needs_dequantizing, why_not
 from compress.weights.formats.sparse24 import PackedSparse24, is_halved
+from compress.weights.own_words import CACHE_SCHEME, CACHES, caches_entry
 from compress.weights.scheme import Scheme
+
+EVERY_READER = 8  # bits of caches that the words of compressed-tensors express
 
 
 def check_storable(plan: Plan) -> None:
@@ -91,12 +95,14 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
     return None
 
 
-def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
-    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
-    not round, or not so."""
+def caches_said(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What the `quantization_config` of a run says of key-value caches; empty where they stay as they are. Raises
+    InputError for caches that readers do not round, or not so."""
     scheme = plan.cache_scheme
     if scheme is None:
-        return None
+        return {}
+    if scheme.bits < EVERY_READER:
+        return {CACHES: caches_entry(scheme)}
     strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
     if strange is not None:
         raise InputError(
@@ -117,7 +123,7 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
             "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
         )
     size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return cache_entry(scheme, size)
+    return {CACHE_SCHEME: cache_entry(scheme, size)}
 
 
 def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
@@ -146,8 +152,9 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
         )
         return
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
-    if foreign:
-        yield _note_on_foreign(foreign)
+    own = plan.cache_scheme if plan.cache_scheme is not None and plan.cache_scheme.bits < EVERY_READER else None
+    if foreign or own is not None:
+        yield _note_on_foreign(foreign, own)
         return
     if apart := unknown_to_others(model, schemes):
         yield (
@@ -193,14 +200,16 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
     yield from _notes_on_caches(plan)
 
 
-def _note_on_foreign(foreign: Mapping[str, str]) -> str:
-    """The way to read a checkpoint with layers that compressed-tensors cannot express, {layer: why}."""
-    first = next(iter(foreign))
+def _note_on_foreign(foreign: Mapping[str, str], caches: CacheScheme | None) -> str:
+    """The way to read a checkpoint with layers, {layer: why}, or caches that compressed-tensors cannot express."""
+    beyond = [] if caches is None else [f"the {caches}"]
+    if foreign:
+        first = next(iter(foreign))
+        beyond.insert(0, f"{len(foreign)} layers, like {first} ({foreign[first]})")
     return (
-        f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
-        "checkpoint with compress.load, or with transformers after compress.register(), by "
-        f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and read what "
-        "`compress export --to dense` makes of it"
+        f"compressed-tensors cannot express {' and '.join(beyond)}: run the checkpoint with compress.load, or with "
+        f"transformers after compress.register(), by from_pretrained(..., variant={VARIANT!r}); other readers refuse "
+        "it, and read what `compress export --to dense` makes of it"
     )
 
 

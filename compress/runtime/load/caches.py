@@ -2,6 +2,9 @@
 
 Any kind of cache can hold the codes: it moves bytes and does not interpret them. Without a cache, keys and values are
 rounded all the same, so that a forward over a whole text computes the same as generation.
+
+Rotated keys (R3) are turned back on their way out, in place of rotating queries: the products are the same, and an
+attention need not take part.
 """
 
 from typing import Any
@@ -11,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.errors import CheckpointError
 from compress.model.attention import CacheHook, cache_argument
-from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states
+from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states, key_rotation
 from compress.weights.grid import straight_through
+from compress.weights.rotations.hadamard import rotated
 
 
 class RoundCache(CacheHook):
@@ -36,11 +40,16 @@ class RoundCache(CacheHook):
                         f"a {type(attention).__name__} fills its cache with {x.shape[1]} heads and the checkpoint has "
                         f"{held} of their scales"
                     )
-        stored = [encode_states(x, self.scheme, s) for x, s in zip((keys, values), scales, strict=True)]
+        states = [self._turned(keys), values]
+        stored = [encode_states(x, self.scheme, s) for x, s in zip(states, scales, strict=True)]
         if cache is not None:
             stored = cache.update(*stored, *more, **named)
-        k, v = (decode_states(b, self.scheme, s, keys.dtype) for b, s in zip(stored, scales, strict=True))
-        return straight_through(keys, k), straight_through(values, v)
+        k, v = (decode_states(b, self.scheme, s, x) for b, s, x in zip(stored, scales, states, strict=True))
+        return straight_through(keys, self._turned(k, back=True).to(keys.dtype)), straight_through(values, v)
+
+    def _turned(self, keys: Tensor, back: bool = False) -> Tensor:
+        """Keys as they are rounded, in float32 where that is not as they are. back: from that."""
+        return rotated(keys.float(), key_rotation(keys.shape[-1]), back) if self.scheme.rotated else keys
 
 
 def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, RemovableHandle]:

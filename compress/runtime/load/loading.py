@@ -39,7 +39,7 @@ from compress.runtime.load.into import load_into
 from compress.runtime.load.steps import attend_here
 from compress.runtime.steps.block import install
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
-from compress.weights.own_words import METHOD
+from compress.weights.own_words import METHOD, caches_of
 
 THEIRS = "compressed-tensors"
 # Inputs that share a scale where x is rounded to int8 for speed alone: few, so that one large value affects few others.
@@ -124,8 +124,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         options = self.quantization_config
         target = None if options.device is None else torch.device(options.device)
-        cache = options.quantization.get("kv_cache_scheme")
-        finish(model, target, read_cache_scheme(cache) if cache else None, options.unready)
+        finish(model, target, caches_of(options.quantization), options.unready)
         _count_codes()
         compressed = next(compressed_layers(model), None) is not None
         if compressed and (options.fuse or (options.fuse is None and device_of(model).type == "cuda")):
