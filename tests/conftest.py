@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 # Read when these libraries are imported: no test asks a server for anything, and none waits for one.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -122,15 +123,23 @@ def real_data() -> Path:
     return SHARED
 
 
-@pytest.fixture(params=["native", *TARGETS])
-def trellis_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The loops over trellises of this machine, or in an emulator of ARM."""
-    if request.param == "native":
-        yield
-        return
-    from compress.kernels.cpu import build
+def loops_of(name: str) -> Any:
+    """A fixture: the loops of a library on this machine, or in an emulator of ARM."""
 
-    with emulated(request.param, "trellis") as library:
-        monkeypatch.setattr(build, "library", lambda name: library)
-        monkeypatch.setattr(build, "why_not", lambda name: ())
-        yield
+    @pytest.fixture(params=["native", *TARGETS])
+    def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        if request.param == "native":
+            yield
+            return
+        from compress.kernels.cpu import build
+
+        with emulated(request.param, name) as library:
+            monkeypatch.setattr(build, "library", lambda name: library)
+            monkeypatch.setattr(build, "why_not", lambda name: ())
+            yield
+
+    return loops
+
+
+trellis_loops = loops_of("trellis")
+state_loops = loops_of("states")

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.division import divide
+from compress.kernels.operators import states
 from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_range
-from compress.weights.rotations.hadamard import hadamard_sizes
+from compress.weights.rotations.hadamard import hadamard_sizes, rotated
 
 CacheBits = Literal[8, 4, 3]
 CacheGranularity = Literal["tensor", "head", "token"]
@@ -93,10 +95,13 @@ class CacheCodes:
         return cls(scheme, None if keys is None or values is None else (keys, values))
 
 
-def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tensor:
+def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None, keys: bool = False) -> Tensor:
     """Keys or values [B, H, T, D] as the bytes that a cache keeps, int8 [B, H, T, D], [B, H, T, D + 4] per token, or
-    [B, H, T, D b / 8 + 4 D / G] at 4 and 3 bits."""
-    work = x.float()
+    [B, H, T, D b / 8 + 4 D / G] at 4 and 3 bits. keys: x are keys, which a scheme may rotate."""
+    turned = scheme.rotated and keys
+    if (group := _compiled_group(x, scheme, turned)) is not None:
+        return states.encode_states(x, scheme.bits, group, turned)
+    work = rotated(x.float(), key_rotation(x.shape[-1])) if turned else x.float()
     if scheme.group is not None:
         return _encode_groups(work, scheme.bits, group_in(x.shape[-1], scheme.group))
     if scheme.dynamic:
@@ -108,17 +113,31 @@ def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tenso
     return torch.cat([stored, scale.view(torch.int8)], -1) if scheme.dynamic else stored
 
 
-def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, like: Tensor) -> Tensor:
+def decode_states(
+    stored: Tensor, scheme: CacheScheme, scale: Tensor | None, like: Tensor, keys: bool = False
+) -> Tensor:
     """The keys or values of stored bytes, in the dtype and with the elements of `like` [..., D]. Bytes of 0 are values
-    of 0."""
+    of 0. keys: of `encode_states`."""
+    size, turned = like.shape[-1], scheme.rotated and keys
+    if (group := _compiled_group(like, scheme, turned)) is not None:
+        return states.decode_states(stored, size, scheme.bits, group, turned).to(like.dtype)
     if scheme.group is not None:
-        size = like.shape[-1]
-        return _decode_groups(stored, scheme.bits, size, group_in(size, scheme.group)).to(like.dtype)
+        found = _decode_groups(stored, scheme.bits, size, group_in(size, scheme.group))
+        return (rotated(found, key_rotation(size), back=True) if turned else found).to(like.dtype)
     if scheme.dynamic:
         stored, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     assert scale is not None
     codes = stored.contiguous().view(scheme.grid.storage).float()
     return decode(codes, _working(scale, stored), torch.zeros((), device=stored.device), like.dtype).to(like.dtype)
+
+
+def _compiled_group(x: Tensor, scheme: CacheScheme, turned: bool) -> int | None:
+    """The size of the groups of states x for the compiled loops; None where these do not take them."""
+    if scheme.type == "float" or not scheme.dynamic:
+        return None
+    size = x.shape[-1]
+    group = size if scheme.group is None else group_in(size, scheme.group)
+    return None if states.why_not_codes(x, scheme.bits, group, turned) else group
 
 
 def bytes_of_token(scheme: CacheScheme, size: int) -> int:
@@ -147,7 +166,7 @@ def _encode_groups(x: Tensor, bits: int, group: int) -> Tensor:
     grouped = x.unflatten(-1, (-1, group))
     low, high = grouped.amin(-1), grouped.amax(-1)
     low = low.to(torch.bfloat16)
-    step = ((high - low.float()) / (2**bits - 1)).to(torch.bfloat16)
+    step = divide(high - low.float(), 2**bits - 1).to(torch.bfloat16)
     width = step.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = ((grouped - low.float().unsqueeze(-1)) / width).round().clamp(0, 2**bits - 1).flatten(-2).to(torch.uint8)
     parts, lowest = [low, step], 0

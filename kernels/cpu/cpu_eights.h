@@ -59,6 +59,15 @@ INLINE EightInts multiples(int32_t of) {  // 0 ... 7 times a number
   const int32x4_t first = {0, 1, 2, 3};
   return times(EightInts{first, vaddq_s32(first, vdupq_n_s32(4))}, eight(of));
 }
+INLINE Eight over(Eight x, Eight y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+INLINE Eight numbers(EightInts v) { return {vcvtq_f32_s32(v.a), vcvtq_f32_s32(v.b)}; }
+// The nearest whole numbers, of two as near the even one.
+INLINE EightInts nearest(Eight v) { return {vcvtnq_s32_f32(v.a), vcvtnq_s32_f32(v.b)}; }
+INLINE EightInts bytes(const uint8_t* p) {  // eight of them, from 0 to 255
+  const uint16x8_t words = vmovl_u8(vld1_u8(p));
+  const auto of = [](uint16x4_t four) __attribute__((always_inline)) { return vreinterpretq_s32_u32(vmovl_u16(four)); };
+  return {of(vget_low_u16(words)), of(vget_high_u16(words))};
+}
 // Sums of the four bytes of every lane.
 INLINE Eight sums_of_bytes(EightInts v) {
   const auto of = [](int32x4_t four) __attribute__((always_inline)) {
@@ -113,6 +122,12 @@ INLINE EightInts either(EightInts x, EightInts y) { return _mm256_or_si256(x, y)
 INLINE EightInts shift_left(EightInts v, int bits) { return _mm256_slli_epi32(v, bits); }
 INLINE EightInts shift_right(EightInts v, EightInts bits) { return _mm256_srlv_epi32(v, bits); }
 INLINE EightInts multiples(int32_t of) { return _mm256_setr_epi32(0, of, 2 * of, 3 * of, 4 * of, 5 * of, 6 * of, 7 * of); }
+INLINE Eight over(Eight x, Eight y) { return _mm256_div_ps(x, y); }
+INLINE Eight numbers(EightInts v) { return _mm256_cvtepi32_ps(v); }
+INLINE EightInts nearest(Eight v) { return _mm256_cvtps_epi32(v); }
+INLINE EightInts bytes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 INLINE Eight sums_of_bytes(EightInts v) {
   const __m256i pairs = _mm256_maddubs_epi16(v, _mm256_set1_epi8(1));
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

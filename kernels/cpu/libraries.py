@@ -82,6 +82,7 @@ LIBRARIES = {
     "operators": Library("calls of layers", "operators"),
     "laying": Library("layouts of codes", "laying", seconds=1),
     "steps": Library("steps of generating", "steps"),
+    "states": Library("rotations and key-value caches", "states", seconds=1),
     "spill": Library("tensors on disk", "spill", seconds=1),
     "trellis": Library("paths through a trellis", "trellis", seconds=1),
 }

@@ -96,7 +96,7 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
 
 
 def caches_said(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """What the `quantization_config` of a run says of key-value caches; empty where they stay as they are. Raises
+    """The part of a run's `quantization_config` about key-value caches; empty where they stay as they are. Raises
     InputError for caches that readers do not round, or not so."""
     scheme = plan.cache_scheme
     if scheme is None:

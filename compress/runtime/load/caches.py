@@ -14,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.errors import CheckpointError
 from compress.model.attention import CacheHook, cache_argument
-from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states, key_rotation
+from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states
 from compress.weights.grid import straight_through
-from compress.weights.rotations.hadamard import rotated
+
+KEYS_AND_VALUES = (True, False)  # which of the two are keys
 
 
 class RoundCache(CacheHook):
@@ -40,16 +41,17 @@ class RoundCache(CacheHook):
                         f"a {type(attention).__name__} fills its cache with {x.shape[1]} heads and the checkpoint has "
                         f"{held} of their scales"
                     )
-        states = [self._turned(keys), values]
-        stored = [encode_states(x, self.scheme, s) for x, s in zip(states, scales, strict=True)]
+        stored = [
+            encode_states(x, self.scheme, s, is_keys)
+            for x, s, is_keys in zip((keys, values), scales, KEYS_AND_VALUES, strict=True)
+        ]
         if cache is not None:
             stored = cache.update(*stored, *more, **named)
-        k, v = (decode_states(b, self.scheme, s, x) for b, s, x in zip(stored, scales, states, strict=True))
-        return straight_through(keys, self._turned(k, back=True).to(keys.dtype)), straight_through(values, v)
-
-    def _turned(self, keys: Tensor, back: bool = False) -> Tensor:
-        """Keys as they are rounded, in float32 where that is not as they are. back: from that."""
-        return rotated(keys.float(), key_rotation(keys.shape[-1]), back) if self.scheme.rotated else keys
+        k, v = (
+            decode_states(b, self.scheme, s, x, is_keys)
+            for b, s, x, is_keys in zip(stored, scales, (keys, values), KEYS_AND_VALUES, strict=True)
+        )
+        return straight_through(keys, k), straight_through(values, v)
 
 
 def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, RemovableHandle]:

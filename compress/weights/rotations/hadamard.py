@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from compress.kernels.operators import states
 from compress.weights.rotations.orthogonal import base_matrix, base_order, kronecker_product, sylvester_factors
 
 
@@ -37,6 +38,13 @@ def rotated(x: Tensor, size: int, back: bool = False) -> Tensor:
     back: times its inverse."""
     working = torch.promote_types(x.dtype, torch.float32)
     factors: Sequence[Tensor] = plain_hadamard(size, working, x.device)
+    base = base_order(size) or 1
+    power = size // base
+    if not states.why_not_rotate(x, power):
+        found = states.rotate_rows(x.to(working).unflatten(-1, (-1, base, power)))
+        if base > 1:
+            found = (factors[0] if back else factors[0].t()) @ found
+        return found.flatten(-3).to(x.dtype)
     if back:
         factors = [factor.t() for factor in factors]
     return kronecker_product(x.to(working).unflatten(-1, (-1, size)), factors).flatten(-2).to(x.dtype)
