@@ -4,7 +4,7 @@
     8     tensor       k_scale, v_scale [1]        in the checkpoint, found by calibration
     8     head         k_scale, v_scale [H, 1, 1]  in the checkpoint, found by calibration
     8     token        for every token and head    behind the D codes of the token, as the four bytes of a float32
-    4, 3  token        for every token, head and G elements: a minimum and a step, behind the codes, as two bfloat16
+    4, 3  token        for every token, head and G elements: a minimum and a step, before the codes, as two bfloat16
 
 Codes of 8 bits are symmetric: int8, x = s q with s = absmax / 127.5, or float8 e4m3 with s = absmax / 448
 (`weights.grid`). Codes of fewer bits are asymmetric: x = minimum + step q with step = (maximum - minimum) / (2^b - 1).

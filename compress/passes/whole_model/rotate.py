@@ -28,7 +28,7 @@ Departs from the papers:
 - an output head that is tied to the embedding gets a weight of its own, as the last norm's gain goes into it. The model
   is larger by that, and the run says by how much.
 - R4 is for every layer of a block that no other rotation reaches, in the largest blocks of which there is a Hadamard
-  matrix; R3, of keys and queries, is left out.
+  matrix; R3, of keys, belongs to the caches that round them (`passes.kv_cache`).
 """
 
 from collections import Counter
