@@ -61,17 +61,20 @@ def grid_of_candidates(
     group_sizes: Sequence[int] = (0,),
     outliers: Sequence[float] = (0.0,),
     patterns: Sequence[str] = (NO_PATTERN,),
+    trellis: Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Candidate, ...]:
-    """A candidate for every combination of the lists.
+    """A candidate for every combination of the lists, and for trellis codes beside them.
 
-    method: a pass with a scheme, like gptq, k-quants, rtn or spqr. options: of all candidates. group_sizes: 0 for the
-    usual size of the model, -1 for one scale per output channel. outliers: shares of weights that stay exact.
-    patterns: N:M patterns that sparsegpt prunes to first, or "none"; the zeros of 2:4 are not stored. Raises InputError
-    for values that are missing or repeated, and for options that the method lacks.
+    method: a pass with a scheme, like gptq, k-quants, rtn or spqr. options: of all its candidates. group_sizes: 0 for
+    the usual size of the model, -1 for one scale per output channel. outliers: shares of weights that stay exact.
+    patterns: N:M patterns that sparsegpt prunes to first, or "none"; the zeros of 2:4 are not stored. trellis: bits of
+    trellis codes, 2 to 4. Raises InputError for values that are missing or repeated, and for options that the method
+    lacks.
     """
     lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
-    for what, values in {**lists, "patterns": patterns}.items():
+    lists |= {"patterns": patterns, **({"trellis": trellis} if trellis else {})}
+    for what, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise InputError(f"{what} {', '.join(map(str, values)) or 'missing'}; give one or more, each once")
     known = options_of(pass_class(method))
@@ -96,7 +99,12 @@ def grid_of_candidates(
             passes = (make_pass("sparsegpt", {"pattern": pattern, **zeros}), *passes)
             words.append(pattern)
         found.append(Candidate(" ".join(words), passes))
-    return tuple(found)
+    return (*(trellis_candidate(f"w{width}a16") for width in trellis), *found)
+
+
+def trellis_candidate(scheme: str) -> Candidate:
+    """Trellis codes of a scheme, like w3a16, with the defaults of their pass."""
+    return Candidate(f"{scheme.removesuffix('a16')}-trellis", (make_pass("trellis", {"scheme": scheme}),))
 
 
 def described(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:

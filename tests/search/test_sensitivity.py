@@ -11,6 +11,7 @@ from torch.nn import functional
 import compress
 import compress.search.sensitivity as measuring
 from compress.checkpoint.read.source import find_source
+from compress.errors import InputError
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import SizeResult
 from compress.passes.protocol.recipe import parse_recipe
@@ -166,3 +167,11 @@ def test_what_is_pruned_2_4_is_stored_so_by_itself():
     assert half["w4 g16 2:4"].bytes < 0.9 * whole["w4 g16"].bytes
     why = pruned.suits("conv", (8, 16), has_format=False)
     assert why == "conv has no form without its zeros"
+
+
+def test_trellis_codes_are_candidates_beside_grids():
+    codes, grid = grid_of_candidates("rtn", bits=(4,), group_sizes=(16,), trellis=(2,), options={"clip": True})
+    assert (codes.name, codes.passes) == ("w2-trellis", (compress.Trellis(scheme="w2a16"),))
+    assert grid.passes == (compress.RTN(scheme="w4a16", group_size=16, clip=True),)
+    with pytest.raises(InputError, match="trellis 2, 2; give one or more, each once"):
+        grid_of_candidates("rtn", trellis=(2, 2))

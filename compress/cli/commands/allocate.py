@@ -73,6 +73,13 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     show_default=True,
     help="Patterns that sparsegpt may prune a layer to first, like none,2:4. Only compress.load reads 2:4.",
 )
+@click.option(
+    "--trellis",
+    callback=numbers(int),
+    metavar="BITS",
+    help="Bits of trellis codes that a layer may get as well, like 2,3. Only compress.load reads them, and measuring "
+    "them takes many times as long.",
+)
 @setting_option
 @click.option("--budget", metavar="SIZE", help="3.5bpw: bits per weight of compressed layers. 2.1GB: of all files.")
 @click.option(
@@ -118,6 +125,7 @@ def allocate(
     group_sizes: tuple[int, ...] | None,
     outliers: tuple[float, ...],
     patterns: str,
+    trellis: tuple[int, ...] | None,
     settings: tuple[str, ...],
     budget: str | None,
     max_kl: float | None,
@@ -152,6 +160,7 @@ def allocate(
         group_sizes=group_sizes or (0,),
         outliers=outliers,
         patterns=patterns.split(","),
+        trellis=trellis or (),
         options=split_settings(settings, {}),
     )
     allowed = options.pop("allow_little")

@@ -14,7 +14,7 @@ from compress.passes.protocol.recipe import options_of
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.passes.whole_model.rotate import Rotation
 from compress.run.plan.matching import tied_head
-from compress.search.candidate import BITS, Candidate
+from compress.search.candidate import BITS, Candidate, trellis_candidate
 from compress.search.fitting.tables import possible_tables
 
 
@@ -59,7 +59,7 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
         return Offered(schemes)
     made = Offered(schemes, possible_tables(model) if wishes.embeddings else ())
     if wishes.trellis:
-        codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
+        codes = [trellis_candidate(scheme) for scheme in TRELLIS_SCHEMES]
         more = replace(made, schemes=[*codes, *schemes])
         why = _why_not(model, ignore, codes[0].passes)
         made = more if why is None else more.without_trellises(why)
