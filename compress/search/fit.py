@@ -22,7 +22,6 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.api.forecast.forecast import plan
 from compress.api.opened import found_model
 from compress.api.request import Data, Extent
 from compress.api.shown import calibration_data
@@ -172,7 +171,7 @@ def _check_reach(asked: FitAsked, found: Offered) -> None:
         return
     tables = [] if budget.bytes is None else found.tables
     passes = [*found.schemes[0].passes, *(table for table, _ in tables[-1:])]
-    least = plan(asked.model, passes, ignore=asked.ignore)
+    least = asked.planned(passes)
     if budget.bytes is not None and least.saving.after > budget.bytes:
         raise InputError(f"size {budget}; the smallest recipe takes {least.saving.after:,} bytes: give that or more")
     if budget.bits_per_weight is not None and (least.bits_per_weight or 0.0) > budget.bits_per_weight:

@@ -116,3 +116,15 @@ def test_a_trusted_model_is_like_any_other(llama: Path, tmp_path: Path) -> None:
 def test_a_shape_has_no_code() -> None:
     outcome = command("bench", "tiny", "--quiet", FLAG)
     assert (outcome.code, outcome.err) == (2, f"compress: {FLAG} is for a checkpoint; tiny is a shape: drop it\n")
+
+
+def test_fit_runs_code_that_is_trusted_and_no_other(llama: Path, tmp_path: Path) -> None:
+    model, marker = with_code(llama, tmp_path, "configuration")
+    data = ["--calibration", "demo", "--samples", 12, "--length", 32]
+    words = ["fit", model, "--size", "1KB", *data, "--output", tmp_path / "out"]
+    refused = command(*words)
+    assert (refused.code, marker.exists()) == (2, False)
+    assert FLAG in refused.err.splitlines()[-1]
+    too_small = command(*words, FLAG)
+    assert "the smallest recipe takes" in too_small.err.splitlines()[-1]
+    assert marker.exists()

@@ -303,7 +303,7 @@ def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(monkeypatch, rota
     ("hours", "left"), [(1.1, (True, True)), (0.9, (True, False)), (0.5, (False, True)), (0.2, (False, False))]
 )
 def test_what_takes_too_long_is_left_out_and_said(monkeypatch, hours, left):
-    def cost(model, scored, full, ignore, windows, held, tries):
+    def cost(asked, scored, full, tries):
         return FitCost(0.0, 600.0 + 2100 * (CODES in full) + 600 * (tries > 0))
 
     monkeypatch.setattr("compress.search.fitting.work.cost_of_fit", cost)

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compress.api.forecast.forecast import plan
 from compress.passes.protocol.base import Pass
 from compress.search.candidate import Candidate
+from compress.search.fitting.request import FitAsked
 
 # The time of a forward of the whole model over that of its blocks, which a plan tells, at most.
 OF_A_FORWARD = 2.0
@@ -44,21 +44,14 @@ def in_words(seconds: float) -> str:
 
 
 def cost_of_fit(
-    model: str,
-    scored: Sequence[Candidate],
-    full: Sequence[Candidate],
-    ignore: Sequence[str],
-    windows: tuple[int, int],
-    held: int,
-    tries: int = 0,
+    asked: FitAsked, scored: Sequence[Candidate], full: Sequence[Candidate], tries: int = 0
 ) -> FitCost | None:
     """The seconds; None where they are not known before, as on a GPU. scored, full: candidates as layers are measured
-    with them, and as they are run. windows: (number, tokens) of calibration data; held: windows of held-out text, as
-    long. tries: measurements of one scheme before the others."""
-    samples, length = windows
+    with them, and as they are run. tries: measurements of one scheme before the others."""
+    (samples, length), held = asked.texts.windows, len(asked.texts.rows)
 
     def seconds(p: Pass, count: int) -> float | None:
-        return plan(model, p, ignore=ignore, samples=count, length=length).seconds
+        return asked.planned(p, samples=count, length=length).seconds
 
     alone = {c.passes[0].name: c.passes[0].without_reference() for c in scored}  # widths take much the same time
     solving = {name: seconds(p, 1) for name, p in alone.items()}

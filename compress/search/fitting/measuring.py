@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from compress.api.forecast.forecast import plan
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.passes.whole_model.rotate import Rotation
@@ -53,7 +52,7 @@ def measured(asked: FitAsked, found: Offered, reporter: Reporter) -> Sensitivity
     made = replace(made, candidates=with_usual(made.candidates, FAST))
     for c in found.schemes:
         if any("state_bits" in FAST[p.name] for p in c.passes):  # what is measured is smaller than what is run
-            layers = plan(asked.model, c.passes, ignore=asked.ignore).layers
+            layers = asked.planned(c.passes).layers
             made = with_sizes(made, c.name, {layer.name: layer.bytes for layer in layers})
     return made
 

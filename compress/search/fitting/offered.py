@@ -57,18 +57,18 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
     schemes = _schemes(engine)
     if engine is not None:
         return Offered(schemes)
-    made = Offered(schemes, possible_tables(model) if wishes.embeddings else ())
+    made = Offered(schemes, possible_tables(model, trusted) if wishes.embeddings else ())
     if wishes.trellis:
         codes = [trellis_candidate(scheme) for scheme in TRELLIS_SCHEMES]
         more = replace(made, schemes=[*codes, *schemes])
-        why = _why_not(model, ignore, codes[0].passes)
+        why = _why_not(model, ignore, codes[0].passes, trusted)
         made = more if why is None else more.without_trellises(why)
     if wishes.rotate:
         # A head that is tied to the embedding would get a weight of its own.
         empty, _ = shapes_of(found_model(model, None, trusted))
         rotation = Rotation(hidden=tied_head(empty) is None, online=True)
         more = replace(made, rotation=(rotation,))
-        why = _why_not(model, ignore, (rotation, *schemes[0].passes))
+        why = _why_not(model, ignore, (rotation, *schemes[0].passes), trusted)
         made = more if why is None else more.without_rotation(why)
     return made
 
@@ -92,10 +92,10 @@ def _schemes(engine: str | None) -> list[Candidate]:
     return full
 
 
-def _why_not(model: str, ignore: Sequence[str], passes: Sequence[Any]) -> str | None:
+def _why_not(model: str, ignore: Sequence[str], passes: Sequence[Any], trusted: bool) -> str | None:
     """The reason why passes do not suit a model, as trellis codes where a layer's inputs do not fill their words."""
     try:
-        plan(model, passes, ignore=ignore)
+        plan(model, passes, ignore=ignore, trust_remote_code=trusted)
     except InputError as error:
         return str(error)
     return None

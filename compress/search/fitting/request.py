@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.api.forecast.forecast import Forecast, plan
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
+from compress.passes.protocol.base import Pass
 from compress.search.fitting.target import FitTarget
 
 
@@ -36,6 +38,17 @@ class FitAsked:
     batch_size: int
     shared: dict[str, Any]
     keep_statistics: str | Path | None = None
+
+    def planned(self, passes: Pass | Sequence[Pass], samples: int | None = None, length: int | None = None) -> Forecast:
+        """The forecast of a run of these passes on the model. samples, length: as in `plan`."""
+        return plan(
+            self.model,
+            passes,
+            ignore=self.ignore,
+            samples=samples,
+            length=length,
+            trust_remote_code=self.shared["trust_remote_code"],
+        )
 
     @property
     def name(self) -> str:

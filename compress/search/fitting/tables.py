@@ -25,13 +25,14 @@ PARTS = 4  # tensors of a table's codes, at most, whose header entries take a pl
 LONG = "model.decoder.embed_tokens.weight_packed.and.more"
 
 
-def possible_tables(model: str) -> list[tuple[Embeddings, int]]:
-    """(A scheme of the embedding, bytes of tensors that it saves), of those that save any; from headers alone."""
+def possible_tables(model: str, trusted: bool) -> list[tuple[Embeddings, int]]:
+    """(A scheme of the embedding, bytes of tensors that it saves), of those that save any; from headers alone. trusted:
+    code of the model's repository may run."""
     found = []
     for bits in WIDTHS:
         made = Embeddings(scheme=f"w{bits}a16")
         try:
-            saving = plan(model, made).saving
+            saving = plan(model, made, trust_remote_code=trusted).saving
         except InputError:  # no table that codes could stand for
             return []
         saved = saving.before - saving.after - PARTS * header_bytes(LONG, (10**6, 10**6))

@@ -93,10 +93,8 @@ class Fitting:
         self.note(cost.said(runs))
 
     def _cost(self) -> FitCost | None:
-        asked, texts = self.asked, self.asked.texts
-        rows, tries = len(texts.rows), 2 * len(self.offered.rotation)
-        scored = as_measured(self.offered.schemes)
-        return cost_of_fit(asked.model, scored, self.offered.schemes, asked.ignore, texts.windows, rows, tries)
+        schemes = self.offered.schemes
+        return cost_of_fit(self.asked, as_measured(schemes), schemes, 2 * len(self.offered.rotation))
 
     def choose_rotation(self) -> None:
         """Keep the rotation where it helps, and say what it does."""
