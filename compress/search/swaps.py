@@ -100,7 +100,15 @@ def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> SwapR
             run.steps.finish(name, usual=True)
         if held is not None:
             found.uniform_kl = held.uniform_kl()
-    return replace(found, units=with_fisher(found.units)) if wanted.fisher else found
+    if not wanted.fisher:
+        return found
+    if missed := [unit.name for unit in found.units if any(each.fisher is None for each in unit.tried.values())]:
+        run.record.note(
+            run.reporter,
+            f"no gradient of predictions reached {missed[0]} ({len(missed)} units in all): its loss counts as much as "
+            "others' of its size do on average",
+        )
+    return replace(found, units=with_fisher(found.units))
 
 
 @contextmanager
