@@ -12,12 +12,13 @@ from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers, layers_on_codes
 from compress.runtime.load.assembly import TIED
 from compress.weights.caches import SCALES
+from compress.weights.rotations.hadamard import rotated
 
 
 def densify(model: nn.Module) -> None:
     """Turn layers on codes into dense ones, in place and one after the other: exactly the values of the codes, in the
-    dtype of each layer, tied where layers shared a table. Weights train if the rest of the model does. Caches still
-    keep codes.
+    dtype of each layer, tied where layers shared a table. Weights train if the rest of the model does. Those of layers
+    that rotate their input are rotated back, and rounded to their dtype once more. Caches still keep codes.
 
     Raises InputError, and leaves the model as it was, where a layer also rounds its input or output, which dense
     weights would leave out.
@@ -29,12 +30,6 @@ def densify(model: nn.Module) -> None:
         raise InputError(
             f"{type(model).__name__} quantizes the {both} of {name} ({len(rounding)} layers in all), which dense "
             "weights would leave out; it has to stay compressed"
-        )
-    turned = next((name for name, layer in compressed_layers(model) if layer.scheme.rotation is not None), None)
-    if turned is not None:
-        raise InputError(
-            f"{type(model).__name__} rotates the input of {turned} as it runs, which dense weights alone would leave "
-            "out; it has to stay compressed"
         )
     ours = {p for m in model.modules() if isinstance(m, QuantLinear) for p in m.parameters()}
     trains = all(p.requires_grad for p in model.parameters() if p not in ours)
@@ -56,7 +51,7 @@ def densify(model: nn.Module) -> None:
             bias = None if whole is None else nn.Parameter(whole.detach()[layer.rows].clone())
         else:
             assert isinstance(layer, QuantLinear)
-            weight, bias = nn.Parameter(layer.dequantize()), layer.bias
+            weight, bias = nn.Parameter(_unturned(layer)), layer.bias
         linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
         linear.weight, linear.bias = weight, cast(nn.Parameter, bias)
         model.set_submodule(name, linear.requires_grad_(trains).train(layer.training))
@@ -65,6 +60,12 @@ def densify(model: nn.Module) -> None:
         if all(scale is not None for scale in scales):
             hold_scales(attention, cast(list[Tensor], scales), persistent=False)
     _tie(model)
+
+
+def _unturned(layer: QuantLinear) -> Tensor:
+    """The weight of a layer for an input that nothing rotates."""
+    weight, rotation = layer.dequantize(), layer.scheme.rotation
+    return weight if rotation is None else rotated(weight, rotation, back=True)
 
 
 def _tie(model: nn.Module) -> None:
