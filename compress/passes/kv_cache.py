@@ -54,8 +54,8 @@ class CacheFormat(Pass):
     group_size: int | None = None
     """8 or more: most elements that share a range, in equal parts of a head (int4, int3).  [default: 64]"""
 
-    rotate: bool | None = None
-    """Rotate keys before they are rounded (int4, int3).  [default: for int4 and int3]"""
+    rotate: bool = True
+    """Rotate keys before they are rounded (int4, int3); keys of 8 bits are rounded as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +63,8 @@ class CacheFormat(Pass):
         one_of("granularity of a key-value cache", self.granularity, get_args(CacheGranularity))
         if self.narrow and self.granularity != "token":
             raise InputError(f"a key-value cache of {self.type} per {self.granularity}; allowed: per token")
-        if not self.narrow and (self.group_size is not None or self.rotate is not None):
-            raise InputError(f"group_size and rotate are of key-value caches of int4 and int3, not of {self.type}")
+        if not self.narrow and (self.group_size is not None or not self.rotate):
+            raise InputError(f"group_size and rotate=false are of caches of int4 and int3, not of {self.type}")
         if self.group_size is not None and self.group_size < IN_BYTES:
             raise InputError(f"group_size {self.group_size} of a key-value cache; allowed: {IN_BYTES} or more")
 
@@ -79,7 +79,7 @@ class CacheFormat(Pass):
         if not self.narrow:
             return CacheScheme(type="float" if self.type == "fp8" else "int", granularity=self.granularity)
         group = GROUP if self.group_size is None else self.group_size
-        return CacheScheme(bits=TYPES[self.type], group=group, rotated=self.rotate is not False)
+        return CacheScheme(bits=TYPES[self.type], group=group, rotated=self.rotate)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -411,8 +411,8 @@ def test_on_the_command_line(tmp_path):
     ("options", "message"),
     [
         ({"type": "int5"}, "type of a key-value cache 'int5'; .*allowed: int8, fp8, int4, int3"),
-        ({"group_size": 32}, "are of key-value caches of int4 and int3, not of int8"),
-        ({"type": "fp8", "rotate": True}, "are of key-value caches of int4 and int3, not of fp8"),
+        ({"group_size": 32}, "are of caches of int4 and int3, not of int8"),
+        ({"type": "fp8", "rotate": False}, "are of caches of int4 and int3, not of fp8"),
         ({"type": "int4", "group_size": 4}, "group_size 4 of a key-value cache; allowed: 8 or more"),
         ({"granularity": "channel"}, "granularity of a key-value cache 'channel'; allowed: tensor, head, token"),
         ({"calibrator": "mse"}, "give granularity=head or tensor"),

@@ -41,7 +41,7 @@ def made(way: str) -> list[Pass]:
     if way == WEIGHTS:
         return [compress.RTN(scheme="w8a16", group_size=-1)]
     kind = way.partition(",")[0]
-    cache = compress.KVCache(type=cast(Any, kind), rotate=False if way.endswith(PLAIN) else None)
+    cache = compress.KVCache(type=cast(Any, kind), rotate=not way.endswith(PLAIN))
     return [compress.Rotation(hidden=False), cache] if way.endswith(TURNED) else [cache]
 
 
