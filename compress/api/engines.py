@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.errors import InputError, one_of
-from compress.passes.kv_cache import CacheFormat
 from compress.passes.protocol.base import Pass
 
 WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
@@ -173,8 +172,8 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     given = vars(each)
     if each.name == "kv-cache" and engine.to is not None:
         return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
-    if isinstance(each, CacheFormat) and each.narrow:
-        return f"{name} reads no key-value cache of {each.type}; give --kv-cache int8 or fp8, or leave --for out"
+    if (cache := each.cache_scheme) is not None and cache.narrow:
+        return f"{name} reads no key-value cache of {cache.number}; give --kv-cache int8 or fp8, or leave --for out"
     if each.name == "rotate" and given.get("online"):
         return f"{name} rotates no inputs as it runs; leave online out of rotate, or leave --for out"
     if given.get("input_range", "minmax") != "minmax":

@@ -19,8 +19,7 @@ Source: `kv_cache_scheme` of compressed-tensors is the layout in 8 bits. Scales 
 (Liu et al. 2024, arXiv 2402.02750), which gives keys scales of channels instead; rotated keys as in QuaRot (Ashkboos et
 al. 2024, arXiv 2404.00456).
 
-Departs from QuaRot: ranges are not clipped. On SmolLM2-135M clipped values cost more than whole ranges do, and clipped
-keys gain nothing at 4 bits.
+Departs from QuaRot: ranges are not clipped.
 """
 
 from collections.abc import Mapping
@@ -61,25 +60,20 @@ class CacheFormat(Pass):
         super().__post_init__()
         one_of("type of a key-value cache", self.type, tuple(TYPES))
         one_of("granularity of a key-value cache", self.granularity, get_args(CacheGranularity))
-        if self.narrow and self.granularity != "token":
+        narrow = TYPES[self.type] < 8
+        if narrow and self.granularity != "token":
             raise InputError(f"a key-value cache of {self.type} per {self.granularity}; allowed: per token")
-        if not self.narrow and (self.group_size is not None or not self.rotate):
+        if not narrow and (self.group_size is not None or not self.rotate):
             raise InputError(f"group_size and rotate=false are of caches of int4 and int3, not of {self.type}")
         if self.group_size is not None and self.group_size < IN_BYTES:
             raise InputError(f"group_size {self.group_size} of a key-value cache; allowed: {IN_BYTES} or more")
 
     @property
-    def narrow(self) -> bool:
-        """True for fewer than 8 bits."""
-        return TYPES[self.type] < 8
-
-    @property
     def scheme(self) -> CacheScheme:
         """The scheme of key-value caches that these options describe."""
-        if not self.narrow:
+        if (bits := TYPES[self.type]) == 8:
             return CacheScheme(type="float" if self.type == "fp8" else "int", granularity=self.granularity)
-        group = GROUP if self.group_size is None else self.group_size
-        return CacheScheme(bits=TYPES[self.type], group=group, rotated=self.rotate)
+        return CacheScheme(bits=bits, group=self.group_size or GROUP, rotated=self.rotate)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ def grid_of_candidates(
     lacks.
     """
     lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
-    lists |= {"patterns": patterns, **({"trellis": trellis} if trellis else {})}
+    lists["patterns"] = patterns
+    if trellis:
+        lists["trellis"] = trellis
     for what, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise InputError(f"{what} {', '.join(map(str, values)) or 'missing'}; give one or more, each once")

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.cpu.states import stride_of
 from compress.kernels.division import divide
 from compress.kernels.operators import states
 from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_range
-from compress.weights.rotations.hadamard import hadamard_sizes, rotated
+from compress.weights.rotations.hadamard import has_hadamard, rotated
 
 CacheBits = Literal[8, 4, 3]
 CacheGranularity = Literal["tensor", "head", "token"]
 SCALES = ("k_scale", "v_scale")
 SCALE_BYTES = 4  # of a float32
-RANGE_BYTES = 4  # of a minimum and a step, each a bfloat16
 IN_BYTES = 8  # elements whose codes fill whole bytes, at any number of bits
 # Codes of b bits are split into fields that divide a byte: {b: the bits of each field, from the lowest on}.
 FIELDS: dict[int, tuple[int, ...]] = {4: (4,), 3: (2, 1)}
@@ -63,6 +63,11 @@ class CacheScheme:
     def number(self) -> str:
         """The type of a stored number, as options have it."""
         return f"int{self.bits}" if self.type == "int" else "fp8"
+
+    @property
+    def narrow(self) -> bool:
+        """True for fewer than 8 bits, which compressed-tensors has no words for."""
+        return self.group is not None
 
     @property
     def dynamic(self) -> bool:
@@ -135,16 +140,18 @@ def _compiled_group(x: Tensor, scheme: CacheScheme, turned: bool) -> int | None:
     """The size of the groups of states x for the compiled loops; None where these do not take them."""
     if scheme.type == "float" or not scheme.dynamic:
         return None
-    size = x.shape[-1]
-    group = size if scheme.group is None else group_in(size, scheme.group)
+    group = _group_of(scheme, x.shape[-1])
     return None if states.why_not_codes(x, scheme.bits, group, turned) else group
 
 
 def bytes_of_token(scheme: CacheScheme, size: int) -> int:
     """The bytes that a cache keeps of the keys, or the values, of a token in one head of `size` elements."""
-    if scheme.group is not None:
-        return size * scheme.bits // 8 + RANGE_BYTES * (size // group_in(size, scheme.group))
-    return size + (SCALE_BYTES if scheme.dynamic else 0)
+    return stride_of(size, scheme.bits, _group_of(scheme, size)) if scheme.dynamic else size
+
+
+def _group_of(scheme: CacheScheme, size: int) -> int:
+    """The elements of a head that share a range: at 8 bits all of them."""
+    return size if scheme.group is None else group_in(size, scheme.group)
 
 
 def group_in(size: int, most: int) -> int:
@@ -158,7 +165,7 @@ def group_in(size: int, most: int) -> int:
 def key_rotation(size: int) -> int:
     """The size of the blocks in which keys of `size` elements, an even number, are rotated: all of them where there is
     a Hadamard matrix."""
-    return hadamard_sizes(size)[-1]
+    return next(block for block in range(size, 1, -1) if size % block == 0 and has_hadamard(block))
 
 
 def _encode_groups(x: Tensor, bits: int, group: int) -> Tensor:
@@ -179,7 +186,7 @@ def _encode_groups(x: Tensor, bits: int, group: int) -> Tensor:
 
 def _decode_groups(stored: Tensor, bits: int, size: int, group: int) -> Tensor:
     """Inverse of `_encode_groups`, in float32. size: D."""
-    at = RANGE_BYTES * (size // group)
+    at = stored.shape[-1] - size * bits // 8
     ranges = stored[..., :at].clone(memory_format=torch.contiguous_format)  # at an even address, as bfloat16 wants it
     low, step = ranges.view(torch.bfloat16).float().unflatten(-1, (2, -1)).unbind(-2)
     codes, lowest = torch.zeros((), dtype=torch.uint8, device=stored.device), 0

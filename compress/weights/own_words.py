@@ -102,10 +102,11 @@ def read_groups(quantization: Mapping[str, Any], where: object) -> dict[str, Sch
 def caches_of(quantization: Mapping[str, Any] | None) -> CacheScheme | None:
     """The scheme of the key-value caches of a `quantization_config`, in our own words or in those of
     compressed-tensors; None where it has none. Raises CheckpointError for one that cannot be read."""
-    if quantization is not None and is_own(quantization) and CACHES in quantization:
+    quantization = quantization or {}
+    if is_own(quantization) and CACHES in quantization:
         entry = quantization[CACHES]
         if entry["group"] < IN_BYTES:
             raise CheckpointError(f"{CACHES} in groups of {entry['group']}; readable: {IN_BYTES} or more")
         return CacheScheme(bits=entry["bits"], group=entry["group"], rotated=entry["rotated"])
-    entry = (quantization or {}).get(CACHE_SCHEME)
+    entry = quantization.get(CACHE_SCHEME)
     return read_cache_scheme(entry) if entry else None

@@ -32,6 +32,7 @@ INLINE EightInts where(EightInts chosen, EightInts x, EightInts y) {
   return {vbslq_s32(vreinterpretq_u32_s32(chosen.a), x.a, y.a), vbslq_s32(vreinterpretq_u32_s32(chosen.b), x.b, y.b)};
 }
 INLINE Eight least(Eight x, Eight y) { return where(below(x, y), x, y); }
+INLINE Eight greatest(Eight x, Eight y) { return where(below(y, x), x, y); }
 INLINE float sum(Eight v) {
   const float32x4_t four = vaddq_f32(v.a, v.b);
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
@@ -106,6 +107,7 @@ INLINE Eight where(EightInts chosen, Eight x, Eight y) {
 }
 INLINE EightInts where(EightInts chosen, EightInts x, EightInts y) { return _mm256_blendv_epi8(y, x, chosen); }
 INLINE Eight least(Eight x, Eight y) { return _mm256_min_ps(x, y); }
+INLINE Eight greatest(Eight x, Eight y) { return _mm256_max_ps(x, y); }
 INLINE float sum(Eight v) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));

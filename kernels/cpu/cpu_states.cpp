@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu_eights.h"
+#include "cpu_numbers.h"
 #include "cpu_threads.h"
 
 namespace {
@@ -72,8 +73,7 @@ constexpr float OF_BYTES = 127.5f;  // of the largest magnitude
 uint16_t bfloat16_of(float v) {
   uint32_t word;
   memcpy(&word, &v, 4);
-  if (v != v) return 0x7FC0;
-  return static_cast<uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);
+  return static_cast<uint16_t>(nearest_bf16(word));
 }
 
 float float_of(uint16_t half) {
@@ -95,10 +95,7 @@ uint16_t read_half(const uint8_t* p) {
   return v;
 }
 
-// Numbers between two others.
-INLINE Eight within(Eight v, float least_one, float most) {
-  return minus(eight(0.0f), least(minus(eight(0.0f), least(v, eight(most))), eight(-least_one)));
-}
+INLINE Eight within(Eight v, float low, float high) { return greatest(least(v, eight(high)), eight(low)); }
 
 struct Range {
   float least, most;
@@ -106,17 +103,16 @@ struct Range {
 
 // The least and the greatest number; not a number where one of them is none.
 Range range_of(const float* x, int64_t count) {
-  Eight low = load_eight(x), high = minus(eight(0.0f), low), nothing = eight(0.0f);
+  Eight low = load_eight(x), high = low, nothing = eight(0.0f);
   for (int64_t i = 0; i < count; i += EIGHT) {
     const Eight v = load_eight(x + i);
-    low = least(low, v);
-    high = least(high, minus(eight(0.0f), v));
+    low = least(low, v), high = greatest(high, v);
     nothing = plus(nothing, times(v, eight(0.0f)));
   }
   float lows[EIGHT], highs[EIGHT];
   store(lows, low), store(highs, high);
   const float none = sum(nothing);
-  return {*std::min_element(lows, lows + EIGHT) + none, -*std::min_element(highs, highs + EIGHT) + none};
+  return {*std::min_element(lows, lows + EIGHT) + none, *std::max_element(highs, highs + EIGHT) + none};
 }
 
 void encode_bytes(const float* x, uint8_t* stored, int64_t size) {

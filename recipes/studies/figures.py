@@ -29,6 +29,8 @@ from compress.kernels.measure.provenance import provenance
 # Figures of a row, and those of them that are means.
 MEANS = ("perplexity", "reference_perplexity", "log_perplexity_ratio", "kl_mean", "same_top")
 FIGURES = (*MEANS, "kl_median", "kl_p99")
+# Keys of `flat` that a study of many rows on one text stores of each.
+OF_A_ROW = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 
 
 def command(*arguments: str) -> Any:
@@ -176,6 +178,23 @@ def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "rows": rows,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def keep_evaluated(
+    target: Path, script: str, model: str, found: dict[str, Any], rows: list[dict[str, Any]], **more: Any
+) -> None:
+    """Write rows of evaluations on one text with their provenance. script: the study's `__file__`; found: one of the
+    evaluations, as `flat` has it; more: what else is said of all rows."""
+    record = {
+        "model": Path(model).name,
+        "command": asked(script),
+        **more,
+        **made_by(),
+        "reference_perplexity": found["reference_perplexity"],
+        "text_sha256": found["text_sha256"],
+        "rows": rows,
+    }
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from compress.checkpoint.read.stored import Stored, stored_in, weight_of
 from compress.model.disk_names import disk_names
 from compress.model.experts_apart import join_experts, joined_lists
 from compress.model.layers import as_stored, transposed_weights
-from compress.weights.rotations.hadamard import rotated
+from compress.weights.rotations.hadamard import for_plain_inputs
 
 
 class DenseLayout(Exporter):
@@ -107,5 +107,5 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
 
 def _dense(source: Source, layer: str) -> Tensor:
     """The weight of a layer for an input that nothing rotates."""
-    weight, rotation = weight_of(source, layer).dequantize(), stored_in(source).layers[layer].scheme.rotation
-    return weight if rotation is None else rotated(weight, rotation, back=True)
+    rotation = stored_in(source).layers[layer].scheme.rotation
+    return for_plain_inputs(weight_of(source, layer).dequantize(), rotation)

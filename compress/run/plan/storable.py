@@ -23,8 +23,6 @@ from compress.weights.formats.sparse24 import PackedSparse24, is_halved
 from compress.weights.own_words import CACHE_SCHEME, CACHES, caches_entry
 from compress.weights.scheme import Scheme
 
-EVERY_READER = 8  # bits of caches that the words of compressed-tensors express
-
 
 def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: experts in one parameter, inputs with a scale per channel, and
@@ -101,7 +99,7 @@ def caches_said(plan: Plan, model: nn.Module) -> dict[str, Any]:
     scheme = plan.cache_scheme
     if scheme is None:
         return {}
-    if scheme.bits < EVERY_READER:
+    if scheme.narrow:
         return {CACHES: caches_entry(scheme)}
     strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
     if strange is not None:
@@ -152,7 +150,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
         )
         return
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
-    own = plan.cache_scheme if plan.cache_scheme is not None and plan.cache_scheme.bits < EVERY_READER else None
+    own = plan.cache_scheme if plan.cache_scheme is not None and plan.cache_scheme.narrow else None
     if foreign or own is not None:
         yield _note_on_foreign(foreign, own)
         return

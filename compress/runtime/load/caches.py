@@ -17,8 +17,6 @@ from compress.model.attention import CacheHook, cache_argument
 from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states
 from compress.weights.grid import straight_through
 
-KEYS_AND_VALUES = (True, False)  # which of the two are keys
-
 
 class RoundCache(CacheHook):
     """A hook that stores keys and values as codes. Fixed scales are the attention's buffers k_scale and v_scale."""
@@ -41,16 +39,13 @@ class RoundCache(CacheHook):
                         f"a {type(attention).__name__} fills its cache with {x.shape[1]} heads and the checkpoint has "
                         f"{held} of their scales"
                     )
-        stored = [
-            encode_states(x, self.scheme, s, is_keys)
-            for x, s, is_keys in zip((keys, values), scales, KEYS_AND_VALUES, strict=True)
-        ]
+        k_scale, v_scale = scales
+        k = encode_states(keys, self.scheme, k_scale, keys=True)
+        v = encode_states(values, self.scheme, v_scale)
         if cache is not None:
-            stored = cache.update(*stored, *more, **named)
-        k, v = (
-            decode_states(b, self.scheme, s, x, is_keys)
-            for b, s, x, is_keys in zip(stored, scales, (keys, values), KEYS_AND_VALUES, strict=True)
-        )
+            k, v = cache.update(k, v, *more, **named)
+        k = decode_states(k, self.scheme, k_scale, keys, keys=True)
+        v = decode_states(v, self.scheme, v_scale, values)
         return straight_through(keys, k), straight_through(values, v)
 
 

@@ -12,7 +12,7 @@ from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers, layers_on_codes
 from compress.runtime.load.assembly import TIED
 from compress.weights.caches import SCALES
-from compress.weights.rotations.hadamard import rotated
+from compress.weights.rotations.hadamard import for_plain_inputs
 
 
 def densify(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def densify(model: nn.Module) -> None:
             bias = None if whole is None else nn.Parameter(whole.detach()[layer.rows].clone())
         else:
             assert isinstance(layer, QuantLinear)
-            weight, bias = nn.Parameter(_unturned(layer)), layer.bias
+            weight, bias = nn.Parameter(for_plain_inputs(layer.dequantize(), layer.scheme.rotation)), layer.bias
         linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
         linear.weight, linear.bias = weight, cast(nn.Parameter, bias)
         model.set_submodule(name, linear.requires_grad_(trains).train(layer.training))
@@ -60,12 +60,6 @@ def densify(model: nn.Module) -> None:
         if all(scale is not None for scale in scales):
             hold_scales(attention, cast(list[Tensor], scales), persistent=False)
     _tie(model)
-
-
-def _unturned(layer: QuantLinear) -> Tensor:
-    """The weight of a layer for an input that nothing rotates."""
-    weight, rotation = layer.dequantize(), layer.scheme.rotation
-    return weight if rotation is None else rotated(weight, rotation, back=True)
 
 
 def _tie(model: nn.Module) -> None:

@@ -38,7 +38,8 @@ def rotated(x: Tensor, size: int, back: bool = False) -> Tensor:
     back: times its inverse."""
     working = torch.promote_types(x.dtype, torch.float32)
     factors: Sequence[Tensor] = plain_hadamard(size, working, x.device)
-    base = base_order(size) or 1
+    base = base_order(size)
+    assert base is not None
     power = size // base
     if not states.why_not_rotate(x, power):
         found = states.rotate_rows(x.to(working).unflatten(-1, (-1, base, power)))
@@ -48,3 +49,9 @@ def rotated(x: Tensor, size: int, back: bool = False) -> Tensor:
     if back:
         factors = [factor.t() for factor in factors]
     return kronecker_product(x.to(working).unflatten(-1, (-1, size)), factors).flatten(-2).to(x.dtype)
+
+
+def for_plain_inputs(weight: Tensor, block: int | None) -> Tensor:
+    """The weight [N, K] of a layer that rotates its input in blocks of this size (None: it does not), for an input that
+    nothing rotates."""
+    return weight if block is None else rotated(weight, block, back=True)

@@ -19,7 +19,6 @@ is left out: ours is Q5_0, llama.cpp's Q5_1.
 import argparse
 import copy
 import ctypes
-import json
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -38,7 +37,7 @@ from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS
 from compress.passes.k_quants import FALLBACKS
 from compress.passes.options.k_mixes import blocks_of_names, type_in
 from compress.passes.protocol.recipe import make_pass
-from compress.recipes.studies.figures import asked, flat, made_by
+from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
 from compress.run.plan.treatable import treatable
 
 SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
@@ -157,25 +156,15 @@ def main() -> None:
             found = flat(compress.evaluate(ours, reference=arguments.model, text=arguments.text, **limits))
             row = {"scheme": scheme, "way": way, "bits_per_weight": bits_of(model, types), "seconds": round(took, 1)}
             kinds = {kind: list(types.values()).count(kind) for kind in sorted(set(types.values()))}
-            left = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
-            rows.append({**row, "types": kinds, **{key: found[key] for key in left}})
+            rows.append({**row, "types": kinds, **{key: found[key] for key in OF_A_ROW}})
             print(
                 f"| {scheme} | {way} | {row['bits_per_weight']:.2f} | {found['perplexity']:.3f} | "
                 f"{found['kl_mean']:.5f} ± {found['standard_errors']['kl_mean']:.5f} | {found['same_top']:.2%} |",
                 flush=True,
             )
-            record = {
-                "model": Path(arguments.model).name,
-                "command": asked(__file__),
-                "calibration_tokens": ids.numel(),
-                "gguf": metadata.version("gguf"),
-                "ggml": Path(arguments.ggml).name,
-                **made_by(),
-                "reference_perplexity": found["reference_perplexity"],
-                "text_sha256": found["text_sha256"],
-                "rows": rows,
-            }
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            more = {"calibration_tokens": ids.numel(), "gguf": metadata.version("gguf")}
+            more["ggml"] = Path(arguments.ggml).name
+            keep_evaluated(arguments.json, __file__, arguments.model, found, rows, **more)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Evaluated in float32, with scales fitted to each token.
 
 import argparse
 import copy
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.model.attention import head_sizes
 from compress.passes.protocol.base import Pass
-from compress.recipes.studies.figures import asked, flat, made_by
+from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
 from compress.weights.caches import bytes_of_token
 
 WEIGHTS = "weights int8"
@@ -34,7 +33,6 @@ KNOWN = (
     "fp8",
     *(kind + more for kind in ("int4", "int3") for more in ("", PLAIN, TURNED)),
 )
-FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 
 
 def made(way: str) -> list[Pass]:
@@ -67,18 +65,10 @@ def main() -> None:
         scheme = passes[-1].cache_scheme
         kept = 2 * heads * (2 * size if scheme is None else bytes_of_token(scheme, size))
         row = {"way": way, "bytes_per_token": kept}
-        rows.append({**row, **{key: found[key] for key in FIGURES}})
+        rows.append({**row, **{key: found[key] for key in OF_A_ROW}})
         error = found["standard_errors"]["kl_mean"]
         print(f"| {way} | {kept:,} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} ± {error:.5f} |", flush=True)
-        record = {
-            "model": Path(arguments.model).name,
-            "command": asked(__file__),
-            **made_by(),
-            "reference_perplexity": found["reference_perplexity"],
-            "text_sha256": found["text_sha256"],
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        keep_evaluated(arguments.json, __file__, arguments.model, found, rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ and head stay as they are. All models are evaluated as dense weights in float32.
 
 import argparse
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -33,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress.data.text import load_tokens
 from compress.passes.protocol.base import Pass
-from compress.recipes.studies.figures import asked, flat, made_by
+from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
 from compress.weights.scheme import LEVELS
 
 # By falling bytes; integers beside the floats that have as many.
@@ -60,7 +59,6 @@ TURNED["rotate online, "] = {"online": True}
 SEARCHED = ", searched inputs"
 BEHIND = [start + way for start in TURNED for way in ("rtn", "gptq", *FOLDED, TRELLIS)]
 KNOWN = [*ROUNDED, *SOLVED, *FOLDED, TRELLIS, *BEHIND]
-FIGURES = ("kl_mean", "kl_median", "perplexity", "same_top", "standard_errors", "tokens", "windows", "length")
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
 
@@ -130,23 +128,14 @@ def main() -> None:
             planned = compress.plan(model, made(scheme, way)[-1]).bits_per_weight if TRELLIS in way else None
             bits = bits_of(scheme) if planned is None else planned
             row = {"scheme": scheme, "way": way, "bits_per_weight": bits, "seconds": round(took, 1)}
-            rows.append({**row, **{key: found[key] for key in FIGURES}})
+            rows.append({**row, **{key: found[key] for key in OF_A_ROW}})
             print(
                 f"| {scheme} | {way} | {row['bits_per_weight']:.2f} | {found['perplexity']:.3f} | "
                 f"{found['kl_mean']:.5f} ± {found['standard_errors']['kl_mean']:.5f} | {took:.0f} s |",
                 flush=True,
             )
-            record = {
-                "model": Path(arguments.model).name,
-                "command": asked(__file__),
-                "calibration_tokens": ids.numel(),
-                "dtype": arguments.dtype,
-                **made_by(),
-                "reference_perplexity": found["reference_perplexity"],
-                "text_sha256": found["text_sha256"],
-                "rows": rows,
-            }
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            more = {"calibration_tokens": ids.numel(), "dtype": arguments.dtype}
+            keep_evaluated(arguments.json, __file__, arguments.model, found, rows, **more)
 
 
 if __name__ == "__main__":
