@@ -141,10 +141,9 @@ def made_by() -> dict[str, Any]:
 
 
 def head() -> str:
-    """The commit that is checked out."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """The commit that is checked out where this script lies."""
+    line = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def tell_times(found: dict[str, Any], target: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""KL against measured bits per weight, of codes, codes and outliers, SpQR, and codes and a low rank.
+"""KL against measured bits per weight, of codes, codes and outliers, SpQR, codes and a low rank, and trellis codes.
 
     python recipes/studies/quality/front.py MODEL --calibration TEXT --text TEXT --group-size 32 \\
         --json OUT.json --svg OUT.svg
@@ -27,7 +27,14 @@ PUBLISHED = {
     "sweeps": 0,
     "shrink": False,
 }
-COLOURS = {"gptq": "#4477aa", "outliers": "#66ccee", "spqr": "#ee6677", "published": "#aa3377", "lqs": "#228833"}
+COLOURS = {
+    "gptq": "#4477aa",
+    "outliers": "#66ccee",
+    "spqr": "#ee6677",
+    "published": "#aa3377",
+    "lqs": "#228833",
+    "trellis": "#ccbb44",
+}
 
 
 def recipes(group_size: int) -> Recipes:
@@ -59,6 +66,14 @@ def recipes(group_size: int) -> Recipes:
         for more in ({"rank": 8, "factor_bits": 8}, {"rank": 8, "factor_bits": 8, "outliers": 0.005}):
             title = f"lqs w{bits} g{group_size} " + ", ".join(f"{key} {value}" for key, value in more.items())
             found[title] = [{"lqs": {"scheme": f"w{bits}a16", "group_size": group_size, **more}}]
+    rotation: dict[str, dict[str, object]] = {"rotate": {"hidden": False, "heads": False, "online": True}}
+    for bits in WIDTHS:
+        codes: dict[str, dict[str, object]] = {"trellis": {"scheme": f"w{bits}a16"}}
+        found |= {f"trellis w{bits}": [codes], f"trellis w{bits}, rotated online": [rotation, codes]}
+        found[f"trellis w{bits}, rotated online, 2^14 states"] = [
+            rotation,
+            {"trellis": {"scheme": f"w{bits}a16", "state_bits": 14}},
+        ]
     return found
 
 
