@@ -142,4 +142,5 @@ def loops_of(name: str) -> Any:
 
 
 trellis_loops = loops_of("trellis")
+trellis_products_loops = loops_of("trellis_products")
 state_loops = loops_of("states")

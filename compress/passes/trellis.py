@@ -33,6 +33,7 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
+from compress.kernels.layouts.trellis_strips import BLOCK
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
@@ -64,7 +65,7 @@ class Trellis(SecondOrder):
     """Visit columns by falling diag(H) (static, or group, which is the same here), or as they come (none)."""
 
     run: int = 1024
-    """64 or more: outputs after which sequences begin anew."""
+    """A multiple of 32, 64 or more: outputs after which sequences begin anew."""
 
     refit: int = 2
     """0 or more: rounds in which the scale of each output is fitted to its path once the sweep is over."""
@@ -78,7 +79,9 @@ class Trellis(SecondOrder):
         if self.state_bits not in MULTIPLIERS:
             allowed = ", ".join(map(str, MULTIPLIERS))
             raise InputError(f"state_bits {self.state_bits}; allowed: {allowed}")
-        for option, least in (("run", 64), ("refit", 0), ("sweeps", 0)):
+        if self.run < 64 or self.run % BLOCK:
+            raise InputError(f"run {self.run}; allowed: multiples of {BLOCK}, 64 or more")
+        for option, least in (("refit", 0), ("sweeps", 0)):
             if getattr(self, option) < least:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")
 

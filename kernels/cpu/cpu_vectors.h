@@ -76,3 +76,13 @@ INLINE void each(Body body) {
 #else
 #include "cpu_vectors_avx2.h"
 #endif
+
+// In 32-bit lanes, high shifted left by LEFT bits with the top bits of low behind it.
+template <int LEFT>
+INLINE Int joined(Int high, Int low) {
+#if WIDE && defined(__AVX512VBMI2__)
+  return _mm512_shldi_epi32(high, low, LEFT);
+#else
+  return either(shift_left<LEFT>(high), shift_right<32 - LEFT>(low));
+#endif
+}

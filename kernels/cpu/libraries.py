@@ -85,6 +85,7 @@ LIBRARIES = {
     "states": Library("rotations and key-value caches", "states", seconds=1),
     "spill": Library("tensors on disk", "spill", seconds=1),
     "trellis": Library("paths through a trellis", "trellis", seconds=1),
+    "trellis_products": Library("products with trellis codes", "trellis_products", seconds=3),
 }
 OF_LINUX = ("spill",)
 LINKED_TO_TORCH = {"dense": ("torch_cpu",), "operators": ("torch_cpu",), "spill": ("c10",)}

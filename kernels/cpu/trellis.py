@@ -1,5 +1,5 @@
-"""The loops of `cpu_trellis.cpp` on tensors: the search for paths through a trellis, and products with its levels.
-float32 on a CPU."""
+"""The loops of `cpu_trellis.cpp` and `cpu_trellis_products.cpp` on tensors: the search for paths through a trellis, and
+products with its levels. float32 on a CPU."""
 
 import ctypes
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build
-from compress.kernels.layouts.trellis import UNIT, TrellisWords
+from compress.kernels.layouts.trellis import UNIT, Code, TrellisWords
+from compress.kernels.layouts.trellis_strips import TrellisStrips, empty_strips, why_not_trellis_strips
 
 LEAST_WINDOWS = 8  # a vector
-TOGETHER = 256  # columns of a block
 
 
 class _Paths(ctypes.Structure):
@@ -43,44 +43,66 @@ def best_paths(x: Tensor, d: Tensor, level: Tensor, length: int, bits: int) -> T
     return states
 
 
-class _Decoded(ctypes.Structure):
-    """`Decoded` of cpu_trellis.cpp, field by field."""
+class _Strips(ctypes.Structure):
+    """`Strips` of cpu_trellis_products.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("symbols", "x", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "run", "head", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("words", "before", "x", "scale", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "run", "tokens")),
         *((name, ctypes.c_int32) for name in ("bits", "state_bits", "threads")),
         ("multiplier", ctypes.c_uint32),
     )
 
 
-def multiply_levels(x_MK: Tensor, weight: TrellisWords) -> Tensor:
-    """[M, N] float32, x [M, K] float32 times the levels of a weight. The sum of a token is the same beside any others:
-    blocks of 256 inputs one after another."""
-    held = x_MK.contiguous()
-    out = torch.empty(-(-weight.columns // TOGETHER), len(x_MK), weight.rows)
+class _Laid(ctypes.Structure):
+    """`Laid` of cpu_trellis_products.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("symbols", "words", "before")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "run", "head")),
+        *((name, ctypes.c_int32) for name in ("bits", "threads")),
+    )
+
+
+def why_not_products(code: Code) -> list[str]:
+    """Reasons why the compiled products do not take a code; empty when they do."""
+    return why_not_trellis_strips(code) or [*build.why_not("trellis_products")]
+
+
+def lay_in_strips(weight: TrellisWords) -> TrellisStrips:
+    """`layouts.trellis_strips.pack_trellis_strips`."""
+    held, out, code = weight.words.contiguous(), empty_strips(weight), weight.code
+    filled = _Laid(rows=weight.rows, columns=weight.columns, stride=held.shape[1] * held.element_size())
+    filled.run, filled.head, filled.bits, filled.threads = code.run, code.head, code.bits, torch.get_num_threads()
+    filled.symbols, filled.words, filled.before = (each.data_ptr() for each in (held, out.words, out.before))
+    build.library("trellis_products").lay_in_strips(ctypes.byref(filled))
+    return out
+
+
+def multiply_strips(x_MK: Tensor, weight: TrellisStrips) -> Tensor:
+    """[M, N] float32, x [M, K] float32 times a weight whose values are not rounded. The sum of a token is the same
+    beside any others."""
+    held, scale = x_MK.contiguous(), weight.scale.float() / UNIT
+    out = torch.empty(len(x_MK), weight.rows)
     filled = _filled(weight, out)
-    filled.x, filled.tokens = held.data_ptr(), len(x_MK)
-    build.library("trellis").multiply_levels(ctypes.byref(filled))
-    found = out[0] / UNIT
-    for part in out[1:]:
-        found.add_(part, alpha=1 / UNIT)
-    return found
+    filled.x, filled.scale, filled.tokens = held.data_ptr(), scale.data_ptr(), len(x_MK)
+    build.library("trellis_products").multiply_strips(ctypes.byref(filled))
+    return out
 
 
-def decode_levels(weight: TrellisWords) -> Tensor:
+def levels_of_strips(weight: TrellisStrips) -> Tensor:
     """float32 [N, K], the levels of a weight."""
     out = torch.empty(weight.rows, weight.columns)
-    build.library("trellis").decode_levels(ctypes.byref(_filled(weight, out)))
+    build.library("trellis_products").levels_of_strips(ctypes.byref(_filled(weight, out)))
     return out.div_(UNIT)
 
 
-def _filled(weight: TrellisWords, out: Tensor) -> _Decoded:
-    words, code = weight.words, weight.code
+def _filled(weight: TrellisStrips, out: Tensor) -> _Strips:
+    words, before, code = weight.words, weight.before, weight.code
     assert words.is_contiguous()
+    assert before.is_contiguous()
     assert words.device.type == "cpu"
-    sizes = {"rows": weight.rows, "columns": weight.columns, "stride": words.shape[1] * words.element_size()}
-    filled = _Decoded(**sizes, run=code.run, head=code.head, bits=code.bits, state_bits=code.state_bits)
+    filled = _Strips(rows=weight.rows, columns=weight.columns, run=code.run, bits=code.bits, state_bits=code.state_bits)
     filled.multiplier, filled.threads = code.multiplier, torch.get_num_threads()
-    filled.symbols, filled.out = words.data_ptr(), out.data_ptr()
+    filled.words, filled.before, filled.out = words.data_ptr(), before.data_ptr(), out.data_ptr()
     return filled

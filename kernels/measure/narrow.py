@@ -7,10 +7,11 @@ from torch import Tensor
 
 from compress.kernels.layouts.strips import NIBBLE, pack_strips
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, TrellisWords
+from compress.kernels.layouts.trellis_strips import TrellisStrips
 from compress.kernels.layouts.words import LevelTable, Planar, pack_planar, planar_weight
 from compress.kernels.measure.roofline import GROUPS
 from compress.kernels.operators.levels import levels_linear, why_not_levels
-from compress.kernels.operators.trellis import trellis_linear, values_by_run
+from compress.kernels.operators.trellis import lay_in_strips, trellis_linear, values_by_run
 from compress.kernels.operators.words import runs_on_cpu
 
 # Whole numbers of a half, as E2M1 has them.
@@ -21,11 +22,11 @@ NARROW_KINDS = (*GROUPS, *TRELLIS_KINDS)
 
 
 class Narrow(NamedTuple):
-    """The weights by kind. laid: words and scales of levels as `compress.load` lays them out."""
+    """The weights by kind. laid: words and scales of levels, and trellis: both as `compress.load` lays them out."""
 
     levels: dict[str, Planar]
     laid: dict[str, tuple[Tensor, Tensor]]
-    trellis: dict[str, TrellisWords]
+    trellis: dict[str, TrellisWords | TrellisStrips]
 
     def values(self, kind: str, columns: int) -> Tensor:
         """fp64 [N, K] the weight of a kind."""
@@ -41,8 +42,10 @@ class Narrow(NamedTuple):
             table = weight.table
             assert table is not None
             return levels_linear(x, words, scale, table.values, None, weight.group_size, False, table.signed)
-        words, scale, code = self.trellis[kind]
-        return trellis_linear(x, words, scale, None, code.bits, code.state_bits, code.multiplier, code.run)
+        held = self.trellis[kind]
+        before, code = held.before if isinstance(held, TrellisStrips) else None, held.code
+        sizes = (code.bits, code.state_bits, code.multiplier, code.run)
+        return trellis_linear(x, held.words, before, held.scale, None, *sizes)
 
 
 def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Narrow:
@@ -63,8 +66,9 @@ def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Narrow:
     return Narrow(levels, laid, {kind: _trellis(N, K, bits, dtype, g) for kind, bits in TRELLIS_KINDS.items()})
 
 
-def _trellis(N: int, K: int, bits: int, dtype: torch.dtype, g: torch.Generator) -> TrellisWords:
+def _trellis(N: int, K: int, bits: int, dtype: torch.dtype, g: torch.Generator) -> TrellisWords | TrellisStrips:
     code = Code(bits, STATE_BITS, MULTIPLIERS[STATE_BITS], RUN)
     size = (code.stored_rows(N), K * bits // 32)
     words = torch.randint(-(2**31), 2**31, size, generator=g, device=g.device, dtype=torch.int64).to(torch.int32)
-    return TrellisWords(words, (torch.rand(N, generator=g, device=g.device) * 0.01 + 0.005).to(dtype), code)
+    weight = TrellisWords(words, (torch.rand(N, generator=g, device=g.device) * 0.01 + 0.005).to(dtype), code)
+    return lay_in_strips(weight) or weight

@@ -1,7 +1,8 @@
-"""Products with trellis codes (`kernels.layouts.trellis`).
+"""Products with trellis codes, in words by rows (`kernels.layouts.trellis`) or in strips
+(`kernels.layouts.trellis_strips`), which a CPU reads.
 
-On a CPU with AVX2 and on a GPU, few tokens are multiplied as codes are decoded; for more, codes are decoded to a dense
-block of rows first. Elsewhere torch decodes them, for every product.
+Where compiled kernels run, on a CPU or a GPU, few tokens are multiplied as codes are decoded; for more, codes are
+decoded to dense rows first. Elsewhere torch decodes them, for every product.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ from torch import Tensor
 from compress.kernels import reference
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
+from compress.kernels.layouts.trellis_strips import LANES, TrellisStrips, words_by_rows
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
 
-FEW = 8  # tokens for which a CPU decodes codes anew, four by four
+FEW = 64  # tokens that a CPU multiplies as it decodes
 FEW_ON_GPU = 64  # in tiles of 32 at most
 MOST_STATE_BITS = 14  # of a search on a GPU: 16 states for each of 1,024 threads
 SEGMENT = 8  # rows of a run that a GPU decodes one after the other
@@ -31,7 +33,7 @@ def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> lis
         return reasons
     if dtype == torch.float64:
         return ["the CPU kernel computes in float32; x is float64"]
-    return compiled.why_not(code.state_bits, code.bits)
+    return compiled.why_not_products(code)
 
 
 def why_not_on_gpu(code: Code, device: torch.device) -> list[str]:
@@ -51,22 +53,38 @@ def why_not_fused(code: Code, rows: int, dtype: torch.dtype) -> list[str]:
     return reasons
 
 
-def values_by_run(weight: TrellisWords, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def lay_in_strips(weight: TrellisWords) -> TrellisStrips | None:
+    """A weight on a CPU in strips; None where it is better off in words by rows."""
+    if not runs_on_cpu(weight.words.device) or compiled.why_not_products(weight.code):
+        return None
+    return compiled.lay_in_strips(weight)
+
+
+def values_by_run(weight: TrellisWords | TrellisStrips, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """(Rows, their values [rows, K]) of a weight, rounded as they are stored, in a dtype."""
     work = torch.float64 if weight.scale.dtype == torch.float64 else torch.float32
-    found, device = run_blocks(weight), weight.words.device
-    if runs_on_cpu(device) and not why_not_trellis(weight.code, torch.float32, device):
-        whole = compiled.decode_levels(weight)
-        found = ((own, whole[own]) for own, _ in weight.code.parts(weight.rows))
-    for own, levels in found:
+    for own, levels in _levels_by_run(weight):
         values = levels.to(work) * weight.scale[own].to(work).unsqueeze(1)
         yield own, values.to(weight.scale.dtype).to(dtype)
+
+
+def _levels_by_run(weight: TrellisWords | TrellisStrips) -> Iterator[tuple[slice, Tensor]]:
+    strips = weight if isinstance(weight, TrellisStrips) else lay_in_strips(weight)
+    if strips is not None and not compiled.why_not_products(strips.code):
+        whole = compiled.levels_of_strips(strips)
+        return ((own, whole[own]) for own, _ in weight.code.parts(weight.rows))
+    return run_blocks(words_by_rows(weight))
+
+
+def _held(words: Tensor, before: Tensor | None, scale: Tensor, code: Code) -> TrellisWords | TrellisStrips:
+    return TrellisWords(words, scale, code) if before is None else TrellisStrips(words, before, scale, code)
 
 
 @operator("compress::trellis_linear")
 def trellis_linear(
     x: Tensor,
     words: Tensor,
+    before: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
     bits: int,
@@ -74,14 +92,16 @@ def trellis_linear(
     multiplier: int,
     run: int,
 ) -> Tensor:
-    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `TrellisWords`."""
-    weight = TrellisWords(words, scale, Code(bits, state_bits, multiplier, run))
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `TrellisStrips` or, with before
+    None, of a `TrellisWords`."""
+    weight = _held(words, before, scale, Code(bits, state_bits, multiplier, run))
     x_MK = x.reshape(-1, x.shape[-1])
-    compiles = not why_not_trellis(weight.code, x.dtype, x.device)
-    if compiles and not runs_on_cpu(x.device) and scale.dtype != torch.float64:
-        out_MN = _product_on_gpu(x_MK, weight, bias)
-    elif compiles and runs_on_cpu(x.device) and len(x_MK) <= FEW:
-        sums = compiled.multiply_levels(x_MK.float(), weight) * scale.float()
+    on_cpu, compiles = runs_on_cpu(x.device), not why_not_trellis(weight.code, x.dtype, x.device)
+    if compiles and not on_cpu and scale.dtype != torch.float64:
+        out_MN = _product_on_gpu(x_MK, words_by_rows(weight), bias)
+    elif compiles and on_cpu and len(x_MK) <= FEW:
+        strips = weight if isinstance(weight, TrellisStrips) else compiled.lay_in_strips(weight)
+        sums = compiled.multiply_strips(x_MK.float(), strips)
         out_MN = (sums if bias is None else sums + bias.float()).to(x.dtype)
     else:
         out_MN = x_MK.new_empty(len(x_MK), len(scale))
@@ -102,6 +122,7 @@ def _product_on_gpu(x_MK: Tensor, weight: TrellisWords, bias: Tensor | None) -> 
 def _(
     x: Tensor,
     words: Tensor,
+    before: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
     bits: int,
@@ -113,13 +134,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, words, scale, _, *code = inputs
-    ctx.save_for_backward(words, scale)
+    _, words, before, scale, _, *code = inputs
+    ctx.save_for_backward(words, before, scale)
     ctx.code = code
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return trellis_gradient(grad, *ctx.saved_tensors, *ctx.code), *(None,) * 7
+    return trellis_gradient(grad, *ctx.saved_tensors, *ctx.code), *(None,) * 8
 
 
 trellis_linear.register_autograd(_gradient, setup_context=_save)
@@ -127,16 +148,23 @@ trellis_linear.register_autograd(_gradient, setup_context=_save)
 
 @operator("compress::trellis_gradient")
 def trellis_gradient(
-    grad: Tensor, words: Tensor, scale: Tensor, bits: int, state_bits: int, multiplier: int, run: int
+    grad: Tensor,
+    words: Tensor,
+    before: Tensor | None,
+    scale: Tensor,
+    bits: int,
+    state_bits: int,
+    multiplier: int,
+    run: int,
 ) -> Tensor:
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `trellis_linear`."""
-    weight = TrellisWords(words, scale, Code(bits, state_bits, multiplier, run))
+    weight = _held(words, before, scale, Code(bits, state_bits, multiplier, run))
     grad_MN = grad.reshape(-1, grad.shape[-1])
     wide = grad.dtype == torch.float64 or scale.dtype == torch.float64
     if not (wide or runs_on_cpu(grad.device) or why_not_trellis(weight.code, grad.dtype, grad.device)):
         from compress.kernels.triton.trellis_gemm import input_gradient
 
-        return input_gradient(grad_MN.contiguous(), weight).view(*grad.shape[:-1], weight.columns)
+        return input_gradient(grad_MN.contiguous(), words_by_rows(weight)).view(*grad.shape[:-1], weight.columns)
     out_MK = grad_MN.new_zeros(len(grad_MN), weight.columns)
     for own, dense in values_by_run(weight, grad.dtype):
         out_MK += grad_MN[:, own] @ dense
@@ -144,18 +172,28 @@ def trellis_gradient(
 
 
 @trellis_gradient.register_fake
-def _(grad: Tensor, words: Tensor, scale: Tensor, bits: int, state_bits: int, multiplier: int, run: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], words.shape[1] * 32 // bits)
+def _(
+    grad: Tensor,
+    words: Tensor,
+    before: Tensor | None,
+    scale: Tensor,
+    bits: int,
+    state_bits: int,
+    multiplier: int,
+    run: int,
+) -> Tensor:
+    columns = words.shape[1] * 32 // bits if before is None else words.shape[1] * LANES
+    return grad.new_empty(*grad.shape[:-1], columns)
 
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, words, scale, *code = inputs
-    ctx.save_for_backward(words, scale)
+    _, words, before, scale, *code = inputs
+    ctx.save_for_backward(words, before, scale)
     ctx.code = code
 
 
 def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return trellis_linear(grad, *ctx.saved_tensors, None, *ctx.code), *(None,) * 6
+    return trellis_linear(grad, *ctx.saved_tensors, None, *ctx.code), *(None,) * 7
 
 
 trellis_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)

@@ -15,6 +15,8 @@ from compress.runtime.layers.embedding import TiedLinear
 from compress.runtime.layers.fused import FusedLinear
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers
+from compress.solvers.trellis.solve import nearest_states
+from compress.weights.formats.trellis import TrellisCodes
 
 K = 96
 
@@ -61,6 +63,28 @@ def test_a_layer_in_strips_is_the_same_layer(scheme):
         assert other.in_strips
         assert torch.equal(other(x), layer(x))
     assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def trellis_layer(seed=0):
+    torch.manual_seed(seed)
+    weight = nearest_states(torch.randn(70, K), TrellisCodes(bits=3, run=64), torch.float32)
+    return QuantLinear.from_quantized(weight, nn.Parameter(torch.randn(70), requires_grad=False))
+
+
+def test_trellis_codes_in_strips_are_the_same_layer():
+    layer, other, x = trellis_layer(), trellis_layer(1), torch.randn(5, K)
+    stored, values, shapes = layer.state_dict(), layer.dequantize(), [buffer.shape for buffer in layer.buffers()]
+    layer.lay_in_strips()
+    assert layer.in_strips
+    assert same(layer.state_dict(), stored)
+    assert torch.equal(layer.dequantize(), values)
+    torch.testing.assert_close(layer(x), x @ values.t() + layer.bias, rtol=1e-4, atol=1e-4)
+    layer.load_state_dict(other.state_dict())
+    assert layer.in_strips
+    assert same(layer.state_dict(), other.state_dict())
+    layer.to("meta")
+    assert not layer.in_strips
+    assert [buffer.shape for buffer in layer.buffers()] == shapes
 
 
 def test_new_codes_are_laid_in_strips_again():

@@ -1,4 +1,5 @@
-"""Layers on trellis codes."""
+"""Layers on trellis codes: words as they are stored or, after `lay_in_strips` on a CPU that reads them, strips
+(`kernels.layouts.trellis_strips`)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, cast
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from compress.kernels import reference
 from compress.kernels.layouts.trellis import TrellisWords
+from compress.kernels.layouts.trellis_strips import TrellisStrips, words_by_rows
 from compress.kernels.operators.tiles import MANY
 from compress.kernels.operators.trellis import (
     FEW,
     FEW_ON_GPU,
+    lay_in_strips,
     trellis_linear,
     values_by_run,
     why_not_fused,
@@ -25,26 +28,43 @@ from compress.weights.scheme import Scheme
 
 
 class TrellisLinear(QuantLinear):
-    """Weights as they are stored: symbols in words, and a scale for each output, which stays as stored."""
+    """Weights on trellis codes, with a scale for each output, which stays as stored."""
 
     stackable = False
-    BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "scale": None}
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "before": None, "scale": None}
+    STRIPS = "words"
     KEPT = ("scale",)
     words: Tensor
+    before: Tensor | None  # of strips
     scale: Tensor
 
     @property
     def format(self) -> TrellisCodes:
         return cast(TrellisCodes, self.scheme.terms[0])
 
+    @property
+    def held(self) -> TrellisWords | TrellisStrips:
+        """The weight in its present layout."""
+        if self.before is None:
+            return TrellisWords(self.words, self.scale, self.format.code)
+        return TrellisStrips(self.words, self.before, self.scale, self.format.code)
+
+    def lay_in_strips(self) -> None:
+        held = self.held
+        found = None if isinstance(held, TrellisStrips) else lay_in_strips(held)
+        if found is not None:
+            self.words, self.before = found.words, found.before
+
+    def lay_in_rows(self) -> None:
+        self.words, self.before = words_by_rows(self.held).words, None
+
     def forward(self, x: Tensor) -> Tensor:
         code = self.format.code
         sizes = (code.bits, code.state_bits, code.multiplier, code.run)
-        return trellis_linear(self._own(x), self.words, self.scale, self.bias, *sizes)
+        return trellis_linear(self._own(x), self.words, self.before, self.scale, self.bias, *sizes)
 
     def values(self) -> Tensor:
-        held = TrellisWords(self.words, self.scale, self.format.code)
-        return torch.cat([values for _, values in values_by_run(held, self.scale.dtype)])
+        return torch.cat([values for _, values in values_by_run(self.held, self.scale.dtype)])
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         """The kernel for few tokens does not round values to the dtype of their scale."""
@@ -54,11 +74,12 @@ class TrellisLinear(QuantLinear):
         assert rows == self.whole(), "trellis codes are not filled by rows"
         if self.words is None:
             self._dtype = parts["weight_scale"].dtype
-        self.hold({"words": parts["weight_packed"], "scale": parts["weight_scale"]}, rows)
+        self.hold({"words": parts["weight_packed"], "before": None, "scale": parts["weight_scale"]}, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "trellis codes are not read by rows"
-        return {"weight_packed": self.words, "weight_scale": self.scale.to(self.stored_dtype("scale"))}
+        words = words_by_rows(self.held).words
+        return {"weight_packed": words, "weight_scale": self.scale.to(self.stored_dtype("scale"))}
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:

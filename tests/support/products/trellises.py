@@ -3,6 +3,7 @@
 import torch
 
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, TrellisWords, run_blocks
+from compress.kernels.layouts.trellis_strips import TrellisStrips
 
 
 def trellis_of(bits, states, rows, columns, run, dtype, device="cpu"):
@@ -18,5 +19,5 @@ def trellis_of(bits, states, rows, columns, run, dtype, device="cpu"):
 
 def arguments(x, weight, bias=None):
     """What `trellis_linear` takes."""
-    code = weight.code
-    return (x, weight.words, weight.scale, bias, code.bits, code.state_bits, code.multiplier, code.run)
+    code, before = weight.code, weight.before if isinstance(weight, TrellisStrips) else None
+    return (x, weight.words, before, weight.scale, bias, code.bits, code.state_bits, code.multiplier, code.run)
