@@ -33,31 +33,40 @@ INLINE Eight cost_of(Eight m, float x, float d, const float* level) {
   return plus(m, times(eight(d), times(off, off)));
 }
 
-// best[p] = the least of cost[p + j P] over j < 2^k, from[p] = its j, the first of several.
-void best_of_windows(const float* cost, float* best, uint8_t* from, int64_t windows, int choices) {
+// best[p] = the least of cost[p + j P] over j < 2^K, from[p] = its j, the first of several.
+template <int K>
+void best_of_windows(const float* cost, float* best, uint8_t* from, int64_t windows) {
   for (int64_t p = 0; p < windows; p += EIGHT) {
     Eight fewest = load_eight(cost + p);
     EightInts which = eight(0);
-    for (int j = 1; j < choices; j++) {
-      const Eight other = load_eight(cost + p + j * windows);
+    each<(1 << K) - 1>([&](auto i) {
+      const Eight other = load_eight(cost + p + (i + 1) * windows);
       const EightInts fewer = below(other, fewest);
-      fewest = where(fewer, other, fewest);
-      which = where(fewer, eight(j), which);
-    }
+      fewest = least(other, fewest);
+      which = where(fewer, eight(i + 1), which);
+    });
     store(best + p, fewest);
     store_bytes(from + p, which);
   }
 }
 
-// cost[s] = best[s >> k] + d (x - level[s])^2 for the 2^k states of each of eight windows at a time.
-void costs_of_states(const float* best, float* cost, int64_t windows, int k, float x, float d, const float* level) {
-  const int choices = 1 << k;
-  for (int64_t p = 0; p < windows; p += EIGHT) {
-    const Eight of_windows = load_eight(best + p);
-    for (int j = 0; j < choices; j++) {
-      const EightInts at = shift_right(plus(multiples(1), eight(EIGHT * j)), eight(k));
-      const int64_t s = (p << k) + EIGHT * j;
-      store(cost + s, cost_of(permuted(of_windows, at), x, d, level + s));
+// cost[s] = best[s >> K] + d (x - level[s])^2 for the 2^K states of each window.
+template <int K>
+void costs_of_states(const float* best, float* cost, int64_t windows, float x, float d, const float* level) {
+  if constexpr (1 << K >= EIGHT) {
+    for (int64_t p = 0; p < windows; p++)
+      each<(1 << K) / EIGHT>([&](auto i) {
+        const int64_t s = (p << K) + EIGHT * i;
+        store(cost + s, cost_of(eight(best[p]), x, d, level + s));
+      });
+  } else {
+    for (int64_t p = 0; p < windows; p += EIGHT) {
+      const Eight of_windows = load_eight(best + p);
+      each<1 << K>([&](auto i) {
+        const EightInts at = shift_right(plus(multiples(1), eight(EIGHT * i)), eight(K));
+        const int64_t s = (p << K) + EIGHT * i;
+        store(cost + s, cost_of(permuted(of_windows, at), x, d, level + s));
+      });
     }
   }
 }
@@ -91,29 +100,39 @@ struct Paths {
   int32_t state_bits, bits, threads;
 };
 
+namespace {
+
+template <int K>
+void find_path(const Paths* of, int64_t sequence, Searched& own) {
+  const int64_t states = int64_t{1} << of->state_bits, windows = states >> K;
+  if (own.cost == nullptr) own = {floats(states), floats(windows), std::vector<uint8_t>(of->length * windows)};
+  const int64_t first = sequence * of->length, steps = std::min(of->length, of->count - first);
+  const float *x = of->x + first, *d = of->d + first;
+  float *cost = own.cost.get(), *best = own.best.get();
+  for (int64_t s = 0; s < states; s += EIGHT) store(cost + s, cost_of(eight(0.0f), x[0], d[0], of->level + s));
+  for (int64_t t = 1; t < steps; t++) {
+    best_of_windows<K>(cost, best, own.from.data() + t * windows, windows);
+    if (t % REST == 0) take_off(best, windows, least_of(best, windows));
+    costs_of_states<K>(best, cost, windows, x[t], d[t], of->level);
+  }
+  int64_t state = std::min_element(cost, cost + states) - cost;
+  for (int64_t t = steps - 1; t >= 0; t--) {
+    of->states[first + t] = static_cast<int16_t>(state);
+    const int64_t window = state >> K;
+    if (t > 0) state = window + own.from[t * windows + window] * windows;
+  }
+}
+
+}  // namespace
+
 extern "C" void best_paths(const Paths* of) {
-  const int64_t states = int64_t{1} << of->state_bits, windows = states >> of->bits;
-  const int choices = 1 << of->bits;
   const int64_t sequences = (of->count + of->length - 1) / of->length;
   const int threads = static_cast<int>(std::min<int64_t>(of->threads, sequences));
   std::vector<Searched> searched(threads);
   in_runs(sequences, threads, 1, [&](int64_t sequence, int thread) {
-    Searched& own = searched[thread];
-    if (own.cost == nullptr) own = {floats(states), floats(windows), std::vector<uint8_t>(of->length * windows)};
-    const int64_t first = sequence * of->length, steps = std::min(of->length, of->count - first);
-    const float *x = of->x + first, *d = of->d + first;
-    float *cost = own.cost.get(), *best = own.best.get();
-    for (int64_t s = 0; s < states; s += EIGHT) store(cost + s, cost_of(eight(0.0f), x[0], d[0], of->level + s));
-    for (int64_t t = 1; t < steps; t++) {
-      best_of_windows(cost, best, own.from.data() + t * windows, windows, choices);
-      if (t % REST == 0) take_off(best, windows, least_of(best, windows));
-      costs_of_states(best, cost, windows, of->bits, x[t], d[t], of->level);
-    }
-    int64_t state = std::min_element(cost, cost + states) - cost;
-    for (int64_t t = steps - 1; t >= 0; t--) {
-      of->states[first + t] = static_cast<int16_t>(state);
-      const int64_t window = state >> of->bits;
-      if (t > 0) state = window + own.from[t * windows + window] * windows;
-    }
+    if (of->bits == 1) find_path<1>(of, sequence, searched[thread]);
+    if (of->bits == 2) find_path<2>(of, sequence, searched[thread]);
+    if (of->bits == 3) find_path<3>(of, sequence, searched[thread]);
+    if (of->bits == 4) find_path<4>(of, sequence, searched[thread]);
   });
 }

@@ -114,7 +114,7 @@ def level_table(code: Code, device: torch.device) -> Tensor:
 def levels_of(code: Code, states: Tensor) -> Tensor:
     """float32, `Code.levels` of states by look-up."""
     at = states.to(torch.int64) & (2**code.state_bits - 1)  # states of 16 bits are in two's complement
-    return level_table(code, states.device)[at]
+    return level_table(code, states.device).index_select(0, at.flatten()).view(at.shape)
 
 
 def spread_of(code: Code) -> float:

@@ -5,7 +5,7 @@ Shapes: N outputs, K inputs. `passes.trellis` has the equations, and says where 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -82,13 +82,16 @@ def nearest_states(weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.
 class TrellisRule(SettledRule):
     """Find the best path for each column: its sum of squared errors over all outputs is the least.
 
-    scale [N]: numbers of the stored dtype; states int16 [K, N], in sweep order.
+    scale [N]: numbers of the stored dtype; states int16 [K, N], in sweep order. divisor, importance [N]: of targets, as
+    the search takes them.
     """
 
     format: TrellisCodes
     scale_dtype: torch.dtype
     scale: Tensor
     states: Tensor
+    divisor: Tensor = field(init=False)
+    importance: Tensor = field(init=False)
     group: int = 0
     settled: bool = False
 
@@ -103,6 +106,16 @@ class TrellisRule(SettledRule):
         states = torch.zeros(columns, rows, dtype=torch.int16, device=weight_NK.device)
         return cls(format_, scale_dtype, stored, states)
 
+    def __post_init__(self) -> None:
+        self.take_scale(self.scale)
+
+    def take_scale(self, scale_N: Tensor) -> None:
+        """Go on with other scales."""
+        self.scale, self.divisor = scale_N, torch.where(scale_N > 0, scale_N, 1.0)
+        # In units of their mean: the squares of small scales are too small for float32.
+        unit = scale_N.mean().clamp(min=torch.finfo(scale_N.dtype).tiny)
+        self.importance = (scale_N / unit).square().float()
+
     def begin(self, column: int, updated_gN: Tensor) -> None:
         raise AssertionError("scales are of outputs, not of groups")
 
@@ -112,11 +125,7 @@ class TrellisRule(SettledRule):
 
     def path(self, target_N: Tensor) -> Tensor:
         """int16 [N], the states of the path nearest to a target."""
-        live = self.scale > 0
-        x_N = torch.where(live, target_N / torch.where(live, self.scale, 1.0), 0.0)
-        # In units of their mean: the squares of small scales are too small for float32.
-        d_N = (self.scale / self.scale.mean().clamp(min=torch.finfo(self.scale.dtype).tiny)).square()
-        return best_states(x_N, d_N, self.format.code)
+        return best_states(target_N / self.divisor, self.importance, self.format.code)
 
     def values(self, states: Tensor) -> Tensor:
         """Values [..., N] of states, rounded as they are stored."""
@@ -141,7 +150,7 @@ class TrellisRule(SettledRule):
             wanted = before + block.target[j] / block.diagonal[j]
             states = self.path(wanted)
             values = self.values(states)
-            nearer = self.by_run((values - wanted).square()) < self.by_run((before - wanted).square())
+            nearer = self.by_run((values - wanted).square() - (before - wanted).square()) < 0
             self.states[column] = torch.where(nearer, states, self.states[column])
             block.change[j] = torch.where(nearer, values - before, 0.0)
             block.value[j] += block.change[j]
@@ -163,9 +172,9 @@ def refit_outputs(state: "Polish[TrellisRule]") -> None:
     moved_N = rule.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)
     valid = (rule.scale > 0) & (curvature_N > 0) & torch.isfinite(moved_N) & (moved_N > 0)
     old = rule.scale
-    rule.scale = torch.where(valid, round_scale(moved_N, rule.scale_dtype), old)
+    rule.take_scale(torch.where(valid, round_scale(moved_N, rule.scale_dtype), old))
     change = rule.values(rule.states) - state.values
     # Rounding the scale may lose what the step gained: keep the old one there.
     better = (change * (2 * state.gradient - state.hessian @ change)).sum(0) > 0
-    rule.scale = torch.where(better, rule.scale, old)
+    rule.take_scale(torch.where(better, rule.scale, old))
     state.move(slice(None), torch.where(better, change, 0.0))
