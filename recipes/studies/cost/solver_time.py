@@ -1,4 +1,5 @@
-"""CPU seconds of GPTQ by this package, by GPTQModel and by llm-compressor: one model, the same tokens, in turns.
+"""CPU seconds of GPTQ by this package, by GPTQModel and by llm-compressor, and of trellis codes by this package: one
+model, the same tokens, in turns.
 
     python recipes/studies/cost/solver_time.py MODEL --calibration TEXT --text TEXT [--blocks 4] \\
         --group-size 64 --json OUT.json
@@ -6,9 +7,10 @@
 
 MODEL is read in float32, of its blocks the first `--blocks`; `--random` is a Llama of that width with random weights
 and tokens. Every library quantizes it to symmetric 4-bit codes in a process of its own (`solver_worker.py`) with so
-many threads, as its defaults are; compress once more as the paper has it, without its additional defaults. The figure
-is seconds of user and system after the imports: reading, quantizing, writing. `compress evaluate` then holds each
-result of a MODEL against the float32 one on held-out tokens; predictions of random weights mean nothing.
+many threads, as its defaults are; compress once more as the paper has it, without its additional defaults, and to
+trellis codes of 4 bits. The figure is seconds of user and system after the imports: reading, quantizing, writing.
+`compress evaluate` then holds each result of a MODEL against the float32 one on held-out tokens; predictions of random
+weights mean nothing.
 
 GPTQModel and llm-compressor want environments of their own, with the versions of torch and transformers from here;
 `--gptqmodel-python` and `--llmcompressor-python` are their interpreters, without which they are left out:
@@ -48,16 +50,18 @@ SHOWN = ("perplexity", "kl_mean", "same_top")
 
 @dataclass(frozen=True)
 class SolverCase:
-    """A library with options that are not its defaults."""
+    """A library with options that are not its defaults. method: of compress, the class of a pass."""
 
     library: str
     title: str
     options: dict[str, Any] = field(default_factory=dict)
+    method: str = "GPTQ"
 
 
 CASES = [
     SolverCase("compress", "defaults"),
     SolverCase("compress", "as the paper has it", PLAIN),
+    SolverCase("compress", "trellis codes, defaults", method="Trellis"),
     SolverCase("gptqmodel", "defaults", {"offload_to_disk": False}),
     SolverCase("llmcompressor", "defaults"),
 ]
@@ -118,6 +122,7 @@ def quantized(case: SolverCase, python: str, folder: Path, arguments: argparse.N
         "group_size": arguments.group_size,
         "threads": arguments.threads,
         "options": case.options,
+        "method": case.method,
         "output": str(output),
         "values": str(values),
     }

@@ -4,9 +4,10 @@ missing.
     python solver_worker.py JOB.json RESULT.json
 
 JOB: library (compress, gptqmodel or llmcompressor), model and output (folders), tokens (a file of ids [rows, length]),
-group_size, threads, options (of compress: those of its pass; else of the library's configuration). RESULT: CPU seconds
-(user and system, of this process and of those that it started) of the imports and of everything after them: the model
-read, quantized to symmetric 4-bit codes and written; or `error`, the reason why there is nothing of that.
+group_size, threads, options (of compress: those of its pass; else of the library's configuration), method (of compress:
+the class of its pass). RESULT: CPU seconds (user and system, of this process and of those that it started) of the
+imports and of everything after them: the model read, quantized to 4 bits and written; or `error`, the reason why there
+is nothing of that.
 
 compress cannot read GPTQModel's own checkpoint format: the values of its layers are written to a plain checkpoint
 beside it, `values`, which the seconds leave out.
@@ -50,7 +51,8 @@ def by_compress(job: Mapping[str, Any]) -> Callable[[], Any]:
     # What a record says its seconds went to is by the clock; other processes are no concern of ours here.
     vars(spending)["time"] = SimpleNamespace(monotonic=time.process_time)
     torch.set_num_threads(job["threads"])
-    one = compress.GPTQ(scheme="w4a16", group_size=job["group_size"], **job["options"])
+    sizes = {"group_size": job["group_size"]} if job["method"] == "GPTQ" else {}
+    one = getattr(compress, job["method"])(scheme="w4a16", **sizes, **job["options"])
     options = {"output": job["output"], "overwrite": True, "verify": False}
     quantize = compress.quantize  # imports what it needs
     return lambda: quantize(job["model"], one, calibration=job["tokens"], **options).record.spent

@@ -25,15 +25,17 @@ def test_libraries_take_turns_and_one_that_fails_is_left_with_its_reason(monkeyp
 
     monkeypatch.setattr(solver_time, "quantized", quantized)
     monkeypatch.setattr(solver_time, "figures", lambda folder: {"kl_mean": 0.1})
-    default, plain, theirs = solver_time.rows_of(asked(random=None), tmp_path, kept.append)
-    ours = [("compress", title, sys.executable) for title in ("defaults", "as the paper has it")]
+    default, plain, trellis, theirs = solver_time.rows_of(asked(random=None), tmp_path, kept.append)
+    titles = ("defaults", "as the paper has it", "trellis codes, defaults")
+    ours = [("compress", title, sys.executable) for title in titles]
     assert runs == [*ours, ("gptqmodel", "defaults", "theirs"), *ours]
-    assert default["work"] == [1.0, 4.0]
-    assert plain["work"] == [2.0, 5.0]
+    assert default["work"] == [1.0, 5.0]
+    assert plain["work"] == [2.0, 6.0]
+    assert trellis["work"] == [3.0, 7.0]
     assert plain["options"]["drift"] == 0
     assert theirs["error"] == "no such thing"
     assert theirs["work"] == []
-    assert all(rows[2] is theirs for rows in kept)
+    assert all(rows[3] is theirs for rows in kept)
     assert default["kl_mean"] == plain["kl_mean"] == 0.1
     assert all("kl_mean" not in row for row in solver_time.rows_of(asked(random=128), tmp_path, kept.append))
 
