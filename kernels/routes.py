@@ -5,6 +5,7 @@ cpu rows     C++, few tokens                            cpu slabs    C++, many t
 cpu strips   C++, of weights that are laid out in strips
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 cpu trellis  C++, few tokens multiplied as codes are decoded
+cpu trellis, then torch    C++ decodes all rows, torch multiplies
 dense blocks C++ unpacks blocks of rows in the cache, torch multiplies: where that was measured to be faster here
 dense blocks by AMX    the same, multiplied by the tiles of AMX
 scaled_mm    torch's product of float8 matrices

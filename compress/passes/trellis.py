@@ -65,7 +65,7 @@ class Trellis(SecondOrder):
     """Visit columns by falling diag(H) (static, or group, which is the same here), or as they come (none)."""
 
     run: int = 1024
-    """A multiple of 32, 64 or more: outputs after which sequences begin anew."""
+    """64 or more, in steps of 32: outputs after which sequences begin anew."""
 
     refit: int = 2
     """0 or more: rounds in which the scale of each output is fitted to its path once the sweep is over."""
@@ -80,7 +80,7 @@ class Trellis(SecondOrder):
             allowed = ", ".join(map(str, MULTIPLIERS))
             raise InputError(f"state_bits {self.state_bits}; allowed: {allowed}")
         if self.run < 64 or self.run % BLOCK:
-            raise InputError(f"run {self.run}; allowed: multiples of {BLOCK}, 64 or more")
+            raise InputError(f"run {self.run}; allowed: 64 or more, in steps of {BLOCK}")
         for option, least in (("refit", 0), ("sweeps", 0)):
             if getattr(self, option) < least:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")

@@ -69,13 +69,6 @@ INLINE EightInts bytes(const uint8_t* p) {  // eight of them, from 0 to 255
   const auto of = [](uint16x4_t four) __attribute__((always_inline)) { return vreinterpretq_s32_u32(vmovl_u16(four)); };
   return {of(vget_low_u16(words)), of(vget_high_u16(words))};
 }
-// Sums of the four bytes of every lane.
-INLINE Eight sums_of_bytes(EightInts v) {
-  const auto of = [](int32x4_t four) __attribute__((always_inline)) {
-    return vcvtq_f32_u32(vpaddlq_u16(vpaddlq_u8(vreinterpretq_u8_s32(four))));
-  };
-  return {of(v.a), of(v.b)};
-}
 // The lanes that indices from 0 to 7 name.
 INLINE Eight permuted(Eight v, EightInts at) {
   const uint8x16x2_t table = {{vreinterpretq_u8_f32(v.a), vreinterpretq_u8_f32(v.b)}};
@@ -129,10 +122,6 @@ INLINE Eight numbers(EightInts v) { return _mm256_cvtepi32_ps(v); }
 INLINE EightInts nearest(Eight v) { return _mm256_cvtps_epi32(v); }
 INLINE EightInts bytes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-}
-INLINE Eight sums_of_bytes(EightInts v) {
-  const __m256i pairs = _mm256_maddubs_epi16(v, _mm256_set1_epi8(1));
-  return _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 INLINE Eight permuted(Eight v, EightInts at) { return _mm256_permutevar8x32_ps(v, at); }
 INLINE void store_bytes(uint8_t* p, EightInts v) {

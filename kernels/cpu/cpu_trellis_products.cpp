@@ -1,22 +1,21 @@
 // Products with trellis codes in strips (`kernels.layouts.trellis_strips`), what they decode to, and their layout.
 //
-// A strip has 16 columns side by side, and 32 rows of each, a block, in K words of a vector each. The state of a row is
-// the lowest bits of a window of 32: its word and the one before, shifted together. A level is the sum of the bytes of
-// the state's product with the multiplier, less 510, in units of 1 / 128.
+// A strip is 16 columns side by side. 32 rows of them, a block, take as many vectors as a weight has bits: word j of every
+// column. The state of a row is the lowest bits of its word and the one before, shifted together. A level is the sum of
+// the bytes of the state's product with the multiplier, less 510, in units of 1 / 128.
 //
 // Some rows of a block, and some tokens, have their sums in registers, strip after strip. The terms of a sum come in the
 // same order for any number of tokens.
 
 #include <algorithm>
 
-#include "cpu_threads.h"
-#include "cpu_vectors.h"
+#include "cpu_work.h"
 
 namespace {
 
 constexpr int WORD_BITS = 32;
 constexpr int BLOCK = 32;                           // rows
-constexpr int TOGETHER = WIDE ? 16 : NEON ? 8 : 4;  // sums in registers
+constexpr int SUMS = WIDE ? 16 : NEON ? 8 : 4;  // sums in registers
 constexpr int32_t MIDDLE = 510;
 constexpr int32_t BEGUN = 4 * LOWERED - MIDDLE;
 
@@ -32,7 +31,8 @@ INLINE Float levels_of(Int window, const Scattering& by) {
   return to_float(dot_bytes<true>(every(BEGUN), code_bytes(product), every(0x01010101)));
 }
 
-// In its lowest 16 bits, those of a stream in front of bit END of words[1] and what follows it. A state has no more.
+// In the lowest 16 bits of each lane: the 16 bits that end at bit END of the stream words[1], words[2], ..., which comes
+// behind words[0]. A state has no more.
 template <int END>
 INLINE Int window(const Int* words) {
   constexpr int word = (END + WORD_BITS - 1) / WORD_BITS, used = END - (word - 1) * WORD_BITS;
@@ -45,8 +45,8 @@ INLINE Int window(const Int* words) {
 
 // Mirrored field by field in trellis.py.
 struct Strips {
-  const int32_t* words;   // [blocks, groups, bits, 16]
-  const int32_t* before;  // [runs, groups, 16]
+  const int32_t* words;   // [blocks, strips, bits, 16]
+  const int32_t* before;  // [runs, strips, 16]
   const float* x;         // of a product: [tokens, columns]
   const float* scale;     // of a product: [rows]
   float* out;             // of a product: [tokens, rows]; else levels [rows, columns]
@@ -57,16 +57,16 @@ struct Strips {
 
 namespace {
 
-// A block of 32 rows. ahead: the word of each strip in front of its own, every `stride`.
+// A block of 32 rows. ahead: of each strip, the word before its first; from strip to strip, `stride` apart.
 struct Block {
   const int32_t *words, *ahead;
   int64_t stride, first, rows;
 
   Block(const Strips* of, int64_t number) {
-    const int64_t groups = of->columns / LANES, own = of->bits * LANES;
-    words = of->words + number * groups * own;
+    const int64_t strips = of->columns / LANES, own = of->bits * LANES;
+    words = of->words + number * strips * own;
     const bool begins = number * BLOCK % of->run == 0;
-    ahead = begins ? of->before + number * BLOCK / of->run * groups * LANES : words - groups * own + own - LANES;
+    ahead = begins ? of->before + number * BLOCK / of->run * strips * LANES : words - strips * own + own - LANES;
     stride = begins ? LANES : own;
     first = number * BLOCK;
     rows = std::min<int64_t>(BLOCK, of->rows - first);
@@ -95,7 +95,7 @@ INLINE void each_part(Body body) {
 // The sums of TOKENS tokens from `token` on with a block.
 template <int K, int TOKENS>
 void multiply(const Strips* of, int64_t number, int64_t token) {
-  constexpr int ROWS = std::max(TOGETHER / TOKENS, 1);
+  constexpr int ROWS = std::max(SUMS / TOKENS, 1);
   const Block block(of, number);
   const Scattering by = scattering(of);
   const float* x = of->x + token * of->columns;
@@ -129,31 +129,25 @@ void write_levels(const Strips* of, int64_t number) {
   }
 }
 
-// body<K>(block, thread) for every block.
+// body<K>(block) for every block.
 template <class Body>
 void each_block(int64_t rows, int bits, int threads, Body body) {
-  in_runs((rows + BLOCK - 1) / BLOCK, threads, 1, [&](int64_t number, int thread) {
-    if (bits == 1) body(std::integral_constant<int, 1>(), number, thread);
-    if (bits == 2) body(std::integral_constant<int, 2>(), number, thread);
-    if (bits == 3) body(std::integral_constant<int, 3>(), number, thread);
-    if (bits == 4) body(std::integral_constant<int, 4>(), number, thread);
-  });
+  in_runs((rows + BLOCK - 1) / BLOCK, threads, 1,
+          [&](int64_t number, int) { with_constant<4>(bits, [&](auto k) { body(k, number); }); });
 }
 
 }  // namespace
 
 extern "C" void multiply_strips(const Strips* of) {
-  each_block(of->rows, of->bits, of->threads, [&](auto k, int64_t number, int) {
-    int64_t token = 0;
-    if constexpr (WIDE)
-      for (; token + 8 <= of->tokens; token += 8) multiply<k, 8>(of, number, token);
-    for (; token + 4 <= of->tokens; token += 4) multiply<k, 4>(of, number, token);
-    for (; token < of->tokens; token++) multiply<k, 1>(of, number, token);
+  const int threads = useful_threads(of->tokens * of->rows * of->columns, of->threads);
+  each_block(of->rows, of->bits, threads, [&](auto k, int64_t number) {
+    in_powers_of_two<WIDE ? 8 : 4>(of->tokens,
+                                   [&](int64_t token, auto tokens) { multiply<k, tokens>(of, number, token); });
   });
 }
 
 extern "C" void levels_of_strips(const Strips* of) {
-  each_block(of->rows, of->bits, of->threads, [&](auto k, int64_t number, int) { write_levels<k>(of, number); });
+  each_block(of->rows, of->bits, of->threads, [&](auto k, int64_t number) { write_levels<k>(of, number); });
 }
 
 // Mirrored field by field in trellis.py.
@@ -182,16 +176,16 @@ INLINE uint32_t symbol(uint64_t row, int lane) {
 template <int K>
 void lay_block(const Laid* of, int64_t number) {
   const int64_t first = number * BLOCK, rows = std::min<int64_t>(BLOCK, of->rows - first);
-  const int64_t groups = of->columns / LANES, run = first / of->run;
+  const int64_t strips = of->columns / LANES, run = first / of->run;
   const int64_t stored = first + (run + 1) * of->head;  // of the first row
-  for (int64_t strip = 0; strip < groups; strip++) {
+  for (int64_t strip = 0; strip < strips; strip++) {
     if (first % of->run == 0) {
       uint32_t before[LANES] = {};
       for (int64_t n = 0; n < of->head; n++) {
         const uint64_t row = symbols_of<K>(of, stored - of->head + n, strip);
         for (int i = 0; i < LANES; i++) before[i] = before[i] << K | symbol<K>(row, i);
       }
-      memcpy(of->before + (run * groups + strip) * LANES, before, sizeof before);
+      memcpy(of->before + (run * strips + strip) * LANES, before, sizeof before);
     }
     uint32_t words[K * LANES] = {};
     for (int64_t n = 0; n < rows; n++) {
@@ -203,12 +197,12 @@ void lay_block(const Laid* of, int64_t number) {
         if (room < 0) words[(word + 1) * LANES + i] |= bits << (WORD_BITS + room);
       }
     }
-    memcpy(of->words + (number * groups + strip) * K * LANES, words, sizeof words);
+    memcpy(of->words + (number * strips + strip) * K * LANES, words, sizeof words);
   }
 }
 
 }  // namespace
 
 extern "C" void lay_in_strips(const Laid* of) {
-  each_block(of->rows, of->bits, of->threads, [&](auto k, int64_t number, int) { lay_block<k>(of, number); });
+  each_block(of->rows, of->bits, of->threads, [&](auto k, int64_t number) { lay_block<k>(of, number); });
 }

@@ -82,6 +82,7 @@ def lay_in_strips(weight: TrellisWords) -> TrellisStrips:
 def multiply_strips(x_MK: Tensor, weight: TrellisStrips) -> Tensor:
     """[M, N] float32, x [M, K] float32 times a weight whose values are not rounded. The sum of a token is the same
     beside any others."""
+    assert x_MK.shape[1] == weight.columns
     held, scale = x_MK.contiguous(), weight.scale.float() / UNIT
     out = torch.empty(len(x_MK), weight.rows)
     filled = _filled(weight, out)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.layouts.trellis import Code, TrellisWords
-from compress.kernels.layouts.words import pack_rows, unpack_rows
+from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 
 LANES = 16
 BLOCK = 32  # rows whose symbols fill whole words
@@ -74,7 +74,7 @@ def pack_trellis_strips(weight: TrellisWords) -> TrellisStrips:
 def unpack_trellis_strips(weight: TrellisStrips) -> TrellisWords:
     """Inverse of `pack_trellis_strips`."""
     code, columns = weight.code, weight.columns
-    size = (code.stored_rows(weight.rows), columns * code.bits // BLOCK)
+    size = (code.stored_rows(weight.rows), words_of(columns, code.bits))
     found = weight.words.new_empty(size)
     for run, (own, held) in enumerate(code.parts(weight.rows)):
         place = code.bits * torch.arange(code.head - 1, -1, -1, device=found.device)

@@ -11,7 +11,7 @@ from compress.kernels.layouts.trellis_strips import TrellisStrips
 from compress.kernels.layouts.words import LevelTable, Planar, pack_planar, planar_weight
 from compress.kernels.measure.roofline import GROUPS
 from compress.kernels.operators.levels import levels_linear, why_not_levels
-from compress.kernels.operators.trellis import lay_in_strips, trellis_linear, values_by_run
+from compress.kernels.operators.trellis import lay_in_strips, trellis_product, values_by_run
 from compress.kernels.operators.words import runs_on_cpu
 
 # Whole numbers of a half, as E2M1 has them.
@@ -42,10 +42,7 @@ class Narrow(NamedTuple):
             table = weight.table
             assert table is not None
             return levels_linear(x, words, scale, table.values, None, weight.group_size, False, table.signed)
-        held = self.trellis[kind]
-        before, code = held.before if isinstance(held, TrellisStrips) else None, held.code
-        sizes = (code.bits, code.state_bits, code.multiplier, code.run)
-        return trellis_linear(x, held.words, before, held.scale, None, *sizes)
+        return trellis_product(x, self.trellis[kind])
 
 
 def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Narrow:

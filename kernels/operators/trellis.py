@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
@@ -18,7 +19,9 @@ from compress.kernels.layouts.trellis_strips import LANES, TrellisStrips, words_
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
 
-FEW = 64  # tokens that a CPU multiplies as it decodes
+# Tokens that a CPU multiplies as it decodes. Measured: from there on dense rows are faster with a weight of 576 x 1,536;
+# with one of 4,096 x 4,096, from about 150 on.
+FEW = 64
 FEW_ON_GPU = 64  # in tiles of 32 at most
 MOST_STATE_BITS = 14  # of a search on a GPU: 16 states for each of 1,024 threads
 SEGMENT = 8  # rows of a run that a GPU decodes one after the other
@@ -54,7 +57,7 @@ def why_not_fused(code: Code, rows: int, dtype: torch.dtype) -> list[str]:
 
 
 def lay_in_strips(weight: TrellisWords) -> TrellisStrips | None:
-    """A weight on a CPU in strips; None where it is better off in words by rows."""
+    """A weight in strips; None where no compiled product reads them."""
     if not runs_on_cpu(weight.words.device) or compiled.why_not_products(weight.code):
         return None
     return compiled.lay_in_strips(weight)
@@ -70,7 +73,7 @@ def values_by_run(weight: TrellisWords | TrellisStrips, dtype: torch.dtype) -> I
 
 def _levels_by_run(weight: TrellisWords | TrellisStrips) -> Iterator[tuple[slice, Tensor]]:
     strips = weight if isinstance(weight, TrellisStrips) else lay_in_strips(weight)
-    if strips is not None and not compiled.why_not_products(strips.code):
+    if strips is not None and runs_on_cpu(strips.words.device) and not compiled.why_not_products(strips.code):
         whole = compiled.levels_of_strips(strips)
         return ((own, whole[own]) for own, _ in weight.code.parts(weight.rows))
     return run_blocks(words_by_rows(weight))
@@ -78,6 +81,13 @@ def _levels_by_run(weight: TrellisWords | TrellisStrips) -> Iterator[tuple[slice
 
 def _held(words: Tensor, before: Tensor | None, scale: Tensor, code: Code) -> TrellisWords | TrellisStrips:
     return TrellisWords(words, scale, code) if before is None else TrellisStrips(words, before, scale, code)
+
+
+def trellis_product(x: Tensor, weight: TrellisWords | TrellisStrips, bias: Tensor | None = None) -> Tensor:
+    """`trellis_linear` with a weight of either layout."""
+    before, code = weight.before if isinstance(weight, TrellisStrips) else None, weight.code
+    sizes = (code.bits, code.state_bits, code.multiplier, code.run)
+    return trellis_linear(x, weight.words, before, weight.scale, bias, *sizes)
 
 
 @operator("compress::trellis_linear")
@@ -95,6 +105,8 @@ def trellis_linear(
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `TrellisStrips` or, with before
     None, of a `TrellisWords`."""
     weight = _held(words, before, scale, Code(bits, state_bits, multiplier, run))
+    if x.shape[-1] != weight.columns:
+        raise InputError(f"x has {x.shape[-1]} columns; the weight has {weight.columns}")
     x_MK = x.reshape(-1, x.shape[-1])
     on_cpu, compiles = runs_on_cpu(x.device), not why_not_trellis(weight.code, x.dtype, x.device)
     if compiles and not on_cpu and scale.dtype != torch.float64:

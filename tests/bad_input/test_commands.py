@@ -528,7 +528,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "a trellis of odd states": (lambda d: d.trellis("--set", "state_bits=13"), ("state_bits 13", "10, 12, 14, 16")),
     "a trellis of short runs": (lambda d: d.trellis("--set", "run=10"), ("run 10", "64 or more")),
-    "a trellis whose runs are cut": (lambda d: d.trellis("--set", "run=100"), ("run 100", "multiples of 32")),
+    "a trellis whose runs are cut": (lambda d: d.trellis("--set", "run=100"), ("run 100", "steps of 32")),
     "a K-quant that is none": (
         lambda d: command("quantize", d.model, "--method", "rtn", "--scheme", "q7_k", "--output", d.output),
         ("K-quant 'q7_k'", "allowed: q2_k, q3_k, q4_k, q5_k, q6_k"),

@@ -68,20 +68,24 @@ def test_a_layer_in_strips_is_the_same_layer(scheme):
 def trellis_layer(seed=0):
     torch.manual_seed(seed)
     weight = nearest_states(torch.randn(70, K), TrellisCodes(bits=3, run=64), torch.float32)
-    return QuantLinear.from_quantized(weight, nn.Parameter(torch.randn(70), requires_grad=False))
+    return QuantLinear.from_quantized(weight, nn.Parameter(torch.randn(70), requires_grad=False)), weight.dequantize()
 
 
 def test_trellis_codes_in_strips_are_the_same_layer():
-    layer, other, x = trellis_layer(), trellis_layer(1), torch.randn(5, K)
-    stored, values, shapes = layer.state_dict(), layer.dequantize(), [buffer.shape for buffer in layer.buffers()]
+    (layer, values), (other, _), x = trellis_layer(), trellis_layer(1), torch.randn(5, K)
+    stored, shapes = layer.state_dict(), [buffer.shape for buffer in layer.buffers()]
     layer.lay_in_strips()
     assert layer.in_strips
     assert same(layer.state_dict(), stored)
     assert torch.equal(layer.dequantize(), values)
     torch.testing.assert_close(layer(x), x @ values.t() + layer.bias, rtol=1e-4, atol=1e-4)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.in_strips
+        assert torch.equal(copied(x), layer(x))
     layer.load_state_dict(other.state_dict())
     assert layer.in_strips
     assert same(layer.state_dict(), other.state_dict())
+    assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     layer.to("meta")
     assert not layer.in_strips
     assert [buffer.shape for buffer in layer.buffers()] == shapes

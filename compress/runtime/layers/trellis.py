@@ -15,7 +15,7 @@ from compress.kernels.operators.trellis import (
     FEW,
     FEW_ON_GPU,
     lay_in_strips,
-    trellis_linear,
+    trellis_product,
     values_by_run,
     why_not_fused,
     why_not_trellis,
@@ -59,9 +59,7 @@ class TrellisLinear(QuantLinear):
         self.words, self.before = words_by_rows(self.held).words, None
 
     def forward(self, x: Tensor) -> Tensor:
-        code = self.format.code
-        sizes = (code.bits, code.state_bits, code.multiplier, code.run)
-        return trellis_linear(self._own(x), self.words, self.before, self.scale, self.bias, *sizes)
+        return trellis_product(self._own(x), self.held, self.bias)
 
     def values(self) -> Tensor:
         return torch.cat([values for _, values in values_by_run(self.held, self.scale.dtype)])

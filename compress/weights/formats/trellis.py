@@ -30,7 +30,8 @@ from compress.weights.terms import FLOATS, Format, Part, StoredTerm
 @dataclass(frozen=True, kw_only=True)
 class TrellisCodes(Format):
     """Codes of a bitshift trellis. bits: of a weight, 1 to 4. state_bits: of a state, from bits + 3 to 16. multiplier:
-    that makes levels of states. run: outputs after which sequences begin anew."""
+    that makes levels of states. run: outputs after which sequences begin anew; a CPU is fast
+    where it is a multiple of 32."""
 
     kind: ClassVar[str] = "trellis"
     telling: ClassVar[str | None] = "weight_packed"

@@ -4,12 +4,20 @@ import pytest
 import torch
 from trellises import arguments, trellis_of
 
+from compress.errors import InputError
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import TrellisWords, run_blocks
 from compress.kernels.layouts.trellis_strips import TrellisStrips, pack_trellis_strips
-from compress.kernels.operators.trellis import FEW, lay_in_strips, trellis_gradient, trellis_linear, values_by_run
+from compress.kernels.operators.trellis import (
+    FEW,
+    lay_in_strips,
+    trellis_gradient,
+    trellis_linear,
+    trellis_product,
+    values_by_run,
+)
 
-ROWS, COLUMNS, RUN = 70, 544, 32  # a short run; two panels of columns and a short one
+ROWS, COLUMNS, RUN = 102, 544, 64  # a run of two blocks, and one of a block and a short one
 CODES = [(1, 16), (2, 12), (3, 12), (3, 16), (4, 14)]
 
 
@@ -30,7 +38,7 @@ def test_product(bits: int, states: int, few: bool, run: int):
     weight, values = trellis_of(bits, states, ROWS, COLUMNS, run, torch.float32)
     held = lay_in_strips(weight)
     assert held is None or run % 32 == 0
-    for M in (1, 4, 7) if few else (FEW + 1,):
+    for M in (1, 4, 13) if few else (FEW + 1,):
         x, bias = torch.randn(M, COLUMNS), torch.randn(ROWS)
         wanted = x.double() @ values.t() + bias
         bound = torch.finfo(torch.float32).eps * x.double().norm(dim=1, keepdim=True) * values.norm(dim=1)
@@ -43,7 +51,7 @@ def test_product(bits: int, states: int, few: bool, run: int):
 def test_a_token_has_the_same_sum_beside_others():
     weight = weight_of(3)
     needs_compiled(weight)
-    x = torch.randn(7, COLUMNS)
+    x = torch.randn(13, COLUMNS)
     together = trellis_linear(*arguments(x, weight))
     for m in range(len(x)):
         assert torch.equal(trellis_linear(*arguments(x[m : m + 1], weight))[0], together[m])
@@ -71,6 +79,17 @@ def test_torch_alone_computes_the_same(laid: bool, monkeypatch: pytest.MonkeyPat
     for one, other in zip(values, (part for _, part in values_by_run(held, torch.bfloat16)), strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(trellis_linear(*arguments(x, held)), usual, rtol=0.02, atol=0.5)
+
+
+@pytest.mark.parametrize("laid", [False, True], ids=["by rows", "in strips"])
+def test_inputs(laid: bool):
+    weight = weight_of(2)
+    held: TrellisWords | TrellisStrips = pack_trellis_strips(weight) if laid else weight
+    assert trellis_product(torch.empty(0, COLUMNS), held).shape == (0, ROWS)
+    x = torch.randn(COLUMNS, 3)
+    assert torch.equal(trellis_product(x.t(), held), trellis_product(x.t().contiguous(), held))
+    with pytest.raises(InputError, match="x has 512 columns; the weight has 544"):
+        trellis_product(torch.empty(1, 512), held)
 
 
 @pytest.mark.parametrize("laid", [False, True], ids=["by rows", "in strips"])

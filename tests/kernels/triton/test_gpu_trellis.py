@@ -109,7 +109,9 @@ def test_layers():
     weight, values = trellis_of(3, 12, 300, 256, 128, torch.bfloat16)
     parts = {"weight_packed": weight.words, "weight_scale": weight.scale}
     layer = QuantLinear.from_parts(parts, Scheme(terms=(format_,)), (300, 256))
-    on_gpu = QuantLinear.from_parts(parts, Scheme(terms=(format_,)), (300, 256)).to("cuda")
+    on_gpu = QuantLinear.from_parts(parts, Scheme(terms=(format_,)), (300, 256))
+    on_gpu.lay_in_strips()  # where a CPU has them
+    on_gpu.to("cuda")
     assert torch.equal(on_gpu.values().cpu(), layer.values())
     for M, kernel in ((1, "triton"), (300, "dequantize")):
         x = torch.randn(M, 256).bfloat16()

@@ -8,6 +8,7 @@ from trellises import arguments, trellis_of
 
 from compress.kernels import reference
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code
+from compress.kernels.layouts.trellis_strips import pack_trellis_strips
 from compress.kernels.operators.trellis import trellis_gradient, trellis_linear, values_by_run, why_not_fused
 from compress.kernels.triton import trellis_gemm
 from compress.kernels.tuning.table import Shape
@@ -38,6 +39,7 @@ def test_product(code, dtype, shape):
     for split in (1, 2):
         check(trellis_gemm.trellis_gemm(x, weight, bias, Shape(32, 128, split, 8, 2)), x, values, bias)
     check(trellis_linear(*arguments(x, weight, None)), x, values, None)
+    check(trellis_linear(*arguments(x, pack_trellis_strips(weight), None)), x, values, None)
 
 
 @pytest.mark.parametrize(("code", "dtype", "run"), each(CODES, [torch.float32, torch.float16], [64, 20]))
@@ -59,7 +61,8 @@ def test_runs_that_no_segment_fits_and_many_tokens_take_dense_blocks():
         dense = torch.cat([part for _, part in values_by_run(weight, torch.float16)]).double()
         check(trellis_linear(*arguments(x, weight, bias)), x, dense, bias)
     grad = torch.randn(3, 70, generator=torch.Generator().manual_seed(0)).half()
-    check(trellis_gradient(grad, *arguments(x, weight)[1:3], *arguments(x, weight)[4:]), grad, dense.t(), None)
+    _, words, before, scale, _, *code = arguments(x, weight)
+    check(trellis_gradient(grad, words, before, scale, *code), grad, dense.t(), None)
 
 
 @pytest.mark.parametrize(("bits", "states", "count", "run"), [(1, 6, 40, 64), (2, 7, 150, 64), (3, 8, 70, 32)])
