@@ -19,8 +19,8 @@ from compress.kernels.layouts.trellis_strips import LANES, TrellisStrips, words_
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
 
-# Tokens that a CPU multiplies as it decodes. Measured: from there on dense rows are faster with a weight of 576 x 1,536;
-# with one of 4,096 x 4,096, from about 150 on.
+# Tokens that a CPU multiplies as it decodes. Measured: dense rows are faster from there on for a weight of 576 x 1,536,
+# and from about 150 on for one of 4,096 x 4,096.
 FEW = 64
 FEW_ON_GPU = 64  # in tiles of 32 at most
 MOST_STATE_BITS = 14  # of a search on a GPU: 16 states for each of 1,024 threads
