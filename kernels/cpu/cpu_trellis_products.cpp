@@ -14,8 +14,8 @@
 namespace {
 
 constexpr int WORD_BITS = 32;
-constexpr int BLOCK = 32;                           // rows
-constexpr int SUMS = WIDE ? 16 : NEON ? 8 : 4;  // sums in registers
+constexpr int BLOCK = 32;                       // rows
+constexpr int SUMS = WIDE ? 16 : NEON ? 8 : 4;  // in registers
 constexpr int32_t MIDDLE = 510;
 constexpr int32_t BEGUN = 4 * LOWERED - MIDDLE;
 
