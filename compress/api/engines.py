@@ -162,7 +162,7 @@ def with_its_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...]
 def check_engine(name: str, passes: Sequence[Pass]) -> None:
     """Raises InputError, which names the alternative, for passes that write what the engine does not run."""
     engine = engine_named(name)
-    for each in passes:
+    for each in sorted(passes, key=lambda p: p.name == "rotate"):  # of formats first: they outlast a rotation
         if (why := _why_not(name, engine, each)) is not None:
             raise InputError(why)
 

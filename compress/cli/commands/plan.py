@@ -50,7 +50,7 @@ def plan(
     method: str,
     effort: str | None,
     recipe: str | None,
-    rotate: bool,
+    rotate: bool | None,
     engine: str | None,
     embeddings: str | None,
     kv_cache: str | None,

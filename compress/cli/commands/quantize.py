@@ -33,10 +33,10 @@ recipe_options = group(
         "--group-size may be combined with it.",
     ),
     click.option(
-        "--rotate",
-        is_flag=True,
+        "--rotate/--no-rotate",
+        default=None,
         help="Rotate the hidden state and the values of heads first, which spreads outliers: the pass `rotate`, with "
-        "its defaults.",
+        "its defaults. For trellis codes, the inputs of layers as the model runs.  [default: for trellis codes alone]",
     ),
     click.option(
         "--for",
@@ -73,7 +73,7 @@ def quantize(
     method: str,
     effort: str | None,
     recipe: str | None,
-    rotate: bool,
+    rotate: bool | None,
     recover: str | None,
     engine: str | None,
     imatrix: str | None,
@@ -104,7 +104,7 @@ def passes_asked(
     method: str,
     effort: str | None,
     recipe: str | None,
-    rotate: bool,
+    rotate: bool | None,
     engine: str | None,
     chosen: dict[str, Any],
     embeddings: str | None,
@@ -113,12 +113,13 @@ def passes_asked(
     """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
     chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
-    passes = (*rotation_asked(rotate, method), *passes, *added_passes(embeddings, kv_cache, engine))
+    rotation, said = rotation_asked(rotate, method)
+    passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
     if engine is not None:
         from compress.api.engines import check_engine
 
         check_engine(engine, passes)
-    return passes, [*picks, *notes]
+    return passes, [*picks, *said, *notes]
 
 
 def for_engine(
@@ -193,15 +194,23 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     return passes, [f"--group-size {size} instead of what recipe {recipe!r} gives {', '.join(changed)}"]
 
 
-def rotation_asked(rotate: bool, method: str) -> tuple["Pass", ...]:
-    """The pass that --rotate asks for. Raises InputError beside a method that is the same."""
-    if not rotate:
-        return ()
+def rotation_asked(rotate: bool | None, method: str) -> tuple[tuple["Pass", ...], list[str]]:
+    """The pass that --rotate asks for, or that trellis codes need, and a remark about the latter. Raises InputError
+    beside a method that is the same."""
     from compress.passes.protocol.recipe import make_pass
 
+    if method == "trellis" and rotate is not False:
+        # With every other rotation a tied head gets a weight of its own, or fewer channels are mixed.
+        rotation = make_pass("rotate", {"hidden": False, "heads": False, "online": True})
+        said = (
+            [] if rotate else ["trellis: the model rotates the inputs of layers as it runs (--no-rotate: it does not)"]
+        )
+        return (rotation,), said
+    if not rotate:
+        return (), []
     if method == "rotate":
         raise InputError("--method rotate rotates already; drop --rotate")
-    return (make_pass("rotate", {}),)
+    return (make_pass("rotate", {}),), []
 
 
 def with_recovery(passes: tuple["Pass", ...], recover: str | None) -> tuple["Pass", ...]:
