@@ -54,14 +54,18 @@ def empty_strips(weight: TrellisWords) -> TrellisStrips:
     return TrellisStrips(words, weight.words.new_empty(code.runs(weight.rows), strips, LANES), weight.scale, code)
 
 
+def _places(code: Code, device: torch.device) -> Tensor:
+    """[H, 1], the lowest bit of each symbol in front of a run."""
+    return code.bits * torch.arange(code.head - 1, -1, -1, device=device)[:, None]
+
+
 def pack_trellis_strips(weight: TrellisWords) -> TrellisStrips:
     """A weight in strips, from words by rows."""
     code, found = weight.code, empty_strips(weight)
     for run, (own, held) in enumerate(code.parts(weight.rows)):
         symbols = unpack_rows(weight.words[held], code.bits, weight.columns, signed=False)
         ahead, body = symbols[: code.head], symbols[code.head :]
-        place = code.bits * torch.arange(code.head - 1, -1, -1, device=symbols.device)
-        found.before[run] = (ahead.long() << place[:, None]).sum(0).view(-1, LANES)
+        found.before[run] = (ahead.long() << _places(code, ahead.device)).sum(0).view(-1, LANES)
         blocks = torch.nn.functional.pad(body, (0, 0, 0, -len(body) % BLOCK)).view(-1, BLOCK, weight.columns)
         # A row's codes lie in its words from the lowest bits on: the last row comes first.
         words = pack_rows(blocks.flip(1).transpose(1, 2).reshape(-1, BLOCK), code.bits, signed=False).flip(1)
@@ -77,8 +81,7 @@ def unpack_trellis_strips(weight: TrellisStrips) -> TrellisWords:
     size = (code.stored_rows(weight.rows), words_of(columns, code.bits))
     found = weight.words.new_empty(size)
     for run, (own, held) in enumerate(code.parts(weight.rows)):
-        place = code.bits * torch.arange(code.head - 1, -1, -1, device=found.device)
-        ahead = (weight.before[run].view(1, -1) >> place[:, None]) & (2**code.bits - 1)
+        ahead = (weight.before[run].view(1, -1) >> _places(code, found.device)) & (2**code.bits - 1)
         blocks = weight.words[own.start // BLOCK : -(-own.stop // BLOCK)]
         words = blocks.view(*blocks.shape[:2], code.bits, LANES).transpose(2, 3).reshape(-1, code.bits)
         symbols = unpack_rows(words.flip(1), code.bits, BLOCK, signed=False).view(len(blocks), columns, BLOCK)
