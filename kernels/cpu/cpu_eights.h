@@ -40,7 +40,6 @@ INLINE float sum(Eight v) {
 }
 
 INLINE EightInts load_eight(const int32_t* p) { return {vld1q_s32(p), vld1q_s32(p + 4)}; }
-INLINE void store(int32_t* p, EightInts v) { vst1q_s32(p, v.a), vst1q_s32(p + 4, v.b); }
 INLINE EightInts eight(int32_t v) { return {vdupq_n_s32(v), vdupq_n_s32(v)}; }
 INLINE EightInts plus(EightInts x, EightInts y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
 INLINE EightInts times(EightInts x, EightInts y) { return {vmulq_s32(x.a, y.a), vmulq_s32(x.b, y.b)}; }
@@ -108,7 +107,6 @@ INLINE float sum(Eight v) {
 }
 
 INLINE EightInts load_eight(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-INLINE void store(int32_t* p, EightInts v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 INLINE EightInts eight(int32_t v) { return _mm256_set1_epi32(v); }
 INLINE EightInts plus(EightInts x, EightInts y) { return _mm256_add_epi32(x, y); }
 INLINE EightInts times(EightInts x, EightInts y) { return _mm256_mullo_epi32(x, y); }
