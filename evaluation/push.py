@@ -10,6 +10,7 @@ import yaml
 
 from compress.checkpoint import seal
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.leftovers import holds
 from compress.checkpoint.read.checked import check_tensors
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.directory import is_checkpoint
@@ -69,7 +70,7 @@ def push(
             raise InputError(f"{what} {name!r}; give a name of the hub: owner/name, of letters, digits, '-', '_', '.'")
     record = _checked(folder)
     names = sorted({*record["files"], RECORD} - {CARD})
-    left = sorted(p.name for p in folder.iterdir() if p.name not in {*names, CARD})
+    left = sorted(p.name for p in folder.iterdir() if p.name not in {*names, CARD} and not holds(p.name, names))
     card = _card(folder, record, repo, base_model)
     files = {name: (folder / name).stat().st_size for name in names} | {CARD: len(card.encode())}
     made = Push(repo, files, card, left, [], None)

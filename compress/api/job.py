@@ -15,6 +15,7 @@ from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.shown import Shown
 from compress.api.verify import verified
+from compress.checkpoint.companions import companions_of
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.beside import matrices
 from compress.checkpoint.write import coverage
@@ -166,9 +167,12 @@ class Job:
         spilled = spill.current()
         if spilled is not None:
             self.note(f"up to {spilled.peak_bytes / 1e9:.3g} GB of tensors lay in files of {spilled.folder} (spill)")
+        companions = None if self.opened.source is None else companions_of(self.opened.source)
+        for line in () if companions is None else companions.told():
+            self.note(line)
         about_training = training_file(run.record.training)
         changed = None if self.opened.cut is None else self.opened.cut.record["config"]
-        config, companions = configuration(run.model, self.opened.source, changed)
+        config, files = configuration(run.model, self.opened.source, changed)
         if config is None and schemes:  # a module of the caller, which `load(into=...)` reads
             config = {"architectures": [type(run.model).__name__]}
         if config is not None and (schemes or self.caches):
@@ -185,10 +189,9 @@ class Job:
             ranks=run.comm.world,
             training=[summary(history) for history in run.record.training],
         )
-        folder = self.opened.source.path if self.opened.source is not None else None
-        files = {**companions, **about_training}
+        files |= about_training
         rest = chain(self.stored(outside(run.model, blocks)), self.beside(sink.names))
-        run.record.saving = sink.complete(rest, config, folder, files, about, self.opened.bytes)
+        run.record.saving = sink.complete(rest, config, companions, files, about, self.opened.bytes)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""

@@ -2,7 +2,7 @@
 own."""
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, read_json, write_json
 from compress.checkpoint.scratch import becomes
+from compress.checkpoint.seal import CODE, TEMPLATES
 from compress.system.schema import fits
 from compress.train.loop.metrics import METRICS, RATE, UNFINISHED
 from compress.train.loop.metrics import TRAINING as CURVES
@@ -18,18 +19,33 @@ BLOCKS, MODEL, TRAINING = "blocks", "model", "training"
 EXPECTED = "expected.json"  # in OUT.partial
 # Files that accompany the weights in every output.
 LEGAL = ("LICENSE*", "NOTICE*")
-# Files that a person expects beside the weights. Other files of the source (other weight formats) are not copied.
+# Files beside the weights that transformers reads: constants of its utils and of its tokenizers, vocab_files_names of
+# each tokenizer, and code.
 COMPANIONS = (
     "tokenizer*",
     "*.model",
-    "vocab*",
+    "*.tiktoken",
+    "*vocab*",
+    "tekken.json",
     "merges.txt",
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "normalizer.json",
+    "*.spm",
+    "*.tokenizer",
+    "word_shape.json",
+    "word_pronunciation.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
+    f"{CODE}/*",
     "chat_template*",
+    f"{TEMPLATES}/*",
     "*preprocessor_config.json",
     "processor_config.json",
+    "audio_tokenizer_config.json",
     "*.py",
     *LEGAL,
 )
@@ -51,6 +67,11 @@ def of_checkpoint(name: str) -> bool:
     return WEIGHTS.fullmatch(name) is not None or any(fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
+def holds(folder: str, names: Iterable[str]) -> bool:
+    """True for a folder in which some of these files lie."""
+    return any(name.startswith(f"{folder}/") for name in names)
+
+
 class _Expected(TypedDict):
     files: list[str]
 
@@ -70,12 +91,14 @@ def expected(partial: Path) -> frozenset[str]:
     return frozenset(found["files"])
 
 
-def is_left(folder: str, path: Path, within: str, names: Container[str] = ()) -> bool:
+def is_left(folder: str, path: Path, within: str, names: Collection[str] = ()) -> bool:
     """True for a path that runs leave in a folder of OUT.partial, by its kind and its name `within` the folder. names:
     of further files that this run leaves in model/ (`expected`)."""
     if path.is_symlink():
         return False
     if path.is_dir():
+        if folder == MODEL:
+            return holds(within, (*COMPANIONS, *names))
         return folder == TRAINING and FOLDER_OF_TRAINING.fullmatch(within) is not None
     known = {
         BLOCKS: lambda: OF_BLOCKS.fullmatch(within) is not None,
@@ -104,14 +127,14 @@ def clear(partial: Path) -> None:
         place = partial / folder
         for path in sorted(place.rglob("*"), reverse=True):  # the content of a folder comes before the folder
             if is_left(folder, path, path.relative_to(place).as_posix(), names):
-                _remove(path)
-        _remove(place)
+                remove(path)
+        remove(place)
     for path in partial.iterdir():
         if EXPECTED in (path.name, becomes(path.name)):
             path.unlink()
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a file or an empty folder."""
     if not path.is_dir():
         path.unlink(missing_ok=True)

@@ -18,9 +18,10 @@ FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def becomes(name: str) -> str | None:
-    """The name that a scratch file is to replace; None for the name of another file."""
-    found = NAMED.fullmatch(name)
-    return None if found is None else found[1]
+    """The name that a scratch file is to replace, in the same folder; None for the name of another file."""
+    folder, slash, last = name.rpartition("/")
+    found = NAMED.fullmatch(last)
+    return None if found is None else folder + slash + found[1]
 
 
 class Scratch:

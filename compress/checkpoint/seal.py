@@ -26,7 +26,8 @@ ABSENT = ""
 LENGTH = 8  # bytes at the beginning of a weight file that hold the length of its header
 # Files for people, which no loader reads. They may be written, edited and deleted by hand.
 DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "*.md", "*.html", "*.png", "*.svg", "*.pdf", ".*")
-TEMPLATES = "additional_chat_templates"  # a folder that transformers looks into
+# Folders that transformers looks into: chat templates beside the default, and code that generates.
+TEMPLATES, CODE = "additional_chat_templates", "custom_generate"
 WHOLE = "quantization_config"  # has one entry as a whole, not one for each of its keys
 
 
@@ -128,10 +129,14 @@ def is_as_written(directory: Path, record: Mapping[str, Any], name: str) -> bool
 
 
 def _foreign(directory: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Files that a loader could read and that no command of ours has written."""
+    """Files that a loader could read and that no command of ours has written: beside the weights, in a folder of ours,
+    and in one that transformers looks into."""
     own = {RECORD, *names}
-    for path in sorted(directory.iterdir()):
-        if path.name not in own and not is_document(path.name) and (path.name == TEMPLATES or not path.is_dir()):
+    folders = {parent.as_posix() for name in own for parent in Path(name).parents[:-1]}
+    inside = [path for folder in folders for path in (directory / folder).iterdir()]
+    for path in sorted([*directory.iterdir(), *inside]):
+        read = path.name in (TEMPLATES, CODE) or not path.is_dir()
+        if path.relative_to(directory).as_posix() not in own | folders and read and not is_document(path.name):
             yield path
 
 

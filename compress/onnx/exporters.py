@@ -8,7 +8,7 @@ Layers of w8a8 are the same in all three: QuantizeLinear and DequantizeLinear ar
 fixed, and MatMulInteger where it is fitted to every token. Everything else computes in float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import say_what_is_lost, why_no_tables
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in
 from compress.onnx.graph import Form, graph_of, why_no_graph
@@ -37,7 +36,6 @@ class MatMulNBitsGraph(Exporter):
 
     about = "an ONNX graph for ONNX Runtime: MatMulNBits with int8 inputs; codes of 2, 4 or 8 bits, and w8a8"
     kind = "onnx"
-    companions: ClassVar[Sequence[str]] = ("generation_config.json", *COMPANIONS)
     form: ClassVar[Form] = Form(portable=False, level=INT8_INPUTS)
 
     @property

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from compress.checkpoint.companions import EVERYTHING
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read.source import Source
 
 
@@ -37,7 +37,7 @@ class Exporter(Protocol):
     turns_back: ClassVar[bool] = False
     smaller: ClassVar[bool] = False
     options: ClassVar[Sequence[str]] = ()
-    companions: ClassVar[Sequence[str]] = COMPANIONS
+    companions: ClassVar[Sequence[str]] = EVERYTHING
 
     @property
     def reads_back(self) -> bool:

@@ -1,7 +1,7 @@
 """The files of an export while they are written. The output appears under its name only when all files exist.
 
 DIR.partial/blocks   finished tensors, in files of bounded size
-DIR.partial/model    the files of the output, side by side, without folders
+DIR.partial/model    the files of the output, side by side; only companions lie in folders
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,8 +11,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, RECORD, WHOLE, checksum, write_json, write_whole
-from compress.checkpoint.leftovers import LEGAL, expect, of_checkpoint
+from compress.checkpoint.leftovers import expect, of_checkpoint
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import copy_companions, seal, write_index
 from compress.checkpoint.write.shards import pieces_of, planned, write_shard
@@ -77,10 +78,11 @@ class Place:
         if write_index(self._folder, weight_map, index := OWN_INDEX if own else INDEX):
             self._take(index)
 
-    def finish(self, companions: Iterable[str], source: Path, record: Mapping[str, Any]) -> int:
-        """Copy the licence and the companions (patterns) from `source`, except files that were written already, then
-        seal all files. Returns the bytes of the files with weights."""
-        self._names |= copy_companions(self._folder, source, [*companions, *LEGAL], self._names)
+    def finish(self, companions: Companions | None, record: Mapping[str, Any]) -> int:
+        """Copy the companions, except files that were written already, then seal all files. Returns the bytes of the
+        files with weights."""
+        if companions is not None:
+            self._names |= copy_companions(self._folder, companions, self._names)
         seal(self._folder, self._names, {**record, **({"tensors": self.sums} if self.sums else {})})
         return sum((self._folder / name).stat().st_size for name in self._weights)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from compress.checkpoint.companions import companions_of
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.reading import in_own_process
@@ -79,8 +80,11 @@ def export(
         try:
             place = Place(directory, reporter)
             written = exporter.write(source, place)
+            companions = companions_of(source, exporter.companions)
+            for line in companions.told():
+                place.note(line)
             record = {**_record(source, exporter, place), **written.record}
-            size = place.finish(exporter.companions, source.path, record)
+            size = place.finish(companions, record)
             if verify and exporter.reads_back:
                 reporter.note("reading the output back in a fresh process")
                 found = in_own_process(directory.model)

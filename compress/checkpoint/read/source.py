@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from compress.checkpoint.files import read_json
+from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read.configuration import Header, check_config
 from compress.checkpoint.read.seen import in_our_words
 from compress.checkpoint.read.weight_files import WeightFiles, weight_files
@@ -148,7 +149,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", *COMPANIONS]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
         raise InputError(

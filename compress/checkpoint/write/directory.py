@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compress.checkpoint.files import INDEX, RECORD, read_json
-from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, strangers_in
+from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, holds, strangers_in
 from compress.checkpoint.portable_names import command
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.write.journal import PROGRESS, Journal
@@ -161,7 +161,8 @@ class Directory:
         stranger = stranger_in(self.output)
         if stranger is not None:
             raise InputError(
-                f"{self.output} holds {stranger.name}, which no run wrote; move it elsewhere or choose another output"
+                f"{self.output} holds {stranger.relative_to(self.output)}, which no run wrote; move it elsewhere or "
+                "choose another output"
             )
 
     def _refuse_strangers(self) -> None:
@@ -280,10 +281,15 @@ def own_files(directory: Path) -> list[str]:
 def stranger_in(directory: Path) -> Path | None:
     """The first entry in the output of a run that the run did not write; None where there is none."""
     own = {RECORD, *own_files(directory)}
-    found = sorted(directory.iterdir())
-    # A process that was killed while it replaced one of our files has left a scratch file for that name.
-    ours = (p for p in found if (p.name in own or becomes(p.name) in own) and p.is_file() and not p.is_symlink())
-    return next(iter(sorted({*found} - {*ours})), None)
+    for path in sorted(directory.rglob("*")):
+        within = path.relative_to(directory).as_posix()
+        if path.is_dir() and not path.is_symlink() and holds(within, own):
+            continue
+        # A process that was killed while it replaced one of our files has left a scratch file for that name.
+        ours = within in own or becomes(within) in own
+        if not (ours and path.is_file()) or path.is_symlink():
+            return path
+    return None
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """Joins the blocks of a run to one checkpoint: copies them byte by byte to weight files and writes all other files."""
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import (
     INDEX,
     OWN_INDEX,
@@ -16,7 +17,7 @@ from compress.checkpoint.files import (
     write_json,
     write_whole,
 )
-from compress.checkpoint.leftovers import COMPANIONS, MODEL, expected, is_left
+from compress.checkpoint.leftovers import MODEL, expect, expected, holds, is_left, of_checkpoint, remove
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.checkpoint.saving import bytes_of
 from compress.checkpoint.seal import write_record
@@ -111,12 +112,12 @@ def write_beside(
     model: Path,
     weight_map: Mapping[str, str],
     config: Mapping[str, Any] | None,
-    companions: Path | None,
+    companions: Companions | None,
     extra_files: Mapping[str, str],
     record: Mapping[str, Any],
 ) -> None:
-    """Write all files except the weights into `model`, and remove leftovers there. companions: the directory from which
-    the tokenizer and the like are copied."""
+    """Write all files except the weights into `model`, and remove leftovers there. companions: the tokenizer and the
+    like, to copy."""
     own = is_own((config or {}).get("quantization_config"))
     if config is not None and "model_type" not in config:
         extra_files = {"README.md": LOADING_INTO, **extra_files}
@@ -129,7 +130,7 @@ def write_beside(
         write_json(model / "config.json", config)
         names.add("config.json")
     if companions is not None:
-        names |= copy_companions(model, companions, COMPANIONS, extra_files)
+        names |= copy_companions(model, companions, extra_files)
     for name, text in extra_files.items():
         write_whole(model / name, text)
     seal(model, names, record)
@@ -146,23 +147,28 @@ def write_index(model: Path, weight_map: Mapping[str, str], index: str) -> bool:
     return True
 
 
-def copy_companions(model: Path, source: Path, patterns: Iterable[str], but: Container[str]) -> set[str]:
-    """Copy the files of a source that match a pattern, except the names in `but`. Returns the names copied."""
-    found = {path.name: path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()}
-    for name, path in found.items():
-        if name not in but:
-            write_whole(model / name, path.read_bytes())
-    return {name for name in found if name not in but}
+def copy_companions(model: Path, companions: Companions, but: Container[str]) -> set[str]:
+    """Copy the files beside the weights, except the names in `but`. Returns the names copied."""
+    names = {name for name in companions.names if name not in but}
+    if unusual := {name for name in names if not of_checkpoint(name)}:
+        expect(model.parent, {*expected(model.parent), *unusual})
+    for name in sorted(names):
+        (model / name).parent.mkdir(exist_ok=True, parents=True)
+        write_whole(model / name, (companions.folder / name).read_bytes())
+    for folder in {(model / name).parent for name in names} - {model}:
+        sync_directory(folder)
+    return names
 
 
 def seal(model: Path, names: Collection[str], record: Mapping[str, Any]) -> None:
     """Write the record of an output whose files are all in `model`, and remove leftovers there. Raises CheckpointError
     for a file there that no run left."""
     write_record(model, {**record, "files": sorted(names)})
-    for path in sorted(model.iterdir()):
-        if path.name in {RECORD, *names}:
+    for path in sorted(model.rglob("*"), reverse=True):  # the content of a folder comes before the folder
+        within = path.relative_to(model).as_posix()
+        if within in {RECORD, *names} or (path.is_dir() and holds(within, names)):
             continue
-        if not is_left(MODEL, path, path.name, expected(model.parent)):
+        if not is_left(MODEL, path, within, expected(model.parent)):
             raise CheckpointError(f"{path} is in the way of the checkpoint, and no run left it; move it")
-        path.unlink()
+        remove(path)
     sync_directory(model)

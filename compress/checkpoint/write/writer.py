@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.saving import Saving
 from compress.checkpoint.write.all_ranks import Together, readable
@@ -145,7 +146,7 @@ class Writer:
         self,
         rest: Iterator[tuple[str, Tensor]],
         config: dict[str, Any] | None,
-        source: Path | None,
+        companions: Companions | None,
         extra_files: Mapping[str, str],
         record: dict[str, Any],
         given: int,
@@ -168,7 +169,7 @@ class Writer:
         whole = {**record, "bytes": asdict(saved), "tensors": self.journal.checksums}
 
         def finish() -> None:
-            write_beside(self.place.model, weight_map, config, source, extra_files, whole)
+            write_beside(self.place.model, weight_map, config, companions, extra_files, whole)
             self.journal.complete = True
             self.journal.write(self.place.progress)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from compress.checkpoint.export.gguf.splitting import splitting_named, why_no_name
 from compress.checkpoint.files import read_json
+from compress.checkpoint.seal import TEMPLATES
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 SPACE = "\u2581"
@@ -23,6 +24,8 @@ HEX = re.compile(r"<0x[0-9A-F]{2}>")
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # {key in the file: entry of tokenizer_config.json}.
 SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+DEFAULT = "default"  # name of a template
+NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_]")  # of names of other templates
 Value = int | bool | str | list[int] | list[str] | list[float]
 
 
@@ -185,11 +188,16 @@ def _around(held: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Value]:
-    """The template of chats, if the model has one."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return {"chat_template": path.read_text(encoding="utf-8")}
+    """The templates of chats that the model has: the default, and others by name."""
     found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = next((each["template"] for each in found if each.get("name") == "default"), None)
-    return {"chat_template": found} if isinstance(found, str) else {}
+    listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
+    templates = {each.get("name"): each.get("template") for each in listed}
+    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    templates |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    known = {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
+    named = {NOT_IN_KEYS.sub("_", name): text for name, text in known.items() if name != DEFAULT}
+    keys: dict[str, Value] = {f"chat_template.{name}": text for name, text in named.items()}
+    keys |= {"chat_templates": [*named]} if named else {}
+    return keys | ({"chat_template": known[DEFAULT]} if DEFAULT in known else {})
