@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.api.opened import FoundModel, check_group
+from compress.api.opened import FoundModel, check_group, fingerprint_of
 from compress.api.request import Calibration, Data
 from compress.api.shown import training_rows
 from compress.api.teachers import Teachers
@@ -77,11 +77,12 @@ def cache_logits(
     if fsdp:
         check_group()
     rows = training_rows(data, FoundModel(None, source, read_config(source), None))
-    asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)
     comm = Comm()
+    known = fingerprint_of(source, comm)
+    asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)
     said = _said(asked, rows, top_k, temperature, batch_size, comm, reporter or Silent())
     if comm.rank == 0:
-        write_cached(path, said, source.fingerprint(), rows)
+        write_cached(path, said, known, rows)
     comm.barrier()
     mass = float(said.log_probs_NTk.exp().sum(-1).mean())
     return Cached(path, len(rows), said.log_probs_NTk[..., 0].numel(), top_k, mass)

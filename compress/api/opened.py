@@ -15,7 +15,7 @@ from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, r
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.saving import bytes_before
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.model.experts_apart import split_experts
 from compress.model.finite import check_finite
 from compress.model.layers import Stack
@@ -71,15 +71,34 @@ class OpenedModel:
         """Those of `beside` that a run keeps: all, unless an edit has changed what they read."""
         return self.beside if self.cut is None else {}
 
-    def fingerprint(self) -> str:
-        """The fingerprint of the weights as they were given."""
-        return self.source.fingerprint() if self.source is not None else model_fingerprint(self.model)
+    def fingerprint(self, comm: Comm | None = None) -> str:
+        """The fingerprint of the weights as they were given. A collective."""
+        if self.source is None:
+            return model_fingerprint(self.model)
+        return fingerprint_of(self.source, comm or Comm())
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError where files of the model have been changed since they were opened."""
+        if self.source is not None:
+            self.source.check_unchanged()
 
     def earlier(self, drop_zeros: bool) -> Earlier:
         """The pruning that the model comes with. Zeros of codes are none, unless a record says so."""
         known = {} if drop_zeros else recorded(self.source)
         coded = self.source is not None and self.source.quantization is not None
         return Earlier(not drop_zeros and (bool(known) or not coded), known)
+
+
+def fingerprint_of(source: Source, comm: Comm) -> str:
+    """The fingerprint of a model's files, which the first rank reads for all. A collective."""
+    found, problem = "", None
+    if comm.rank == 0:
+        try:
+            found = source.fingerprint()
+        except CompressError as error:
+            problem = str(error)
+    comm.fail_together(problem)
+    return str(comm.gather_objects(found)[0])
 
 
 def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:

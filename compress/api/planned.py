@@ -9,6 +9,7 @@ from torch import nn
 from compress.api.opened import OpenedModel
 from compress.api.request import Request
 from compress.api.shown import Shown
+from compress.api.teachers import fingerprints
 from compress.checkpoint.files import fingerprint
 from compress.checkpoint.read.beside import totals
 from compress.checkpoint.write import coverage
@@ -61,17 +62,17 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
             check_loss(model, shown.batches, p.name)
     if shown.rows is not None:
         check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
-    identity = _identity(request, opened, shown, plan_)
+    identity = _identity(request, opened, shown, plan_, comm)
     sink, caches = sink_of(request, place, comm, opened, plan_, identity)
     notes = [*remarks_on_beside(opened), *remarks(request, model, plan_, shown, sink)]
     return Planned(plan_, identity, sink, caches, notes)
 
 
-def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan) -> dict[str, Any]:
+def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan, comm: Comm) -> dict[str, Any]:
     """The facts that a run must share with the one that it resumes."""
     found = {
         "version": VERSION,
-        "model": opened.fingerprint(),
+        "model": opened.fingerprint(comm),
         "recipe": describe(plan_.recipe),
         "ignore": list(request.extent.ignore),
         "calibration": shown.fingerprint(),
@@ -87,8 +88,8 @@ def _identity(request: Request, opened: OpenedModel, shown: Shown, plan_: Plan) 
         found["structure"] = opened.cut.fingerprint
     if shown.rows is not None:
         found["training"] = checksum_of(shown.rows)
-    if shown.cached:
-        found["teachers"] = {name: checksum for name, (_, checksum) in shown.cached.items()}
+    if teachers := fingerprints(plan_.passes, request.trust_remote_code, comm):
+        found["teachers"] = teachers
     return found
 
 
@@ -108,10 +109,10 @@ def sink_of(
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
     check_halved(plan_, halved)
-    how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
+    how: dict[str, Any] = {"resume": delivery.resume, "overwrite": delivery.overwrite, "halved": halved}
+    how |= {"names": names_of(opened), "unchanged": opened.check_unchanged}
     buffers = [name for name, _ in stored_buffers(model)]
-    names = names_of(opened)
-    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers, names=names), caches
+    return Writer(place, fingerprint(identity), comm, buffers=buffers, **how), caches
 
 
 def names_of(opened: OpenedModel) -> DiskNames:

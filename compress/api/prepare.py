@@ -103,9 +103,8 @@ def _lessons(request: Request, opened: OpenedModel, shown: Shown, planned: Plann
     """The model's training data and teachers; None where it is not trained."""
     if shown.rows is None:
         return None
-    cached = {name: said for name, (said, _) in shown.cached.items()}
     teachers = Teachers(
-        opened.source, opened.model, opened.device, request.work.fsdp, request.trust_remote_code, cached
+        opened.source, opened.model, opened.device, request.work.fsdp, request.trust_remote_code, shown.cached
     )
     place = planned.sink.place.training if isinstance(planned.sink, Writer) else None
     return Lessons(shown.rows, request.data.batch_size, teachers.named, place, request.delivery.resume)

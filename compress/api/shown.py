@@ -39,14 +39,14 @@ class Shown:
     tokens: calibration data, where it is text or token ids. pictures: where it is images.
     batches: calibration data, in micro-batches, of all ranks.
     rows: all samples that the model is trained on, if it is.
-    cached: what files hold of teachers, and the checksums of these files, by their names.
+    cached: what files hold of teachers, by their names.
     file: the file that the batches are from.
     """
 
     tokens: Tokens | None
     batches: list[Batch]
     rows: Rows | None = None
-    cached: Mapping[str, tuple[TopKRows, str]] = field(default_factory=dict)
+    cached: Mapping[str, TopKRows] = field(default_factory=dict)
     pictures: Pictures | None = None
     file: str | None = None
 

@@ -1,23 +1,39 @@
 """The models that others learn from."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from compress.api.opened import fingerprint_of
+from compress.checkpoint.read.content import content_of
 from compress.checkpoint.read.pretrained import load_dense
 from compress.checkpoint.read.source import Source, find_source
 from compress.errors import InputError
 from compress.model.layers import find_stacks
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
 from compress.run.residency import is_narrow, shard
 from compress.runtime.load.dequantized import load_as_original
 from compress.runtime.load.loading import load_source
+from compress.system.comm import Comm
 from compress.train.inputs.offline import TopKRows
 from compress.train.losses.options import ORIGINAL
+
+
+def fingerprints(passes: Sequence[Pass], trust_remote_code: bool, comm: Comm) -> dict[str, str]:
+    """{teacher: fingerprint} of the directories and files that passes name as teachers. Raises InputError for what is
+    no model. A collective."""
+    asked = [stage.options for p in passes if (stage := p.stage(Learn)) is not None]
+    files = {options.teacher for options in asked if options.offline}
+    others = {options.teacher for options in asked if options.taught} - files - {ORIGINAL}
+    found = {name: content_of(Path(name)) for name in sorted(files)}
+    return found | {name: fingerprint_of(find_source(name, trust_remote_code), comm) for name in sorted(others)}
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,9 @@ def write_cached(path: Path, said: TopKRows, teacher: str, rows: Rows) -> None:
     write_whole(path, save(tensors, {ENTRY: json.dumps(about)}))
 
 
-def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, str]:
-    """(A teacher's predictions of a training set, the file's checksum). Raises CheckpointError for a file that is
-    damaged or of another kind, InputError for one that does not exist or was made of other data or at another
-    temperature."""
+def read_cached(name: str, rows: Rows, options: LossOptions) -> TopKRows:
+    """A teacher's predictions of a training set. Raises CheckpointError for a file that is damaged or of another kind,
+    InputError for one that does not exist or was made of other data or at another temperature."""
     path = regular(path_of(name, "teacher"), "teacher")
     if not path.is_file():
         raise InputError(f"teacher file {name!r} does not exist; {HOW} {name}")
@@ -97,8 +96,7 @@ def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, 
         raise CheckpointError(
             f"{name} is damaged (of {len(tensors['indices'])} samples; {len(rows)} are trained on); {HOW}"
         )
-    said = TopKRows(tensors["log_probs"], tensors["indices"], about["temperature"], about["vocabulary"])
-    return said, fingerprint(about)
+    return TopKRows(tensors["log_probs"], tensors["indices"], about["temperature"], about["vocabulary"])
 
 
 def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from compress.api.keeping import why_not_kept
 from compress.api.quantize import quantize
+from compress.api.teachers import fingerprints
 from compress.checkpoint.files import fingerprint, read_json, write_json
 from compress.errors import CheckpointError, CompressError, first_line
 from compress.evaluation.document import Evaluation
@@ -20,6 +21,7 @@ from compress.passes.protocol.stages import Learn
 from compress.search.original import OriginalSpeed
 from compress.search.sweep_rows import SweepRow, row_of
 from compress.search.texts import Beside, Texts, in_rows
+from compress.system.comm import Comm
 from compress.system.progress import Reporter
 
 RUN, MODEL = "run.json", "model"
@@ -72,7 +74,9 @@ class Trial:
     @property
     def identity(self) -> str:
         """A hash of everything that the checkpoint depends on."""
-        return fingerprint({**self.common.about, "recipe": describe(self.passes)})
+        taught = fingerprints(self.passes, self.common.trusted, Comm())
+        about = {**self.common.about, **({"teachers": taught} if taught else {})}
+        return fingerprint({**about, "recipe": describe(self.passes)})
 
     def _begun(self) -> list[str] | None:
         """The other measurements that the trial in the directory was begun with; None where the directory holds no

@@ -215,7 +215,7 @@ def test_cached_logits_that_say_what_no_teacher_can_are_refused(desk: Desk) -> N
     learn = compress.Train().stage(Learn)
     assert learn is not None
     rows = rows_of([{"input_ids": torch.load(desk.tokens)}])
-    assert len(read_cached(str(said), rows, learn.options)[0].indices_NTk) == len(rows)
+    assert len(read_cached(str(said), rows, learn.options).indices_NTk) == len(rows)
     cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
         ({"temperature": 0}, {}, "temperature is 0; it must be above 0"),
         ({"vocabulary": "a"}, {}, "vocabulary is 'a'; it must be a whole number"),

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import re
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from compress.checkpoint.files import VARIANT, read_json
+from compress.checkpoint.files import VARIANT, checksum, read_json
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
-from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
+from compress.checkpoint.read.source import Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases, stored_in
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.model.buffers import stored_buffers
 from compress.model.disk_names import disk_names, places_in
 from compress.model.experts import Experts
 from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
@@ -279,12 +281,10 @@ def processor_of(source: Source, *, texts: bool) -> Any:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and evenly spread values of a model in memory. A collective if sharded."""
+    """SHA-256 over names, shapes, dtypes and values of the parameters and stored buffers of a model in memory. A
+    collective if sharded."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        data = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-        flat = data.detach().flatten()
-        picked = flat[:: max(1, len(flat) // SAMPLE_BYTES)].float().cpu()
-        digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
-        digest.update(picked.numpy().tobytes())
+    for name, tensor in chain(model.named_parameters(), stored_buffers(model)):
+        data = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {tuple(data.shape)} {data.dtype} {checksum(data)}".encode())
     return digest.hexdigest()

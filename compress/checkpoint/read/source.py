@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read.configuration import Header, check_config
+from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.seen import in_our_words
 from compress.checkpoint.read.weight_files import WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.system.reading import special
 
 DEMO = Path(__file__).parents[2] / "demo"
-SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
 T = TypeVar("T")
 PICKLE = (
     "a file of PyTorch, which may run code when it is read; load it yourself and write the model with "
@@ -67,16 +67,45 @@ class Source:
         return self.once("code", lambda: own_code(self.config))
 
     def fingerprint(self) -> str:
-        """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
+        """SHA-256 over the configuration, the names and contents of the weight files, and code of its own that may run.
+        Raises CheckpointError for a file that was changed since it was opened."""
+        return self.once("fingerprint", self._fingerprint)
+
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path in self.weights.paths:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for i in range(SAMPLES_PER_FILE):
-                    file.seek(size * i // SAMPLES_PER_FILE)
-                    digest.update(file.read(SAMPLE_BYTES))
+        for path, content in self._contents().items():
+            digest.update(f"{path.name} {content}".encode())
+        for path, stamp in self.weights.stamps.items():
+            if _stamp(path) != stamp:
+                raise CheckpointError(f"{path} was changed while it was read; run this again once nobody writes to it")
+        if self.trusted and self.code:
+            digest.update(contents_of(sorted(self.path.glob("*.py"))).encode())
         return digest.hexdigest()
+
+    def _contents(self) -> dict[Path, str]:
+        return self.once("contents", lambda: {path: content_of(path) for path in self.weights.paths})
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError for a weight file that was changed in its place since it was opened. One that has been
+        replaced by another file is still read as it was."""
+        for path, opened in self.weights.stamps.items():
+            now = _stamp(path)
+            if now is None or now == opened or now[:2] != opened[:2]:
+                continue
+            if content_of(path) != self._contents()[path]:
+                raise CheckpointError(
+                    f"{path} was changed while the run was reading it; put the former file back and go on with "
+                    "--resume, or begin again with --overwrite"
+                )
+            self.weights.stamps[path] = now
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """The stamp of a file; None where it cannot be looked up."""
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
 
 
 def path_of(name: str, what: str) -> Path:

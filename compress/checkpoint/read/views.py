@@ -29,6 +29,7 @@ class ViewedFiles(WeightFiles):
         self.files, self.views = files, views
         kept = {name: header for name, header in files.headers.items() if name not in hidden}
         self.headers = {**kept, **{name: view.header for name, view in views.items()}}
+        self.stamps = files.stamps
 
     def __getitem__(self, name: str) -> Path:
         view = self.views.get(name)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
 from compress.checkpoint.read.configuration import Header, Index
+from compress.checkpoint.read.content import Stamp, stamp_of
 from compress.errors import CheckpointError
 from compress.system.reading import special
 from compress.system.schema import fits
@@ -38,15 +39,17 @@ class WeightFiles(Mapping[str, Path]):
     """{tensor: file} of complete weight files. Files stay open and mapped for the life of this object, and are opened
     once. Raises CheckpointError for a damaged file.
 
-    headers: {tensor: (shape, safetensors' name of its dtype)}.
+    headers: {tensor: (shape, safetensors' name of its dtype)}. stamps: of the files, as they were opened.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.headers: dict[str, Header] = {}
         self._holders: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
+        self.stamps: dict[Path, Stamp] = {}
         for path in files:
             try:
+                self.stamps[path] = stamp_of(path)
                 file = self._open[path] = safe_open(path, framework="pt")
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     piece = file.get_slice(name)

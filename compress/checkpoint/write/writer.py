@@ -6,7 +6,7 @@ writes the index, the configuration and the record (`checkpoint.write.join`); `t
 Whenever a run is killed, there is a complete OUT, or a partial one to resume.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,22 +56,19 @@ class Writer:
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
         names: DiskNames | None = None,
+        unchanged: Callable[[], None] = lambda: None,
     ) -> None:
         """halved: names of 2:4 layers to write without their zeros. buffers: names of tensors that may hold infinities.
-        names: of tensors in files and in the journal. Raises InputError for an unfinished run of another identity."""
+        names: of tensors in files and in the journal. unchanged: raises where the model has been changed since it was
+        opened; asked before a block counts as finished. Raises InputError for an unfinished run of another identity."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
-        self.names = names or DiskNames()
+        self.names, self.unchanged = names or DiskNames(), unchanged
         self.buffers = frozenset(map(self.names.on_disk, buffers))
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
         before = Journal.read(place.progress) if resume and place.progress.exists() else None
         if before is not None and (before.blocks or place.trained()):
-            if before.identity != identity:
-                raise InputError(
-                    f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume "
-                    "with what it was started with, or drop it with --overwrite"
-                )
-            self.journal = before
+            self.journal = same_run(before, identity, place)
         self._note()
 
     @property
@@ -188,7 +185,8 @@ class Writer:
         self.together.first(str(self.output), name)
 
     def _note(self) -> None:
-        """Write the journal to disk."""
+        """Write the journal to disk, if the model is as it was when it was opened."""
+        self.together.first(PROGRESS, self.unchanged)
         self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
 
     def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
@@ -242,6 +240,16 @@ class Writer:
                     "--overwrite"
                 )
         return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
+
+
+def same_run(journal: Journal, identity: str, place: Directory) -> Journal:
+    """The journal of an unfinished run. Raises InputError for one of another identity."""
+    if journal.identity != identity:
+        raise InputError(
+            f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume with what "
+            "it was started with, or drop it with --overwrite"
+        )
+    return journal
 
 
 def scheme_in(layer: Layer, decision: Decision) -> Scheme:
