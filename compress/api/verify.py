@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from compress.checkpoint.export.reading import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checked import check_tensors
-from compress.checkpoint.read.names import mixed_experts, stored_name
+from compress.checkpoint.read.fused import mixed_experts, unlike_numbers
+from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
@@ -181,13 +182,14 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too
     (ORDER_TOLERANCE where only the order of sums differs).
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
-    was compared, too. remarks, if any: documents that were edited, and what records of earlier versions cannot show.
+    was compared, too. remarks, if any: documents that were edited, what records of earlier versions cannot show, and
+    layers of which vLLM computes something else.
     """
     if (read := read_again(Path(path))) is not None:
         return read
     source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
-    if remarks := check_files(source.path, read_record(source.path)):
+    if remarks := [*check_files(source.path, read_record(source.path)), *unlike_numbers(source)]:
         result["remarks"] = remarks
     try:
         ids = comparable_probe(source)

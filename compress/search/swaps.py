@@ -25,6 +25,7 @@ from compress.model.opened import Opened
 from compress.run.installed import Versions
 from compress.run.kept import gathered
 from compress.run.pipeline import captured
+from compress.run.reach import Reach
 from compress.run.walk.decide import Decided, decide
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.held_out import HeldOut, holding
@@ -138,6 +139,7 @@ class _Block:
         self.fisher = fisher
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
+        self.reach = Reach(self.layers.values())
         self.candidates = without_reference(candidates)
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
@@ -180,7 +182,7 @@ class _Block:
         self, candidate: Candidate, site: Sequence[Layer], statistics: Sequence[Sequence[Mapping[str, Any]]]
     ) -> dict[str, Decision]:
         """{layer: decision} after all passes of a candidate, run in order on a site. statistics: those of each pass."""
-        earlier = Decided(came=self.run.plan.earlier)
+        earlier = Decided(came=self.run.plan.earlier, reach=self.reach)
         original = {layer.name: layer.weight.clone() for layer in site}
         values: dict[Layer, Tensor] = {}
         for p, own in zip(candidate.passes, statistics, strict=True):

@@ -121,13 +121,18 @@ def _training(model: str, svg: str | None, json_file: str | None, silent: bool) 
 
 def _layers(model: str, json_file: str | None, silent: bool) -> None:
     """Every layer, and the size of the whole."""
+    from compress.checkpoint.read.fused import unlike_numbers
+    from compress.checkpoint.read.source import find_source
     from compress.cli import tables as show
     from compress.evaluation.cost.size import inspect_checkpoint
 
     rows, size = inspect_checkpoint(model)
-    write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
+    remarks = unlike_numbers(find_source(model))
+    write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size), "remarks": remarks})
     if not silent:
         show.inspection(rows, size)
+        for remark in remarks:
+            click.echo(visible(remark))
 
 
 @click.command(short_help="Check that a checkpoint holds what its run decided.")

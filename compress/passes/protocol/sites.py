@@ -24,8 +24,8 @@ class Site:
     """Layers that read one tensor: name -> weight [N, K] in the working dtype, and the finished statistics by name.
 
     scale_dtypes gives the dtype in which each layer's scales are stored. decided: what earlier passes of the run have
-    decided about layers; before: what the weights of those that were pruned had been, [N, K]. whole: all rows of all
-    layers, where the site is a part of another one.
+    decided about layers; before: what the weights of those that were pruned had been, [N, K]. largest: finds the
+    largest absolute weight among all layers that share one global scale; None: they are those of the site.
     """
 
     weights: Mapping[str, Tensor]
@@ -34,14 +34,17 @@ class Site:
     comm: Comm
     decided: Mapping[str, Decision] = field(default_factory=dict)
     before: Mapping[str, Tensor] = field(default_factory=dict)
-    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    largest: Callable[[], float] | None = None
 
     def reached(self, grid: Grid) -> Grid:
         """The grid with the global scale that all layers of the site share, where it has one: engines make one layer of
         some of them (q, k and v; gate and up)."""
         if grid.scales != "e4m3":
             return grid
-        return grid.reaching(max(float(weight.abs().max()) for weight in (self.whole or self.weights).values()))
+        return grid.reaching(self._largest() if self.largest is None else self.largest())
+
+    def _largest(self) -> float:
+        return max(float(weight.abs().max()) for weight in self.weights.values())
 
     def kept(self, layer: str) -> Tensor | None:
         """Bool [N, K], which weights of a layer no earlier pass has pruned; None: all."""
@@ -63,7 +66,7 @@ class Site:
                 for n, d in decided.items()
             },
             before={n: self.before[n][rows] for n, rows in parts.items() if n in self.before},
-            whole=self.whole or self.weights,
+            largest=self.largest or self._largest,
         )
 
 

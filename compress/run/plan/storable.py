@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.files import VARIANT
-from compress.checkpoint.read.names import mixed_experts
+from compress.checkpoint.read.fused import mixed_experts
 from compress.checkpoint.write.describe import unknown_to_others
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes

@@ -28,6 +28,7 @@ from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, 
 from compress.run.installed import Versions
 from compress.run.kept import gathered
 from compress.run.plan.together import sees_original, together
+from compress.run.reach import Reach
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.walk.again import again_by, arrivals_of, name_unseen
 from compress.run.walk.decide import Decided, decide
@@ -77,7 +78,7 @@ class BlockRun:
         self.structure: BlockSites | None = None
         self.versions = Versions(run.plan.calibrated or run.places is not None)
         self.onward: Streams | None = None
-        self.decided = Decided(came=run.plan.earlier)
+        self.decided = Decided(came=run.plan.earlier, reach=Reach(self.layers.values()))
         earlier = run.earlier.get(name)
         self.records: list[LayerRecord] = [] if earlier is None else [*earlier.records]
         self.ranges = RangeNotes(() if earlier is None else earlier.ranges)

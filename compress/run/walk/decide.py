@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
+from compress.run.reach import Reach
 from compress.system.comm import Comm
 from compress.weights.decision import Decision, joined
 from compress.weights.formats.dense import dense
@@ -25,12 +27,13 @@ from compress.weights.scales import scale_limits
 
 @dataclass
 class Decided:
-    """Decisions of earlier passes, the original weights of layers that these pruned, and the pruning that the model
-    came with."""
+    """Decisions of earlier passes, the original weights of layers that these pruned, the pruning that the model came
+    with, and the largest weights of the block's layers."""
 
     decisions: dict[str, Decision] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     came: Earlier = field(default_factory=Earlier)
+    reach: Reach = field(default_factory=Reach)
 
 
 def decide(
@@ -50,7 +53,7 @@ def decide(
     came = _came_pruned(p, {n: weight for n, weight in weights.items() if n not in decisions}, before.came)
     decisions |= came
     was = {name: before.before[name] for name in weights if name in before.before}
-    whole = replace(whole, decided=decisions, before=was)
+    whole = replace(whole, decided=decisions, before=was, largest=partial(before.reach.of, site))
     decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
