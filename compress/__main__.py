@@ -2,16 +2,22 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
-# Exit codes that shells report for an interrupted and for a terminated command, and the line to print.
-CODES = {signal.SIGINT: (130, b"compress: stopped\n"), signal.SIGTERM: (143, b"compress: stopped by SIGTERM\n")}
+# Exit codes that shells report for a command that such a signal ends, and the line to print.
+CODES = {
+    signal.SIGINT: (130, b"compress: stopped\n"),
+    signal.SIGTERM: (143, b"compress: stopped by SIGTERM\n"),
+    signal.SIGHUP: (129, b"compress: stopped by SIGHUP, as of a terminal that was closed\n"),
+}
 
 
 def stop(number: int, frame: FrameType | None) -> None:
     """Leave at once: nothing has begun. An exception would pass through imports of C++, which not all survive."""
     code, line = CODES[signal.Signals(number)]
-    os.write(2, line)
+    with suppress(OSError):  # standard error is closed
+        os.write(2, line)
     os._exit(code)
 
 

@@ -1,6 +1,8 @@
 """The exception tree. A message is one line: what was given, what is allowed, what to do."""
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -30,7 +32,30 @@ def install(extra: str) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends the work as an interrupt does."""
+    """SIGTERM, or SIGHUP of a terminal that was closed: they end the work as an interrupt does."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        closed = ", as of a terminal that was closed" if self.number == signal.SIGHUP else ""
+        return f"stopped by {signal.Signals(self.number).name}{closed}"
+
+
+@contextmanager
+def tokenizing(what: str) -> Iterator[None]:
+    """Turns a panic of the tokenizers library, which is no Exception, into an InputError. what: the text, for the
+    message."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3, which has no name to import
+            raise
+        raise InputError(
+            f"the tokenizer cannot split {what} ({first_line(error)}); give another text, or mend the pattern in its "
+            "tokenizer.json"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -5,8 +5,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -17,16 +17,19 @@ from compress.errors import CompressError, InputError, Terminated, first_line
 from compress.system.terminal import visible
 
 GATE = 3  # an evaluation that fails a gate
-# What a shell reports for commands that were interrupted, terminated, or whose reader went away (as `| head` does).
-STOPPED, TERMINATED, UNREAD = 130, 143, 141
+# What a shell reports for commands that were interrupted, ended by another signal (its number is added), or whose
+# reader went away (as `| head` does).
+STOPPED, BY_SIGNAL, UNREAD = 130, 128, 141
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.05  # until a lost signal is sent again
 TRACEBACK = "COMPRESS_TRACEBACK"
 SAID_OF_CPU = "DefaultCPUAllocator: can't allocate memory"  # by torch, in a RuntimeError
 LESS_MEMORY = "give a smaller --batch-size, --spill FOLDER to a run that writes a model, or --device cpu for a full GPU"
 
 
 def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
-    """Exit code 2 for bad input, 1 for work that failed, 130 for an interrupt, 143 for SIGTERM; each with a line that
-    says why. 141, without one, where nobody reads what is printed any more."""
+    """Exit code 2 for bad input, 1 for work that failed, 130 for an interrupt, 143 for SIGTERM, 129 for SIGHUP; each
+    with a line that says why. 141, without one, where nobody reads what is printed any more."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -43,7 +46,7 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
         except KeyboardInterrupt as error:
-            fail(said(error), TERMINATED if isinstance(error, Terminated) else STOPPED)
+            fail(said(error), BY_SIGNAL + error.number if isinstance(error, Terminated) else STOPPED)
         except click.ClickException:
             raise
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
@@ -52,6 +55,10 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
             if is_out_of_memory(error):
                 fail(f"out of memory ({first_line(error)}): {LESS_MEMORY}", 1)
             fail(f"unexpected {type(error).__name__}: {error} (set {TRACEBACK}=1 to see where)", 1)
+        except BaseException as error:
+            if isinstance(error, SystemExit | GeneratorExit) or os.environ.get(TRACEBACK):
+                raise
+            fail(f"a library failed: {type(error).__name__}: {first_line(error)} (set {TRACEBACK}=1 to see where)", 1)
 
     return wrapped
 
@@ -74,23 +81,43 @@ def print_nowhere() -> None:
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """A handler of SIGTERM: the first ends the work as an interrupt would, the second the process at once."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated("stopped by SIGTERM")
+    """A handler of SIGTERM and SIGHUP: the first ends the work as an interrupt would, the second the process at
+    once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated(number)
 
 
 @contextmanager
 def terminating() -> Iterator[None]:
-    """Turns SIGTERM into a line and exit code 143, where nobody else handles it."""
-    usual = signal.getsignal(signal.SIGTERM)
-    if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+    """Turns SIGTERM and SIGHUP into a line and an exit code, where nobody else handles them (as nohup does). No such
+    signal and no interrupt is lost."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, terminate)
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    usual, sys.unraisablehook = sys.unraisablehook, partial(_send_again, sys.unraisablehook)
+    for number in ours:
+        signal.signal(number, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        sys.unraisablehook = usual
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _send_again(usual: Callable[[Any], object], lost: Any) -> None:
+    """A hook for exceptions that Python cannot raise, as in `__del__`: it only prints them. An interrupt among them is
+    sent again a little later, when other code runs."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        usual(lost)
+        return
+    number = getattr(lost.exc_value, "number", signal.SIGINT)
+    if number in ENDING and signal.getsignal(number) is signal.SIG_DFL:
+        signal.signal(number, terminate)
+    timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
 
 
 def said(error: BaseException) -> str:
@@ -100,7 +127,8 @@ def said(error: BaseException) -> str:
 
 def fail(message: str, code: int) -> None:
     """Say why in one line and leave."""
-    click.echo(f"compress: {visible(' '.join(message.split()))}", err=True)
+    with suppress(OSError):  # the terminal is closed
+        click.echo(f"compress: {visible(' '.join(message.split()))}", err=True)
     leave(code)
 
 
@@ -109,9 +137,10 @@ def leave(code: int) -> NoReturn:
     sometimes abort a rank whose work is done ("terminate called without an active exception")."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         print_nowhere()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)

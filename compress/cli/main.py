@@ -28,7 +28,7 @@ from compress.cli.commands.train import distill, qat
 from compress.cli.completion import complete_values
 from compress.cli.exit_codes import terminating
 from compress.cli.former import reworded
-from compress.system.terminal import spell_what_streams_lack, visible
+from compress.system.terminal import open_closed_streams, spell_what_streams_lack, visible
 
 LONGEST_NAME = 100  # that is shown whole
 
@@ -122,6 +122,7 @@ for command in (
 
 def main() -> None:
     """Entry point of `compress` and `python -m compress`."""
+    open_closed_streams()
     spell_what_streams_lack()
     with terminating():
         cli()

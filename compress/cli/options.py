@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from click.core import ParameterSource
 
 from compress.errors import InputError, WriteError
 from compress.system.reading import LOOP, special
-from compress.system.terminal import visible
+from compress.system.terminal import is_closed, visible
 
 OVERWRITE = "compress.overwrite"
 
@@ -35,6 +36,8 @@ files_overwrite_option = overwrite_option("Replace existing files, also those th
 
 def writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Refuse a file that cannot be written, or is somebody else's, before the work whose figures it is to hold."""
+    if value == "-" and is_closed(sys.stdout):
+        raise click.BadParameter("'-' is standard output, which is closed; give a file")
     if value is None or value == "-":
         return value
     path = Path(value)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.data.chat import Conversations
 from compress.data.documents import Documents
 from compress.data.tokens import Origin, Tokens
-from compress.errors import InputError
+from compress.errors import InputError, tokenizing
 
 OPEN = 64  # windows that later pieces may still go into
 EMPTY, SPARE = "empty", "not needed for so many samples"
@@ -90,8 +90,9 @@ def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None) -> li
     texts = [row if isinstance(row, str) else None for _, row in file.rows]
     plain = [text for text in texts if text is not None and text.strip()]
     written = [chats.text(row, where) for where, row in file.rows if chats is not None and not isinstance(row, str)]
-    tokens = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
-    of_chats = iter(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"] if written else [])
+    with tokenizing(file.name):
+        tokens = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
+        of_chats = iter(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"] if written else [])
     return [next(of_chats) if text is None else next(tokens) if text.strip() else [] for text in texts]
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from compress.checkpoint.read.source import path_of
 from compress.data.documents import TOKEN_FORMATS, read_documents, read_folder, read_tokens
 from compress.data.packing import packed_tokens
-from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids
-from compress.errors import InputError
+from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
+from compress.errors import InputError, tokenizing
 from compress.model.calls import Batch
 
 DEFAULT_LENGTH = 2048
@@ -30,7 +30,8 @@ def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Ten
         raise InputError(f"{source} is empty")
     if len(text) >= LONG:
         LOGGER.info("tokenizing %s: %d million characters", source, round(len(text) / 1e6))
-    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
+    with tokenizing(source):
+        return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
 
 
 def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:
@@ -134,12 +135,16 @@ def _once(tokenizer: Any) -> Callable[[], PreTrainedTokenizerBase]:
 
 
 def _check_inputs(batch: Batch) -> None:
-    """Raises InputError for inputs of tokens that are no tensors, or hold nothing, and for a mask of other rows."""
+    """Raises InputError for inputs of tokens that are no tensors, or hold nothing, for tensors that are not plain, and
+    for a mask of other rows."""
     for name in ALWAYS_TENSORS:
         value = batch.get(name)
         if value is not None and not (isinstance(value, Tensor) and value.ndim and value.numel()):
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{name} of a calibration batch is {found}; give a tensor with a number for each token")
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and (kind := unusual(value)) is not None:
+            raise InputError(f"{name} of a calibration batch is a {kind} tensor; give a plain one")
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is not None and mask is not None and mask.ndim == 2 and mask.shape[0] != ids.shape[0]:
         raise InputError(
@@ -166,13 +171,19 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabul
                 f"a calibration batch is {type(batch).__name__}; give token ids [samples, length] or dictionaries of "
                 "the model's inputs (tuples of them for a model in memory)"
             )
-        if batch.get("use_cache"):
+        asked: Any = batch.get("use_cache")
+        if asked is not None and asked is not False:  # a tensor has no one truth
             raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")
         _check_inputs(batch)
         for name in TOKEN_INPUTS:
             ids = batch.get(name)
-            if vocabulary is not None and isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel():
-                check_vocabulary(ids, f"{name} of a calibration batch", vocabulary)
+            if (
+                vocabulary is not None
+                and isinstance(ids, Tensor)
+                and ids.numel()
+                and not (ids.is_floating_point() or ids.is_complex())
+            ):
+                check_vocabulary(ids.to(torch.int64), f"{name} of a calibration batch", vocabulary)
     masks = [batch.get("attention_mask") for batch in batches]
     if all(isinstance(mask, Tensor) and mask.ndim == 2 and not mask.any() for mask in masks):
         raise InputError("every token of the calibration batches is masked (attention_mask is 0 throughout)")

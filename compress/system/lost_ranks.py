@@ -28,7 +28,7 @@ GONE = ("Z", "X")  # of /proc/PID/stat: ended, and nobody has asked how
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """A handler of SIGTERM: the first one ends the work as an interrupt would."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated("stopped by SIGTERM")
+    raise Terminated(number)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.errors import CheckpointError, InputError
 
+MOST_BITS = 1024  # of a whole number; Python refuses to print one of some thousand digits
 DEEPEST = 100  # lists and mappings inside each other; a real configuration has about ten
 MOST_NODES = 1_000_000  # of a YAML file, whose aliases can stand for more than any memory holds
 LOOP = "a loop of symbolic links"
@@ -69,7 +70,8 @@ def json_line(text: str, where: str, must: str = "") -> Any:
 
 def check_nesting(value: Any, most: int | None = None) -> None:
     """Raises ValueError for lists and mappings nested deeper than DEEPEST (or in themselves), for strings that cannot
-    be encoded, and for more than `most` values, where a value counts as often as aliases repeat it."""
+    be encoded, for whole numbers beyond MOST_BITS, and for more than `most` values, where a value counts as often as
+    aliases repeat it."""
     level, count = [value], 0
     waiting: list[Iterator[Any]] = [iter(level)]
     while waiting:
@@ -80,6 +82,8 @@ def check_nesting(value: Any, most: int | None = None) -> None:
         count += 1
         if most is not None and count > most:
             raise ValueError(f"more than {most} values")
+        if isinstance(each, int) and each.bit_length() > MOST_BITS:
+            raise ValueError(f"a number of about {each.bit_length() * 3 // 10} digits")
         if isinstance(each, str):
             _ = each.isascii() or each.encode()
         elif isinstance(each, list | tuple | dict):

@@ -6,6 +6,7 @@ and a terminal obeys control characters. A terminal may also lack characters: th
 
 import codecs
 import io
+import os
 import sys
 from typing import Any
 
@@ -37,6 +38,25 @@ def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error(SPELLED, _spelled)
+
+
+def open_closed_streams() -> None:
+    """Open those of the three standard streams that a program has started us without, on nothing. Otherwise Python has
+    no such stream, and the next file that is opened gets its number and what others print."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process
+
+
+def is_closed(stream: Any) -> bool:
+    """True for a standard stream that we were started without."""
+    return isinstance(getattr(stream, "name", None), int)
 
 
 def spell_what_streams_lack() -> None:

@@ -25,7 +25,7 @@ from torch.nn.functional import cosine_similarity
 
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.errors import CheckpointError, InputError, one_of
+from compress.errors import CheckpointError, InputError, one_of, tokenizing
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.language import Model, dense, first_tokenizer, opened
@@ -73,7 +73,8 @@ class Encoder:
         with evaluating(self.network):
             for first in range(0, len(order), BATCH):
                 part = [sentences[i] for i in order[first : first + BATCH]]
-                batch = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(device)
+                with tokenizing("the sentences"):
+                    batch = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(device)
                 hidden = getattr(self.network(**batch), "last_hidden_state", None)
                 if hidden is None:
                     raise InputError(f"{type(self.network).__name__} returns no last hidden states; give an encoder")

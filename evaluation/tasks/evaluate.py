@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compress.data.tokens import check_vocabulary
-from compress.errors import InputError
+from compress.errors import InputError, tokenizing
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of
 from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness
@@ -123,12 +123,13 @@ def _ask(task: Task, pairs: Sequence[ContinuationPair], model: nn.Module, step: 
 
 def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[ContinuationPair]:
     """The tokens of context and choice, for every choice of every question."""
-    behind = appended(tokenizer, task.questions[0].context)
-    pairs = [
-        encode(tokenizer, question.context, f" {choice}", window, question.where, behind)
-        for question in task.questions
-        for choice in question.choices
-    ]
+    with tokenizing(task.name):
+        behind = appended(tokenizer, task.questions[0].context)
+        pairs = [
+            encode(tokenizer, question.context, f" {choice}", window, question.where, behind)
+            for question in task.questions
+            for choice in question.choices
+        ]
     ids = torch.tensor([token for pair in pairs for token in pair.context + pair.continuation])
     check_vocabulary(ids, task.name, vocabulary)
     return pairs

@@ -145,6 +145,17 @@ CASES = {
         },
         r"^the model cannot run calibration batch 2 \(input \[3, 32\]\): RuntimeError: ",
     ),
+    "use_cache as a tensor": (
+        to_llama(input_ids=tokens(), use_cache=torch.ones(5)),
+        "^a calibration batch asks for use_",
+    ),
+    "sparse ids": (to_llama(input_ids=tokens().to_sparse()), "^input_ids of a calibration batch is a sparse tensor; "),
+    "sparse mask": (
+        to_llama(input_ids=tokens(), attention_mask=torch.ones(6, 16).to_sparse()),
+        "^attention_mask of a calibration batch is a sparse tensor; ",
+    ),
+    "complex ids": (to_llama(input_ids=tokens() * 1j), r"^the model cannot run .* \(input_ids \[6, 16\]\): "),
+    "unsigned ids": (to_llama(input_ids=tokens().to(torch.uint16)), r"^the model cannot run .* \(input_ids \["),
     "unknown input": (to_llama(z=tokens()), r"^the model cannot run calibration batch 1 \(z \[6, 16\]\): ValueError: "),
     "token ids": (
         to_llama(input_ids=tokens() + 90),

@@ -898,6 +898,10 @@ RECIPES: dict[str, Case] = {
         ("no.yaml' cannot be read", "No such file"),
     ),
     "not YAML": (lambda d: d.recipe("passes: ["), ("recipe.yaml' is not YAML", "line 1")),
+    "number of 6000 digits": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 0x" + "f" * 5000 + "}]"),
+        ("recipe.yaml' cannot be read", "a number of about 6000 digits"),
+    ),
     "wrong top": (lambda d: d.recipe("steps: []"), ("recipe.yaml", "one key, `passes`, with a list")),
     "more at the top": (lambda d: d.recipe("passes: [rtn: {}]\nseed: 1"), ("one key, `passes`, with a list",)),
     "no passes": (lambda d: d.recipe("passes: []"), ("no pass given", "at least one")),

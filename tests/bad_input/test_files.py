@@ -131,6 +131,24 @@ def test_settings_of_generation_and_of_tokenizers_have_their_types(
     refused(command("generate", model, "--prompt", "import", "--tokens", 2), says)
 
 
+def test_a_pattern_that_a_tokenizer_gives_up_on_is_one_line(
+    llama: Path, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The library panics, which is no Exception of Python."""
+    model, text = copy_of(llama), "a" * 3000 + "! " + "hello world " * 300
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    changed(model / "tokenizer.json", "pre_tokenizer", to=split)
+    (tmp_path / "t.txt").write_text(text)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": text}]}))
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    says = ("the tokenizer cannot split", "mend the pattern in its tokenizer.json")
+    for name in ("t.txt", "t.jsonl"):
+        words = ["--calibration", tmp_path / name, "--group-size", 32, "--output", tmp_path / "out"]
+        refused(command("quantize", model, *words), *says, name)
+    refused(command("evaluate", model, "--text", tmp_path / "t.txt", "--quiet"), *says, "t.txt")
+    refused(command("generate", model, "--prompt", text, "--quiet"), *says, "the prompt")
+
+
 @pytest.mark.parametrize("option", ["--json", "--output"])
 def test_a_name_that_is_too_long_is_one_line(option: str, llama: Path) -> None:
     outcome = command("quantize", llama, "--method", "rtn", option, "x" * 5000)

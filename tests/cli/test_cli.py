@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
@@ -256,24 +257,67 @@ def test_a_verification_that_cannot_start_says_so_and_how_to_go_on(desk: Desk, m
     assert desk.output.is_dir()
 
 
-def test_sigterm_is_one_line_that_says_how_to_go_on_and_ends_with_143(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGTERM, ""), (signal.SIGHUP, ", as of a terminal that was closed")]
+)
+def test_a_signal_is_one_line_that_says_how_to_go_on_and_ends_with_its_code(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, says: str
 ) -> None:
     def terminated(_: object, done: int, total: int, what: str) -> None:
         if done == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-    before, partial = signal.getsignal(signal.SIGTERM), desk.output.with_name("output.partial")
+    before, partial = signal.signal(number, signal.SIG_DFL), desk.output.with_name("output.partial")
     monkeypatch.setattr(progress.Lines, "step", terminated)
     outcome = desk.rtn(desk.model)
-    assert outcome.code == 143
+    assert outcome.code == 128 + number
     kept = f"1 finished block is kept in {partial}: run again with --resume"
-    assert last_line(outcome) == f"compress: stopped by SIGTERM; {kept}"
+    assert last_line(outcome) == f"compress: stopped by {number.name}{says}; {kept}"
     train = ["--train", "steps=2", "--calibration", desk.tokens, "--group-size", 32]
     outcome = command("qat", desk.model, *train, "--output", desk.here / "trained")
-    assert outcome.code == 143
-    assert last_line(outcome).startswith("compress: stopped by SIGTERM")
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert outcome.code == 128 + number
+    assert last_line(outcome).startswith(f"compress: stopped by {number.name}")
+    assert signal.signal(number, before) is signal.SIG_DFL
+
+
+class Deaf:
+    """Raises what a signal raises where Python loses it: while an object is removed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_while_an_object_is_removed_is_not_lost(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def lost(_: object, done: int, total: int, what: str) -> None:
+        if done == 1:
+            Deaf(number)
+            time.sleep(5)  # the signal ends it
+
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)
+    monkeypatch.setattr(progress.Lines, "step", lost)
+    outcome = desk.rtn(desk.model)
+    signal.signal(number, before)
+    assert outcome.code == 128 + number, outcome
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_error_and_get_no_words_of_others(desk: Desk, closed: str) -> None:
+    words = f"'{sys.executable}' -m compress quantize '{desk.model}' --method rtn --group-size 32 --no-verify"
+    done = subprocess.run(["bash", "-c", f"{words} --output '{desk.output}' {closed}"], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert compress.verify(desk.output)
+    asked = f"'{sys.executable}' -m compress methods --json - >&-"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'-' is standard output, which is closed; give a file" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -17,7 +17,7 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.errors import InputError
+from compress.errors import InputError, tokenizing
 from compress.system.terminal import visible
 
 
@@ -113,7 +113,8 @@ def tell(notes: Sequence[str], quiet: bool) -> None:
 
 def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:
     """The prompt as a model's inputs. Refuses an empty one, and one after which `more` tokens do not fit."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with tokenizing("the prompt"):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     count = inputs["input_ids"].shape[1]
     if count == 0:
         raise InputError("the prompt is empty; give at least one token")

@@ -8,11 +8,12 @@ from typing import Any
 from compress.errors import Terminated
 from compress.system.comm import Comm
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopping:
-    """Defers the first SIGINT or SIGTERM to the end of the step; the second acts at once, as usual.
+    """Defers the first of `SIGNALS` to the end of the step; the second acts at once, as usual. One that is ignored
+    stays so.
 
     Outside of the main thread, where Python delivers no signals, nothing changes.
     """
@@ -23,7 +24,8 @@ class Stopping:
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._keep) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self.before = {number: signal.signal(number, self._keep) for number in heard}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -43,4 +45,5 @@ class Stopping:
         numbers = {number for number in self.comm.gather_objects(self.number) if number is not None}
         if not numbers:
             return None
-        return Terminated("stopped by SIGTERM") if signal.SIGTERM in numbers else KeyboardInterrupt()
+        ends = numbers - {signal.SIGINT}
+        return Terminated(max(ends)) if ends else KeyboardInterrupt()
