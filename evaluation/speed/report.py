@@ -2,6 +2,7 @@
 
     {"format": 1, "what": "linears" | "model", "complete": true,
      "command", "date", "commit", "modified", "device", "device_type", "threads", "load", "versions", "cuda",
+     "device_peak_bytes": the most that tensors took on a GPU (null on a CPU),
      "settings": {..., "rounds": n, "quoted": "median" | "minimum"},
      "ceilings": {name: {"unit", "per_s", "time_ms", "median_ms", "min_ms", "rounds"} | {"unit", "skipped": why}},
      "tuned": [...], "notes": [...], "failures": [...],
@@ -53,7 +54,8 @@ class SpeedReport:
         """The content of the file."""
         names = ("settings", "ceilings", "tuned", "notes", "failures", "results")
         head = {"format": FORMAT, "what": self.what, "complete": self.complete}
-        whole = head | self.facts | {name: getattr(self, name) for name in names}
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        whole = head | self.facts | {"device_peak_bytes": peak} | {name: getattr(self, name) for name in names}
         found = _finite(whole)
         assert isinstance(found, dict)
         return found

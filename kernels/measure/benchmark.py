@@ -19,9 +19,11 @@ from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips
 from compress.kernels.layouts.tiles import TileWords, pack_levels, tile_weight
+from compress.kernels.measure.floats8 import floats8
 from compress.kernels.measure.halved import HALVED, halve
 from compress.kernels.measure.narrow import NARROW_KINDS, narrow
 from compress.kernels.measure.roofline import (
+    FLOAT8_KINDS,
     HALVED_KINDS,
     OUTLIERS,
     SPARSE_KINDS,
@@ -32,7 +34,7 @@ from compress.kernels.measure.roofline import (
     cost,
 )
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
-from compress.kernels.operators import strips
+from compress.kernels.operators import fp8_blocks, strips
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_activation import planar_linear
 from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
@@ -85,6 +87,7 @@ class BenchmarkOperands:
         self.tile_strips = lay_tiles_in_strips(self.tiles, K)
         self.narrow = narrow(N, K, dtype, g)
         self.halved = halve(self.dense, self.codes8, self.scale8, self.codes, self.scale, g)
+        self.floats8 = floats8(N, K, g)
 
     def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
         """x times the 4-bit codes, as a loaded layer multiplies; rounded to int8 where there is an input_group."""
@@ -116,6 +119,8 @@ class BenchmarkOperands:
             return values.index_put_((row, self.entries.column.long()), self.entries.value.double(), accumulate=True)
         if kind in HALVED_KINDS:
             return self.halved.values(kind, self.dense.shape[1]).double()
+        if kind in FLOAT8_KINDS:
+            return self.floats8.values(kind)
         if kind in NARROW_KINDS:
             return self.narrow.values(kind, self.dense.shape[1])
         if kind in ("dense", "dense fp32", "w4"):
@@ -213,6 +218,9 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[BenchmarkOperands], Call]
             lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
             "w8a8",
         ),
+        # A CPU makes float8 weights float32 first.
+        **({"fp8": (lambda w: lambda: w.floats8.product("fp8", x), "fp8")} if x.is_cuda else {}),
+        **({"fp8 blocks": (lambda w: lambda: w.floats8.product("fp8 blocks", x), "fp8 blocks")} if x.is_cuda else {}),
         "torch._weight_int4pack_mm": (lambda w: int4pack(w, x), "w4"),
         "torch._int_mm": (lambda w: lambda: torch.ops.aten._int_mm(codes, w.codes8.t()), "int32"),
         "gemlite w4a16": (lambda w: gemlite(w, x), "w4"),
@@ -226,10 +234,14 @@ def error_of(out: Tensor, x: Tensor, weight: BenchmarkOperands, kind: str) -> fl
     if kind in ("w4a8", "w8a8", "int32"):
         codes, scale, _ = reference.quantize_tokens(x[rows])
         given = codes.double() if kind == "int32" else codes.double() * scale.double()[:, None]
+    if kind in FLOAT8_KINDS:
+        given = weight.floats8.rounded(kind, x[rows])
     truth = given @ values.t()
     allowed = reference.tolerance(given, values, truth, x.dtype)
     if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS, *HALVED_KINDS, *NARROW_KINDS):
         allowed += reference.weight_rounding(given, values, x.dtype)
+    if kind in FLOAT8_KINDS:
+        allowed += fp8_blocks.SHORT_SUMS * (given.abs() @ values.abs().t())
     return ((out[rows].double() - truth).abs() / allowed).max().item()
 
 

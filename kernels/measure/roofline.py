@@ -4,7 +4,8 @@
 
 bytes        the weight with its scales and sparse rows, read once; x read once; the result written once
 operations   2 M N K
-peak         of the arithmetic that multiplies: the dtype of x, or int8 where x is rounded to int8
+peak         of the arithmetic that multiplies: the dtype of x, or int8 where x is rounded to int8 (float8 has no
+             measured ceiling)
 
 A share of 1 is a kernel that nothing could beat with this representation of the weights on this machine. It can be
 above 1 where a ceiling was measured while the machine was busy, or where the weights were still in a cache.
@@ -47,11 +48,14 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "w8": (8, 0, False),
     "w4a8": (4, 0, True),
     "w8a8": (8, 4, False),
+    "fp8": (8, 4, False),
+    "fp8 blocks": (8, 0, False),
     "int32": (8, 0, False),
 }
 # {kind: columns per scale}, where a kind has its own.
 GROUPS = {"mxfp4": 32, "nvfp4": 16, "nf4": 64}
 INT8_KINDS = ("w4a8", "w8a8", "int32")
+FLOAT8, FLOAT8_KINDS = "float8", ("fp8", "fp8 blocks")
 SPARSE_KINDS = ("w4 sparse", "spqr")
 # Two of four weights, and a bit for each of the four.
 HALVED_KINDS = ("2:4", "2:4 w8", "2:4 w4")
@@ -69,13 +73,16 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
         inputs, outputs, dtype = 4 * M * K, 4 * M * N, "float32"
     if kind in ("dense", "dense fp32", "2:4"):
         scales = 0
+    if kind == "fp8 blocks":
+        scales = 4 * N * K // 128**2
     if kind == "spqr":  # a byte of codes per group, four numbers per tile
         scales = N * K // TILE_GROUP + N * K // (TILE_GROUP * TILE_ROWS) * 4 * width
     if kind in SPARSE_KINDS:  # 16 bits for a column, a value, 32 bits a row
         scales += round(N * K * OUTLIERS) * (2 + width) + 4 * N
     if kind == "int32":  # int8 in, int32 out, no scales
         scales, inputs, outputs = 0, M * K, M * N * 4
-    return CallCost(weight + scales + inputs + outputs, 2 * M * N * K, INT8 if kind in INT8_KINDS else dtype)
+    arithmetic = INT8 if kind in INT8_KINDS else FLOAT8 if kind in FLOAT8_KINDS else dtype
+    return CallCost(weight + scales + inputs + outputs, 2 * M * N * K, arithmetic)
 
 
 def bandwidth(ceilings: Mapping[str, Mapping[str, Any]]) -> float | None:

@@ -68,6 +68,14 @@ def test_a_library_that_is_not_there_is_a_reason():
     assert len(reasons) == 1
 
 
+@pytest.mark.parametrize("kind", roofline.FLOAT8_KINDS)
+def test_float8_products_are_held_to_inputs_as_they_round_them(kind):
+    """Timed on a GPU alone."""
+    weight, x = benchmark.BenchmarkOperands(130, 384, torch.bfloat16, CPU, 0), torch.randn(5, 384).bfloat16()
+    out = weight.floats8.product(kind, x)
+    assert benchmark.error_of(out, x, weight, kind) <= 1 < benchmark.error_of(1.05 * out, x, weight, kind)
+
+
 @pytest.mark.parametrize("K", [256, 4096])
 def test_a_wrong_kernel_is_not_timed(monkeypatch, K):
     spoil(monkeypatch, 1.05)
@@ -130,6 +138,9 @@ def test_what_a_product_costs():
     assert halves == [n + 2 * (128 + 16) for n in (16 * 128 * 9 // 8, 16 * 128 * 5 // 8 + 32, 16 * 128 * 3 // 8 + 32)]
     groups = [roofline.cost(kind, 1, 16, 128, 2, "bfloat16", 128).bytes for kind in ("mxfp4", "nvfp4", "trellis 3")]
     assert groups == [n + 2 * (128 + 16) for n in (1024 + 2 * 64, 1024 + 2 * 128, 768 + 32)]
+    floats = [roofline.cost(kind, 1, 128, 256, 2, "bfloat16", 128) for kind in roofline.FLOAT8_KINDS]
+    assert [need.bytes for need in floats] == [128 * 256 + n + 2 * (128 + 256) for n in (4 * 128, 4 * 2)]
+    assert {need.arithmetic for need in floats} == {"float8"}
     integers = roofline.cost("int32", 4, 10, 128, 2, "bfloat16", 128)
     assert integers == roofline.CallCost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
 

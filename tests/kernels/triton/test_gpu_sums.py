@@ -19,6 +19,12 @@ def on_gpu(parts):
     return [part.cuda() if isinstance(part, torch.Tensor) else part for part in parts]
 
 
+@pytest.mark.kernels(
+    "sparse_kernels.product_kernel",
+    "sparse_kernels.add_kernel",
+    "tile_gemm.tile_kernel",
+    "tile_gemm.dequantize_tiles_kernel",
+)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 65, 2050])
 @pytest.mark.parametrize(("N", "K"), [(1100, 1024), (7, 160)])

@@ -65,7 +65,13 @@ def error(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, te
     if bias is not None:
         truth = truth + bias.double()
         allowed += torch.finfo(x.dtype).eps * truth.abs()
-    worst = ((out.double() - truth).abs() / allowed).max().item() if truth.numel() else 0.0
+    return excess(out, truth, allowed)
+
+
+def excess(out: Tensor, truth: Tensor, allowed: Tensor) -> float:
+    """Largest distance from the truth over what is allowed; infinite where an output is not finite."""
+    off = (out.detach().double() - truth.detach()).abs()
+    worst = torch.where(off == 0, 0.0, off / allowed.detach()).max().item() if off.numel() else 0.0
     return worst if worst == worst else float("inf")
 
 

@@ -1,0 +1,164 @@
+"""Times one sequence in a Llama of random weights: prompts and single steps, and where a step's time goes.
+
+    python recipes/studies/gpu/decoding.py --json decode.json [--shape llama-3-8b] [--blocks 8]
+
+Variants, in this order: dense and w4a16 with all blocks; then both with `--blocks` blocks, as they are and by
+`torch.compile`, which takes long for all of them. A step is a captured CUDA graph, a prompt is launched eagerly. The
+file is written anew after every variant:
+
+    results: [{"variant", "blocks", "compiled", "prompt", "prefill_ms", "step_ms", "tokens_per_s", "launch",
+               "peak_bytes", "profile": {"step" | "prefill": {"span_ms", "busy_ms", "gap_ms", "launches", "kernels":
+               [{"name", "ms", "count"}]}}}]
+
+span: from the first kernel's start to the last one's end; busy: the part of it in which a kernel runs.
+"""
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+from compress.checkpoint.files import write_json
+from compress.evaluation.speed import decoder, dense
+from compress.evaluation.speed.generation import GenerationTimer
+from compress.kernels import workspace
+from compress.kernels.measure.provenance import origin
+from compress.recipes.studies.figures import asked as command_of
+from compress.runtime.load.assembly import fuse
+
+SCHEMES = (decoder.DENSE, "w4a16")
+SHOWN = 20  # kernels of a profile
+
+
+def build(shape: str, blocks: int | None, scheme: str, device: torch.device) -> Any:
+    """A Llama of random weights as `compress.load` would assemble it, bfloat16; blocks: None for all of the shape."""
+    config = decoder.config_of(shape)
+    config.num_hidden_layers = blocks or config.num_hidden_layers
+    model = decoder.random_llama(config, scheme, torch.bfloat16, device)
+    if scheme == decoder.DENSE:
+        dense.fuse_dense(model)
+    else:
+        fuse(model)
+    return model
+
+
+def timed(model: Any, prompt: int, new: int, rounds: int) -> dict[str, Any]:
+    """Medians over rounds of one prompt and of one step, and a profile of each."""
+    generation = GenerationTimer(model, 1, prompt, new)
+    generation.capture()
+    generation.round()
+    found = [generation.round() for _ in range(rounds)]
+    prefill, step = (statistics.median(times) for times in zip(*found, strict=True))
+    profiles = {"prefill": profiled(generation.start, generation.device)}
+    profiles["step"] = profiled(generation.run_step, generation.device)
+    return {
+        "prompt": prompt,
+        "prefill_ms": prefill,
+        "step_ms": step,
+        "tokens_per_s": 1e3 / step,
+        "rounds": rounds,
+        "launch": generation.launch,
+        "why_eager": generation.why_eager,
+        "profile": profiles,
+    }
+
+
+def profiled(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """The kernels of one run by time, and the gaps between them. On a CPU: operators, each with those inside it."""
+    gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        run()
+        if gpu:
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if gpu else DeviceType.CPU
+    events = [e for e in profile.events() if e.device_type == kind]
+    return spent((e.name, e.time_range.start, e.time_range.end) for e in events)
+
+
+def spent(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
+    """Span, busy time and gaps of events (name, start, end) in microseconds, and their names by time."""
+    ordered = sorted(events, key=lambda event: event[1])
+    by_name: dict[str, list[float]] = {}
+    busy, reached = 0.0, float("-inf")
+    for name, start, end in ordered:
+        by_name.setdefault(name, []).append((end - start) / 1e3)
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    span = reached - ordered[0][1] if ordered else 0.0
+    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]
+    return {
+        "span_ms": span / 1e3,
+        "busy_ms": busy / 1e3,
+        "gap_ms": (span - busy) / 1e3,
+        "launches": len(ordered),
+        "kernels": [{"name": name, "ms": sum(times), "count": len(times)} for name, times in most],
+    }
+
+
+def measure(shape: str, few: int, prompts: Iterable[int], new: int, rounds: int, keep: Callable[[Any], None]) -> None:
+    """Call `keep` with the results of every variant as soon as there are any."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        workspace.prepare(device)
+    for blocks, compiled in ((None, (False,)), (few, (False, True))):
+        for scheme in SCHEMES:
+            model = build(shape, blocks, scheme, device)
+            for by_compiler in compiled:
+                if by_compiler:
+                    model.compile(dynamic=False)
+                about = {"variant": scheme, "blocks": model.config.num_hidden_layers, "compiled": by_compiler}
+                for prompt in prompts:
+                    if device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    found = about | timed(model, prompt, new, rounds)
+                    found["peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+                    keep(found)
+            del model
+            torch.compiler.reset()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--shape", default="llama-3-8b", choices=list(decoder.SHAPES))
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of the variants that are also compiled")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    whole = origin(device) | {
+        "command": command_of(__file__),
+        "shape": asked.shape,
+        "dtype": "bfloat16",
+        "new": asked.new,
+        "results": [],
+    }
+
+    def keep(found: dict[str, Any]) -> None:
+        whole["results"].append(found)
+        write_json(asked.json, whole)
+        step, name = found["profile"]["step"], found["variant"] + (", compiled" if found["compiled"] else "")
+        print(
+            f"{name}, {found['blocks']} blocks, prompt {found['prompt']}: {found['prefill_ms']:.2f} ms, step "
+            f"{found['step_ms']:.3f} ms ({found['launch']}; kernels {step['busy_ms']:.3f}, gaps {step['gap_ms']:.3f}, "
+            f"{step['launches']} launches)",
+            flush=True,
+        )
+        for kernel in step["kernels"][:6]:
+            print(f"    {kernel['ms']:8.3f} ms {kernel['count']:5d} x {kernel['name'][:80]}", flush=True)
+
+    measure(asked.shape, asked.blocks, asked.prompts, asked.new, asked.rounds, keep)
+
+
+if __name__ == "__main__":
+    main()
