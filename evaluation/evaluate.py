@@ -35,7 +35,7 @@ def _texts(
     ours: Model,
     theirs: Model | None,
     note: Note,
-    **windows: int | None,
+    **windows: Any,
 ) -> list[Text]:
     """All texts in windows, those that are held out first. Raises InputError for texts that no model could be measured
     on."""
@@ -75,6 +75,7 @@ def evaluate(
     calibration: Given | None = None,
     length: int | None = None,
     stride: int | None = None,
+    bos: str | None = None,
     samples: int | None = None,
     noise_floor: bool = False,
     cache: bool = True,
@@ -92,13 +93,13 @@ def evaluate(
     several ('demo'; none beside tasks). calibration: the model's calibration data, to measure on as well
     (`Evaluation.gap`). length: tokens per window of text (the model's context, at most 2048). stride: tokens between
     the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
-    predicted. samples: at most so many windows of each text. noise_floor: measure the reference against itself, too, in
-    the 16 bits that it is stored in. cache: store the outputs of a reference that is given by name, or read them where
-    they are stored, with the stored results of `measure_sensitivity` (`Evaluation.sensitivity`). tasks: .jsonl files of
-    questions, in the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME. questions: at most so many of
-    each, the first ones. tokenizer: of models in memory, where text or tasks are words. dtype: of the arithmetic
-    (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are. trust_remote_code: run
-    Python code that comes with models given by name, if any does.
+    predicted. bos: as in `quantize`. samples: at most so many windows of each text. noise_floor: measure the reference
+    against itself, too, in the 16 bits that it is stored in. cache: store the outputs of a reference that is given by
+    name, or read them where they are stored, with the stored results of `measure_sensitivity`
+    (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`,
+    or lm-eval:NAME. questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or
+    tasks are words. dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are
+    taken as they are. trust_remote_code: run Python code that comes with models given by name, if any does.
 
     Raises InputError for models that predict no next token, and for text and tasks that cannot be used.
     """
@@ -111,7 +112,7 @@ def evaluate(
         raise InputError("the noise floor is the reference's against itself on a text; give a reference and a text")
     reporter, words = reporter or Silent(), partial(_tokenizer, tokenizer, ours, theirs)
     prepared = _tasks(tasks, questions, words, ours, theirs)
-    windows = {"length": length, "samples": samples, "stride": stride}
+    windows = {"length": length, "samples": samples, "stride": stride, "bos": bos}
     texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
     if not texts and prepared is None:
         raise InputError("text is an empty list; give one text or more")
@@ -133,6 +134,7 @@ def check_asked(
     *,
     text: Given | Sequence[Given] | None = None,
     length: int | None = None,
+    bos: str | None = None,
     samples: int | None = None,
     tasks: Sequence[str | Path] = (),
     questions: int | None = None,
@@ -142,7 +144,7 @@ def check_asked(
     `evaluate`. Returns fingerprints of the tasks: None for one whose questions are not fully known."""
     source = find_source(str(model), trust_remote_code)
     words = partial(first_tokenizer, source)
-    windows = {"length": length, "samples": samples, "stride": None}
+    windows = {"length": length, "samples": samples, "stride": None, "bos": bos}
     _texts([] if text is None else text, None, words, source, None, Silent().note, **windows)
     prepared = _tasks(tasks, questions, words, source)
     return [] if prepared is None else [task.fingerprint() for task in prepared.tasks]

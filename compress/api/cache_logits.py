@@ -48,6 +48,7 @@ def cache_logits(
     top_k: int = TOP_K,
     temperature: float = 1.0,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
     fsdp: bool = False,
@@ -58,7 +59,7 @@ def cache_logits(
     """Write what a teacher says of data, to be given to training as its teacher.
 
     output: a file that ends in .safetensors; one that is there is replaced if it holds cached logits, and any with
-    `overwrite`. training, length: as in `quantize`. top_k: 1 to the
+    `overwrite`. training, length, bos: as in `quantize`. top_k: 1 to the
     vocabulary, tokens whose log-probabilities are kept. temperature: of the training that is to come. All of it is held
     in memory: 8 bytes for each token and each of its k. Raises InputError for what cannot be asked or written.
     """
@@ -71,7 +72,7 @@ def cache_logits(
         raise InputError(f"{str(output)!r} exists and holds no cached logits; give another file, or --overwrite")
     if not temperature > 0:
         raise InputError(f"temperature {temperature}; allowed: above 0")
-    data = Data(None, None, length, batch_size, training)
+    data = Data(None, None, length, batch_size, training, bos)
     data.check()
     source = find_source(str(teacher), trust_remote_code)
     if fsdp:

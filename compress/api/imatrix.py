@@ -36,6 +36,7 @@ def imatrix(
     *,
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
     overwrite: bool = False,
@@ -50,7 +51,7 @@ def imatrix(
     """
     path, source = Path(output), find_source(str(model), trust_remote_code)
     check_imatrix(model, path, overwrite=overwrite, trust_remote_code=trust_remote_code)
-    data = Data(calibration, samples, length, batch_size)
+    data = Data(calibration, samples, length, batch_size, bos=bos)
     request = Request(model, (InputSquares(),), data, Extent(), Delivery(), Work(device), trust_remote_code)
     data.check()
     job = prepare(request, None, Comm(), Silent())  # what it would note is about passes that decide

@@ -232,6 +232,7 @@ def prepare_qat(
     ignore: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -258,7 +259,7 @@ def prepare_qat(
     is then what it was.
     """
     one_of("scales", scales, get_args(Scales))
-    data = Data(calibration, samples, length, batch_size)
+    data = Data(calibration, samples, length, batch_size, bos=bos)
     extent = Extent(ignore, one_block, convolutions, drop_zeros)
     work = Work(device, dtype)
     request = Request(model, several(passes), data, extent, Delivery(), work, trust_remote_code)

@@ -29,6 +29,7 @@ def quantize(
     ignore: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -51,38 +52,39 @@ def quantize(
     """Compress a model with one or more passes.
 
     model: a directory, hub id or 'demo', or a model in memory (changed in place). calibration: text ('demo', a file, a
-    datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs;
-    passes without statistics leave it unread. training: what passes that train are shown, all of it, in the same forms
-    (with `labels` for a task other than the next token); by default the calibration data. output: a directory to write
-    (None: only return the model). ignore: shell-style patterns of layers to leave alone. samples, length: windows of
-    text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if there is one).
-    dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a fresh process and
-    compare (by default for models up to 2 GiB). store: "2:4" writes layers that are pruned so without their zeros, for
-    `load` alone, and fails at the first that is not. fsdp: shard the model over the ranks of the initialised process
-    group. one_block: run the model as a whole; also where its blocks are no chain. convolutions: whether they are
-    layers, too (by default only in CNNs). experts: each of fused experts is a layer, too, in memory (see
-    `split_experts`). drop_zeros: let go of the zeros of a model that comes pruned (a layer of which more than 5 % are
-    exactly zero, or as many as its compress.json says); by default they stay, and passes that keep none are refused.
-    spill: a folder on a disk, for all CPU tensors of 4 MiB or more that the run makes (`kernels.spill`).
-    keep_statistics: a folder in which passes of prefix=original find the statistics of other runs of the same model and
-    calibration data, and leave theirs. trust_remote_code: run Python code that comes with a model given by name.
-    restore: after any exception a model in memory is what it was, bit for bit, which takes as much memory as its blocks
-    until then; False: the exception names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
+    datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs.
+    training: data of passes that train, all of it, in the same forms (with `labels` for a task other than the next
+    token); by default the calibration data. output: a directory to write (None: only return the model). ignore:
+    shell-style patterns of layers to leave alone. samples, length: windows of text (128 of the model's context, at most
+    2048). bos: BOS before every "row" of text, before every "window", or "none" (by default as its tokenizer does).
+    device: where blocks are worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU,
+    float32 on a CPU). verify: reload the output in a fresh process and compare (by default for models up to 2 GiB).
+    store: "2:4" writes layers that are pruned so without their zeros, for `load` alone, and fails at the first that is
+    not. fsdp: shard the model over the ranks of the initialised process group. one_block: run the model as a whole;
+    also where its blocks are no chain. convolutions: whether they are layers, too (by default only in CNNs). experts:
+    each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model
+    that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json says); by
+    default they stay, and passes that keep none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more
+    (`kernels.spill`). keep_statistics: a folder by which runs of one model and calibration data share statistics
+    (passes of prefix=original). trust_remote_code: run Python code that comes with a model given by name. restore: undo
+    all changes of a model in memory after an exception, which takes the memory of its blocks; False: the exception
+    names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
-    data = Data(calibration, samples, length, batch_size, training)
+    data = Data(calibration, samples, length, batch_size, training, bos)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
     delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
     work = Work(device, dtype, fsdp, restore, spill, keep_statistics)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
-    comm, reporter = Comm(), reporter or Silent()
-    return completed(request, comm, reporter) or _carried_out(request, comm, reporter)
+    return _carried_out(request, Comm(), reporter or Silent())
 
 
 def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
-    """The result of a run of a request."""
+    """The result of a run of a request, or of one that left it complete before."""
+    if (done := completed(request, comm, reporter)) is not None:
+        return done
     asked = request.delivery
     given = Path(request.model) if isinstance(request.model, str | Path) else None
     with (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.data.bos import PLACES
 from compress.errors import InputError, one_of
 from compress.model.layers import FLOATS
 from compress.passes.protocol.base import Pass
@@ -22,13 +23,14 @@ Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 @dataclass(frozen=True)
 class Data:
     """Data shown to the model: text, token ids or batches, and how much of it at once. training: data to train on, None
-    for the same."""
+    for the same. bos: where BOS is in text (`data.bos`)."""
 
     calibration: Calibration | None
     samples: int | None
     length: int | None
     batch_size: int
     training: Calibration | None = None
+    bos: str | None = None
 
     def check(self) -> None:
         """Refuse numbers that are wrong whatever the model is."""
@@ -37,6 +39,8 @@ class Data:
         for what, value in (("samples", self.samples), ("length", self.length)):
             if value is not None and not isinstance(value, int):
                 raise InputError(f"{what} {value!r}; it must be a whole number")
+        if self.bos is not None:
+            one_of("bos", self.bos, PLACES)
 
 
 @dataclass(frozen=True)

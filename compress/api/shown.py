@@ -120,8 +120,9 @@ def _calibration(data: Data, passes: Sequence[Pass], found: FoundModel) -> Shown
     if needing is None:
         if trains and data.samples is not None:
             raise InputError("samples are of calibration data, which no pass uses; all that is given is trained on")
-        if (data.samples is not None or data.length is not None) and not trains and data.calibration is None:
-            raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
+        asked = (data.samples, data.length, data.bos)
+        if any(each is not None for each in asked) and not trains and data.calibration is None:
+            raise InputError("samples, length and bos are of calibration data, which no pass uses; leave them out")
         return Shown(None, [])
     if data.calibration is None and data.training is not None and trains:
         return _first_of_training(data, found, data.training)  # `planned.remarks` says so
@@ -143,8 +144,8 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
     if file is not None and (stored := read_batches(file)) is not None:
         return replace(_shown(data, found, stored, None), file=file)
     if not isinstance(given, str | Path | Tensor):
-        if data.samples is not None or data.length is not None:
-            raise InputError("samples and length do not apply to ready-made batches; leave them out")
+        if any(each is not None for each in (data.samples, data.length, data.bos)):
+            raise InputError("samples, length and bos do not apply to ready-made batches; leave them out")
         given = given if found.given is None or isinstance(given, Mapping) else named_batches(found.given, given)
         return Shown(None, batches_of(given, data.batch_size, getattr(found.config, "vocab_size", None)))
     if not isinstance(given, Tensor) and _reads_images(found) and (seen := samples_of(str(given))) is not None:
@@ -154,9 +155,8 @@ def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | Non
         raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
     tokenizer = partial(tokenizer_of, found.source)
     text = given if isinstance(given, Tensor) else str(given)
-    tokens = load_tokens(
-        text, tokenizer, found.config, what="calibration", length=data.length, samples=samples, packing=True
-    )
+    words: dict[str, Any] = {"length": data.length, "samples": samples, "bos": data.bos}
+    tokens = load_tokens(text, tokenizer, found.config, what="calibration", packing=True, **words)
     if getattr(found.config, "is_encoder_decoder", False):
         tokens = _paired(tokens, found.config)
     return Shown(tokens, tokens.batches(data.batch_size))
@@ -186,8 +186,8 @@ def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], sam
     """Images, and texts with them, as the model's processor makes inputs of them."""
     assert found.source is not None
     check_pillow()
-    if data.length is not None:
-        raise InputError("length is of windows of text, and this is images; leave it out")
+    if (name := next((name for name in ("length", "bos") if getattr(data, name) is not None), None)) is not None:
+        raise InputError(f"{name} is of windows of text, and this is images; leave it out")
     if getattr(found.config, "is_encoder_decoder", False):
         raise InputError(
             f"an encoder-decoder is calibrated on pairs; give batches with {_taken(found)} and decoder_input_ids "

@@ -22,12 +22,19 @@ def group(*options: Decorator) -> Decorator:
 length_option = click.option(
     "--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"
 )
+bos_option = click.option(
+    "--bos",
+    metavar="PLACE",
+    help="BOS before every row of text, before every window, or nowhere: row, window, none.  [default: row if the "
+    "tokenizer puts it before a text, or none]",
+)
 batch_size_option = click.option(
     "--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."
 )
 extent_options = group(
     click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
     length_option,
+    bos_option,
     batch_size_option,
 )
 training_option = click.option(

@@ -38,7 +38,7 @@ from compress.system.terminal import visible
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
 
-OF_CALIBRATION = ("samples", "length", "batch_size")
+OF_CALIBRATION = ("samples", "length", "bos", "batch_size")
 OF_IMATRIX = ("calibration", *OF_CALIBRATION, "device", "overwrite", "trust_remote_code")
 
 
@@ -113,7 +113,7 @@ def run(
     if imatrix is not None:
         check_imatrix(model, imatrix, fsdp, seen)
         if not any(p.calibrated for p in passes):
-            options |= {"calibration": None, "samples": None, "length": None}
+            options |= {"calibration": None, "samples": None, "length": None, "bos": None}
     if options["training"] is not None and not any(p.name == "train" for p in passes):
         raise InputError(f"{who} trains nothing; drop --training")
     promised = promises(task, passes, options["store"])

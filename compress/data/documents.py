@@ -29,20 +29,21 @@ class Documents:
         """True where some row is a conversation."""
         return any(isinstance(row, Mapping) for _, row in self.rows)
 
-    def text(self) -> str:
-        """All texts, joined by blank lines. Raises InputError where there is none, and for conversations."""
+    def texts(self) -> list[str]:
+        """Texts that are not blank. Raises InputError where there is none, and for conversations."""
         where = next((where for where, row in self.rows if isinstance(row, Mapping)), None)
         if where is not None:
             raise InputError(
                 f"{where} has no string field 'text'; conversations are read for calibration and training alone"
             )
-        texts = [row for _, row in self.rows if isinstance(row, str)]
-        if self.name == "demo" or Path(self.name).suffix == ".txt":
-            return texts[0]
-        joined = "\n\n".join(text for text in texts if text.strip())
-        if not joined:
+        texts = [row for _, row in self.rows if isinstance(row, str) and row.strip()]
+        if not texts:
             raise InputError(f"{self.name} holds no text")
-        return joined
+        return texts
+
+    def text(self) -> str:
+        """All texts, joined by blank lines. Raises InputError as `texts` does."""
+        return "\n\n".join(self.texts())
 
 
 def read_text(source: str, what: str) -> str:

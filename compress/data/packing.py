@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from compress.data.bos import Bos
 from compress.data.chat import Conversations
 from compress.data.documents import Documents
 from compress.data.tokens import Origin, Tokens
@@ -52,39 +53,51 @@ def packed(pieces: Sequence[RowPiece], length: int) -> list[list[RowPiece]]:
 
 
 def packed_tokens(
-    files: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, source: str, length: int, samples: int | None
+    files: Sequence[Documents],
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    length: int,
+    samples: int | None,
+    bos: Bos,
 ) -> Tokens:
     """Windows of the rows of files, at most so many, spread evenly. Raises InputError where there is no row of 2 tokens
     or more."""
+    size = length - len(bos.before_windows)
     chats = Conversations(tokenizer, source) if any(file.chat for file in files) else None
     pieces: list[RowPiece] = []
     empty: Counter[int] = Counter()
     for number, file in enumerate(files):
-        for row, ids in enumerate(_row_ids(file, tokenizer, chats)):
-            parts = [ids[i : i + length] for i in range(0, len(ids), length)]
+        for row, ids in enumerate(_row_ids(file, tokenizer, chats, bos)):
+            parts = [ids[i : i + size] for i in range(0, len(ids), size)]
             found = [RowPiece(number, row, part) for part in parts if len(part) > 1]
             pieces += found
             empty[number] += not found
     if not pieces:
         raise InputError(f"{source} holds no row of 2 tokens or more")
-    windows = packed(pieces, length)
+    windows = packed(pieces, size)
     count = len(windows) if samples is None else min(samples, len(windows))
     picked = [windows[i] for i in torch.linspace(0, len(windows) - 1, count).round().long().tolist()]
     origins = [_origin(file, i, empty[i], pieces, picked) for i, file in enumerate(files)]
     pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    longest = max(sum(len(piece.ids) for piece in window) for window in picked)
+    rows = [_window_ids(window, bos) for window in picked]
+    longest = max(map(len, rows))
     ids_BT = torch.full((count, longest), 0 if pad is None else int(pad), dtype=torch.int64)
     mask = torch.zeros(count, longest, dtype=torch.bool)
-    for i, window in enumerate(picked):
-        joined = [token for piece in window for token in piece.ids]
+    for i, joined in enumerate(rows):
         ids_BT[i, : len(joined)], mask[i, : len(joined)] = torch.tensor(joined), True
     notes = [*map(_said, origins), _said_of_windows(mask), *([] if chats is None else chats.notes(source))]
-    return Tokens(ids_BT, source, tuple(notes), None if bool(mask.all()) else mask, tuple(origins))
+    return Tokens(ids_BT, source, tuple(notes), None if bool(mask.all()) else mask, tuple(origins), bos=bos)
 
 
-def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None) -> list[list[int]]:
-    """The token ids of every row: of a text with the special tokens that the tokenizer adds, of a conversation with
-    those that its template writes."""
+def _window_ids(window: Sequence[RowPiece], bos: Bos) -> list[int]:
+    """The tokens of a window, and BOS before them where every window has it."""
+    joined = [token for piece in window for token in piece.ids]
+    return joined if joined[:1] == bos.before_windows else [*bos.before_windows, *joined]
+
+
+def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None, bos: Bos) -> list[list[int]]:
+    """The token ids of every row: of a text with the special tokens that the tokenizer adds, and BOS where rows have
+    it; of a conversation with those that its template writes."""
     if not file.rows:
         return []
     texts = [row if isinstance(row, str) else None for _, row in file.rows]
@@ -93,7 +106,7 @@ def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None) -> li
     with tokenizing(file.name):
         tokens = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
         of_chats = iter(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"] if written else [])
-    return [next(of_chats) if text is None else next(tokens) if text.strip() else [] for text in texts]
+    return [next(of_chats) if text is None else bos.row(next(tokens)) if text.strip() else [] for text in texts]
 
 
 def _origin(

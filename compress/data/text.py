@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.read.source import path_of
-from compress.data.documents import TOKEN_FORMATS, read_documents, read_folder, read_tokens
+from compress.data.bos import Bos, bos_of
+from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
 from compress.data.packing import packed_tokens
 from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
 from compress.errors import InputError, tokenizing
@@ -24,25 +25,28 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
 ALWAYS_TENSORS = (*TOKEN_INPUTS, "attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids")
 
 
-def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Tensor:
-    """Ids [N] of a text, with the special tokens that the tokenizer adds. Raises InputError for an empty text."""
-    if not text.strip():
-        raise InputError(f"{source} is empty")
-    if len(text) >= LONG:
-        LOGGER.info("tokenizing %s: %d million characters", source, round(len(text) / 1e6))
-    with tokenizing(source):
-        return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
+def tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos) -> Tensor:
+    """Ids [N] of all texts one after another, with the special tokens that the tokenizer adds. Texts without BOS before
+    each are joined by blank lines. Raises InputError where there is none."""
+    texts = documents.texts() if bos.place == "row" else [documents.text()]
+    if (size := sum(map(len, texts))) >= LONG:
+        LOGGER.info("tokenizing %s: %d million characters", documents.name, round(size / 1e6))
+    with tokenizing(documents.name):
+        rows = tokenizer(texts, verbose=False)["input_ids"]
+    return torch.tensor([token for row in rows for token in bos.row(row)], dtype=torch.int64)
 
 
-def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:
-    """Non-overlapping windows [samples, length] of the tokenized text; a last partial window is dropped."""
-    ids = tokenized(text, tokenizer, source)
-    if len(ids) < length:
+def windows(ids_N: Tensor, length: int, source: str, bos: Bos) -> Tensor:
+    """Non-overlapping windows [samples, length] of ids; a last partial window is dropped."""
+    before = torch.tensor(bos.before_windows, dtype=torch.int64)
+    size = length - len(before)
+    if len(ids_N) < size:
         raise InputError(
-            f"{source} has {len(ids)} tokens; at least one window of {length} is needed: give more text or a "
+            f"{source} has {len(ids_N)} tokens; at least one window of {size} is needed: give more text or a "
             "shorter --length"
         )
-    return ids[: len(ids) // length * length].view(-1, length)
+    cut = ids_N[: len(ids_N) // size * size].view(-1, size)
+    return torch.cat([before.expand(len(cut), -1), cut], 1)
 
 
 def check_windows(length: int | None, samples: int | None) -> None:
@@ -75,12 +79,14 @@ def load_tokens(
     length: int | None = None,
     samples: int | None = None,
     packing: bool = False,
+    bos: str | None = None,
 ) -> Tokens:
     """Token windows of anything a person may give: text, a token file, or a tensor of ids; with `packing` also
     conversations, and a folder of text files, whose windows may end in padding.
 
     tokenizer: a tokenizer, or a function that loads it (called for text only). length: tokens per window of text.
-    samples: at most so many windows, spread evenly over the text; the first rows of a token file.
+    samples: at most so many windows, spread evenly over the text; the first rows of a token file. bos: the place of BOS
+    in windows of text, as in `data.bos`.
     """
     vocabulary = getattr(config, "vocab_size", None)
     check_windows(length, samples)
@@ -91,10 +97,12 @@ def load_tokens(
             raise InputError(
                 f"{name} has rows of {ids.shape[1]} tokens; --length {length} does not apply to token files"
             )
+        if bos is not None:
+            raise InputError(f"{name} has its tokens already, to which bos {bos!r} does not apply; give text")
         found = Tokens(ids[:samples], name)
     else:
         wanted = length or default_length(config)
-        found = _of_text(source, _once(tokenizer), what, wanted, samples, vocabulary, packing)
+        found = _of_text(source, _once(tokenizer)(), what, wanted, samples, vocabulary, packing, bos)
     notes = found.notes
     if samples is not None and len(found.ids) < samples:
         notes += (
@@ -107,26 +115,28 @@ def load_tokens(
 
 def _of_text(
     source: str,
-    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    tokenizer: PreTrainedTokenizerBase,
     what: str,
     length: int,
     samples: int | None,
     vocabulary: int | None,
     packing: bool,
+    asked: str | None,
 ) -> Tokens:
     """At most so many windows of text or conversations."""
     folder = packing and source != "demo" and path_of(source, "text").is_dir()
     documents = read_folder(source) if folder else [read_documents(source, what)]
+    bos = bos_of(tokenizer, asked, source)
     if packing and (len(documents) > 1 or documents[0].chat):
-        found = packed_tokens(documents, tokenizer(), source, length, samples)
+        found = packed_tokens(documents, tokenizer, source, length, samples, bos)
         checked_ids(found.ids, source, vocabulary)
         return found
-    text = documents[0].text()
-    ids = checked_ids(windows(text, tokenizer(), length, source), source, vocabulary)
+    ids_N = tokenized(documents[0], tokenizer, bos)
+    ids = checked_ids(windows(ids_N, length, source, bos), source, vocabulary)
     count = len(ids) if samples is None else min(samples, len(ids))
     picked = ids[torch.linspace(0, len(ids) - 1, count).round().to(torch.int64)]
     origin = Origin(documents[0].name, len(documents[0].rows), None, picked.numel())
-    return Tokens(picked, source, origins=(origin,))
+    return Tokens(picked, source, origins=(origin,), bos=bos)
 
 
 def _once(tokenizer: Any) -> Callable[[], PreTrainedTokenizerBase]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.portable_names import shown
+from compress.data.bos import Bos
 from compress.errors import InputError
 from compress.model.calls import Batch
 
@@ -43,6 +44,7 @@ class Tokens:
 
     mask: bool [samples, length], False for padding; None where there is none. origins: the files that they are from.
     start: the token with which the decoder of an encoder-decoder begins; None for a model that reads one sequence.
+    bos: where BOS is in text; None for token ids as they were given.
     """
 
     ids: Tensor
@@ -51,6 +53,7 @@ class Tokens:
     mask: Tensor | None = None
     origins: tuple[Origin, ...] = ()
     start: int | None = None
+    bos: Bos | None = None
 
     def fingerprint(self) -> str:
         """SHA-256 of the ids, and of the mask and the decoder's first token where there are any."""
@@ -69,10 +72,17 @@ class Tokens:
             "source": shown(self.source),
             "samples": len(self.ids),
             "length": self.ids.shape[1],
+            **({} if self.bos is None else {"bos": self.bos.place}),
             **padding,
             **origins,
             "sha256": self.fingerprint(),
         }
+
+    @property
+    def before_rows(self) -> int | None:
+        """BOS where it is before each of several rows."""
+        several = sum(origin.rows for origin in self.origins) > 1
+        return self.bos.before_rows if several and self.bos is not None else None
 
     def batches(self, size: int) -> list[Batch]:
         """Micro-batches of so many samples. A decoder is to write what the encoder reads: it is given that, a token
@@ -88,7 +98,7 @@ class Tokens:
 
     def part(self, rows: slice) -> "Tokens":
         """Some of the samples, without notes."""
-        return Tokens(self.ids[rows], self.source, mask=None if self.mask is None else self.mask[rows])
+        return Tokens(self.ids[rows], self.source, mask=None if self.mask is None else self.mask[rows], bos=self.bos)
 
 
 def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:

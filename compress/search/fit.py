@@ -41,6 +41,7 @@ from compress.search.fitting.request import FitAsked, FitTexts
 from compress.search.fitting.target import fit_target
 from compress.search.fitting.work import Fitting
 from compress.search.sensitivity import LEAST
+from compress.search.texts import in_rows
 from compress.search.trial import MODEL
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
@@ -78,6 +79,7 @@ def fit(
     ignore: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | None = None,
     overwrite: bool = False,
@@ -89,23 +91,22 @@ def fit(
 
     One of: size, of all weight files, like 85MB; bits per weight of the layers, like 3.4; kl, nats per token;
     task_loss, the share by which the loss on held-out text may rise, like 0.01 or 1%. A size or bits are met with the
-    least KL, a loss with the fewest bytes. calibration, ignore, samples, length, batch_size, device: as in `quantize`.
-    text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows, which is then
-    kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an engine, the token
-    embedding may be compressed, too, for a size or a loss. trellis: without an engine, layers may have trellis codes of
-    2 to 4 bits, which lose less than grids of as many bits and take longer to decode. rotate: without an engine, the
-    model may be rotated, part of it as it runs, where that lowers the KL of 3 bits by a fifth. Only `compress.load`
-    reads a checkpoint with any of the three. hours: the most that the work may take; the best recipe so far is what it
-    leaves then. recover: a length of time like 30min, in which the recipe that was found is trained on calibration
-    data, within hours; the result is taken where it is closer to the original on held-out text. keep_statistics: as in
+    least KL, a loss with the fewest bytes. calibration, ignore, samples, length, bos, batch_size, device: as in
+    `quantize`. text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows,
+    which is then kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an
+    engine, the token embedding may be compressed, too, for a size or a loss. trellis: without an engine, layers may
+    have trellis codes of 2 to 4 bits, which lose less than grids of as many bits and take longer to decode. rotate:
+    without an engine, the model may be rotated, partly as it runs, where that lowers the KL of 3 bits by a fifth. Only
+    `compress.load` reads a checkpoint with any of the three. hours: the most that the work may take; it leaves the best
+    recipe so far. recover: a time like 30min, in which the recipe that was found is trained on calibration data, within
+    hours; the result is taken if it is closer to the original on held-out text. keep_statistics: as in
     `measure_sensitivity`.
 
-    Raises InputError before any work for what cannot be: no or several targets, a size below the smallest recipe, fewer
-    hours than one recipe takes.
+    Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
     minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
-    data, extent = Data(calibration, samples, length, batch_size), Extent(ignore)
+    data, extent = Data(calibration, samples, length, batch_size, bos=bos), Extent(ignore)
     data.check()
     extent.check()
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
@@ -148,8 +149,16 @@ def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dic
     if text is not None:
         read = partial(tokenizer_of, found.source)
         most = min(HELD_OUT, len(text)) if isinstance(text, Tensor) else HELD_OUT
-        held = load_tokens(text, read, found.config, what="held-out", length=data.length, samples=most)
-        how = {"samples": data.samples, "length": data.length}
+        held = load_tokens(
+            text,
+            read,
+            found.config,
+            what="held-out",
+            length=data.length,
+            samples=most,
+            bos=None if in_rows(text) else data.bos,
+        )
+        how = {"samples": data.samples, "length": data.length, "bos": data.bos}
         assert isinstance(data.calibration, str | Tensor)
         return FitTexts(data.calibration, how, held.ids, held.source, windows)
     if tokens.mask is not None:

@@ -56,6 +56,7 @@ from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
 from compress.search.swaps import Wanted, measured, needs_of, without_reference
+from compress.search.texts import in_rows
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
@@ -87,6 +88,7 @@ def measure_sensitivity(
     fused: bool = True,
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     ignore: Sequence[str] = (),
     run_once: bool = True,
@@ -98,22 +100,21 @@ def measure_sensitivity(
 ) -> MeasuredSensitivity:
     """Apply every candidate to every layer of the original model, and measure the loss.
 
-    calibration, samples, length, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
-    edit the whole model before; a model that is given in memory is changed, and no statistics are kept. text:
-    held-out text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows
-    of the calibration data are held out, at most 16 and at most a fifth; no candidate sees them. score: `kl`
-    measures, for each unit and candidate, the KL (nats per token) of a model with that unit replaced; `fisher`
-    estimates it, by the error of each layer's output and one backward pass (`search.fisher`); `loss` measures that
-    error alone. All measure the KL of uniform models. fused: layers that read one tensor get the same candidate.
-    run_once: also quantize the model once, so that predicted KLs are those of layers that compensate for earlier
-    ones; `allocate` needs it for a KL, and not for a budget. cached: reuse the result of an earlier call with equal
-    inputs. keep_statistics: as in `quantize`, of any candidates.
+    calibration, samples, length, bos, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
+    edit the whole model before; a model that is given in memory is changed, and no statistics are kept. text: held-out
+    text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows of calibration
+    data, at most 16 and at most a fifth, which no candidate sees. score: `kl` measures, for each unit and candidate,
+    the KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's
+    output and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform
+    models. fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that
+    predicted KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a
+    budget. cached: reuse an earlier result of equal inputs. keep_statistics: as in `quantize`, of any candidates.
 
     Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss.
     """
     one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
-    data = Data(calibration, samples, length, batch_size)
+    data = Data(calibration, samples, length, batch_size, bos=bos)
     data.check()
     Extent(ignore).check()
     study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
@@ -338,7 +339,8 @@ def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data
         return whole, None
     if text is not None:
         tokenizer, samples = partial(tokenizer_of, opened.source), _most(text)
-        return whole, load_tokens(text, tokenizer, config, what="held-out", length=data.length, samples=samples)
+        words: dict[str, Any] = {"length": data.length, "samples": samples, "bos": None if in_rows(text) else data.bos}
+        return whole, load_tokens(text, tokenizer, config, what="held-out", **words)
     if whole.tokens is None:
         raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")
     total = len(whole.tokens.ids)

@@ -58,6 +58,7 @@ def sweep(
     group_size: int | None = None,
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     text_samples: int | None = None,
     text_length: int | None = None,
     tasks: Sequence[str | Path] = (),
@@ -73,7 +74,7 @@ def sweep(
 ) -> Sweep:
     """Quantize a model by every recipe, evaluate each against it, and write one report on all.
 
-    recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length,
+    recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length, bos,
     batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length`,
     `tasks` and `questions` in `evaluate`. group_size: replaces that of every recipe that has groups. speed: measure
     tokens per second, too. output: a directory, new or that of a sweep to continue. keep: keep checkpoints after their
@@ -89,7 +90,7 @@ def sweep(
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
     _check_place(place, steps)
-    texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size)
+    texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size, bos)
     if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
         raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
     beside = Beside(tuple(map(str, tasks)), questions, speed)
@@ -136,6 +137,7 @@ def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, k
         model,
         text=texts.held_out,
         length=texts.window,
+        bos=texts.bos_of(texts.text),
         samples=texts.text_samples,
         tasks=beside.tasks,
         questions=beside.questions,

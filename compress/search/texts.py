@@ -26,6 +26,7 @@ class Texts:
     text_samples: int | None = None
     text_length: int | None = None
     batch_size: int = 8
+    bos: str | None = None
 
     @property
     def held_out(self) -> str | Tensor:
@@ -36,6 +37,10 @@ class Texts:
     def window(self) -> int | None:
         """Tokens per window of held-out text; None for token ids, whose rows have a length already."""
         return None if in_rows(self.text) else self.text_length
+
+    def bos_of(self, text: Text | None) -> str | None:
+        """The place of BOS in a text; None for token ids, which have it or not."""
+        return None if in_rows(text) else self.bos
 
     def content(self) -> dict[str, Any]:
         """Every field as JSON, with tensors and files as hashes of their content."""

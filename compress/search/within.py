@@ -55,6 +55,7 @@ def quantize_within(
     ignore: Sequence[str] = (),
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
     resume: bool = False,
@@ -74,12 +75,11 @@ def quantize_within(
         raise InputError(f"output {str(output)!r} exists; give another, or replace it with --overwrite")
     reporter = reporter or Silent()
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
-    data["keep_statistics"] = keep_statistics
+    data |= {"bos": bos, "keep_statistics": keep_statistics}
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
     how: dict[str, Any] = {"score": by, "fused": fused, "ignore": ignore, "run_once": max_kl is not None}
     measured = measure_sensitivity(model, candidates, **data, text=text, **how, **shared)
-    found, rows = measured.table, measured.rows
-    aim = max_kl
+    found, rows, aim = measured.table, measured.rows, max_kl
     for rounds in range(1, ROUNDS + 1):
         allocation = allocate(found, budget, max_kl=aim, by=by)
         result = quantize(

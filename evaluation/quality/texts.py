@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
-from compress.data.documents import TOKEN_FORMATS, read_text
+from compress.data.bos import bos_of
+from compress.data.documents import TOKEN_FORMATS, read_documents
 from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenized
 from compress.data.tokens import checked_ids
 from compress.errors import InputError
@@ -58,11 +59,13 @@ def load_text(
     length: int | None,
     samples: int | None,
     stride: int | None,
+    bos: str | None = None,
 ) -> Text:
     """A text as `evaluate` takes it. tokenizer: a function that loads one, called for text only. Raises InputError."""
     if stride is None:
-        tokens = load_tokens(source, tokenizer, config, what=role, length=length, samples=samples)
-        return Text(tokens.source, role, rows_of(tokens.ids), tokens.notes)
+        tokens = load_tokens(source, tokenizer, config, what=role, length=length, samples=samples, bos=bos)
+        begun = tokens.bos is not None and bool(tokens.bos.before_windows)
+        return Text(tokens.source, role, rows_of(tokens.ids, begun, tokens.before_rows), tokens.notes)
     check_windows(length, samples)
     if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
         name = "a token tensor" if isinstance(source, Tensor) else source
@@ -70,15 +73,21 @@ def load_text(
     wanted = length or default_length(config)
     if not 1 <= stride <= wanted:
         raise InputError(f"stride {stride}; allowed: 1 to {wanted}, the length of a window")
-    text = read_text(source, role)
-    found = tokenizer()
+    if bos == "window":
+        raise InputError(
+            f"bos 'window' and stride {stride}: overlapping windows are of one text; leave one of them out"
+        )
+    documents, found = read_documents(source, role), tokenizer()
     assert isinstance(found, PreTrainedTokenizerBase)
-    ids_N = tokenized(text, found, source)
+    before = bos_of(found, bos, source)
+    ids_N = tokenized(documents, found, before)
     if len(ids_N) < 2:
         raise InputError(f"{source} has {len(ids_N)} token; at least 2 are needed: give more text")
     checked_ids(ids_N.unsqueeze(0), source, getattr(config, "vocab_size", None))
     check_context(source, min(wanted, len(ids_N)), config)
-    return Text(source, role, strided(ids_N, wanted, stride, samples))
+    return Text(
+        source, role, strided(ids_N, wanted, stride, samples, before.before_rows if len(documents.rows) > 1 else None)
+    )
 
 
 def gap(texts: list[TextResult]) -> dict[str, Figure]:

@@ -5,8 +5,8 @@
                           |2 3 4 5|          earlier window has had, from all before them in theirs; the last window
                               |4 5 6 7|      may be shorter. What Hugging Face's documentation calls a sliding window.
 
-A text is one sequence of ids; nothing is put between windows, and no window but the first begins with the token that
-the tokenizer puts before a text (BOS), if it has one. Rows of a token file are windows, each read from its own start.
+A text is one sequence of ids; `data.bos` says where BOS is in it. BOS before each of several rows is read and not
+predicted, because no row has it. Rows of a token file are windows, each read from its own start.
 
 Shapes: N tokens of a text, B windows, L tokens of a window, P predicted tokens.
 """
@@ -48,16 +48,24 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """ids_N int64, and the windows on it. length, stride: tokens of a window, and between the beginnings of two."""
+    """ids_N int64, and the windows on it. length, stride: tokens of a window, and between the beginnings of two.
+    begun: each begins with BOS. skipped: a token that is not predicted."""
 
     ids_N: Tensor
     spans: tuple[Span, ...]
     length: int
     stride: int
+    begun: bool = False
+    skipped: int | None = None
 
     @property
     def protocol(self) -> str:
         """The protocol in words."""
+        begun = "; each begins with BOS" if self.begun else ""
+        return self._protocol + (begun if self.skipped is None else "; BOS before a row is not predicted")
+
+    @property
+    def _protocol(self) -> str:
         if self.stride == self.length:
             return (
                 f"non-overlapping windows of {self.length} tokens; every token after a window's first is predicted "
@@ -71,11 +79,15 @@ class Windows:
     @property
     def predicted(self) -> int:
         """The number of predicted tokens."""
-        return sum(span.new for span in self.spans)
+        new = sum(span.new for span in self.spans)
+        if self.skipped is None:
+            return new
+        return new - sum(int((self.ids_N[span.end - span.new : span.end] == self.skipped).sum()) for span in self.spans)
 
     def sha256(self) -> str:
         """sha256 of the ids and of the windows on them."""
-        return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans})
+        skipped = {} if self.skipped is None else {"skipped": self.skipped}
+        return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans, **skipped})
 
     def batches(self, rows: int) -> Iterator[Batch]:
         """Windows in their order, at most `rows` of them together."""
@@ -89,19 +101,22 @@ class Windows:
                 news = torch.tensor([span.new for span in part])
                 after_BL = torch.arange(1, length + 1)  # the place of the token that each place predicts
                 scored_BL = (after_BL >= length - news[:, None]) & (after_BL < length)
+                ids_BL = self.ids_N[places_BL]
+                if self.skipped is not None:
+                    scored_BL[:, :-1] &= ids_BL[:, 1:] != self.skipped
                 stretch_P = (places_BL[scored_BL] + 1) // self.length
-                yield Batch(self.ids_N[places_BL], scored_BL, first, stretch_P)
-                first += int(news.sum())
+                yield Batch(ids_BL, scored_BL, first, stretch_P)
+                first += int(scored_BL.sum())
 
 
-def rows_of(ids_BL: Tensor) -> Windows:
+def rows_of(ids_BL: Tensor, begun: bool = False, skipped: int | None = None) -> Windows:
     """Every row of ids [B, L] as a window that shares nothing with the others."""
     count, length = ids_BL.shape
     spans = tuple(Span(i * length, (i + 1) * length, length - 1) for i in range(count))
-    return Windows(ids_BL.reshape(-1), spans, length, length)
+    return Windows(ids_BL.reshape(-1), spans, length, length, begun, skipped)
 
 
-def strided(ids_N: Tensor, length: int, stride: int, samples: int | None = None) -> Windows:
+def strided(ids_N: Tensor, length: int, stride: int, samples: int | None = None, skipped: int | None = None) -> Windows:
     """Overlapping windows over all of a text of two tokens or more; of them at most `samples`, spread evenly."""
     spans, done = [], 0
     for begin in range(0, len(ids_N), stride):
@@ -114,4 +129,4 @@ def strided(ids_N: Tensor, length: int, stride: int, samples: int | None = None)
     if samples is not None and samples < len(spans):
         picked = torch.linspace(0, len(spans) - 1, samples).round().int().tolist()
         spans = [spans[i] for i in picked]
-    return Windows(ids_N, tuple(spans), length, stride)
+    return Windows(ids_N, tuple(spans), length, stride, skipped=skipped)

@@ -245,13 +245,27 @@ MODELS: dict[str, Case] = {
 
 TEXTS: dict[str, Case] = {
     "missing text file": (lambda d: d.gptq(d.here / "no.txt"), ("no.txt' does not exist",)),
-    "empty text": (lambda d: d.gptq(d.file("t.txt", "")), ("t.txt is empty",)),
-    "blank text": (lambda d: d.gptq(d.file("t.txt", " \n\n ")), ("t.txt is empty",)),
+    "empty text": (lambda d: d.gptq(d.file("t.txt", "")), ("t.txt holds no text",)),
+    "blank text": (lambda d: d.gptq(d.file("t.txt", " \n\n ")), ("t.txt holds no text",)),
     "short text": (
         lambda d: d.gptq(d.file("t.txt", "hello there")),
         ("t.txt has 4 tokens", "one window of 64", "shorter --length"),
     ),
     "text in Latin-1": (lambda d: d.gptq(d.file("t.txt", b"un caf\xe9 ")), ("t.txt is not UTF-8 (byte 6)", "convert")),
+    "place of BOS that is none": (
+        lambda d: d.gptq("demo", "--bos", "rows"),
+        ("unknown bos 'rows'", "row, window, none"),
+    ),
+    "BOS of a tokenizer without one": (
+        lambda d: d.gptq("demo", "--bos", "window", model=d.copy(tokenizer_config__json=configured(bos_token=None))),
+        ("bos 'window' for demo: its tokenizer has no BOS", "give none"),
+    ),
+    "BOS of tokens": (lambda d: d.gptq(d.tokens, "--bos", "none"), ("has its tokens already", "bos 'none'")),
+    "BOS that nobody reads": (lambda d: d.rtn(d.model, "--bos", "row"), ("uses no calibration data; drop --bos",)),
+    "BOS of overlapping windows": (
+        lambda d: command("evaluate", d.model, "--text", "demo", "--stride", 8, "--bos", "window"),
+        ("bos 'window' and stride 8", "leave one of them out"),
+    ),
     "unknown ending": (lambda d: d.gptq(d.file("t.docx", "x")), ("'.docx'", ".txt, .jsonl, .parquet, .pt, .npy")),
     "directory": (lambda d: d.gptq(d.here), ("is a directory", ".txt, .jsonl, .parquet")),
     "unreachable dataset": (

@@ -11,15 +11,18 @@ import torch
 from combinations import every
 from commands import CONTEXT, VOCABULARY
 from places import SHARED
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PretrainedConfig
 
 from compress.checkpoint.read.source import DEMO
+from compress.data.bos import Bos
 from compress.data.documents import read_text
 from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, windows
 from compress.errors import InputError
 
 CONFIG = PretrainedConfig()
 CONFIG.vocab_size, CONFIG.max_position_embeddings = VOCABULARY, CONTEXT
+NO_BOS = Bos(None, False, "none")
 STORIES = ["Once upon a time\nthere was a cat.", "Ein Bär, 熊 und ein Fuchs.", "The end\u2028of it."]
 
 
@@ -101,20 +104,17 @@ def test_a_dataset_without_text_is_refused_with_its_columns(monkeypatch: pytest.
 
 
 def test_windows_follow_each_other_and_a_partial_last_one_is_dropped(tokenizer: object) -> None:
-    text = read_text("demo", "held-out")[:5000]
-    ids = tokenizer(text)["input_ids"]
-    cut = windows(text, tokenizer, 50, "demo")
+    ids = tokenizer(read_text("demo", "held-out")[:5000])["input_ids"]
+    cut = windows(torch.tensor(ids), 50, "demo", NO_BOS)
     assert cut.shape == (len(ids) // 50, 50)
     assert len(ids) % 50  # or nothing was dropped
     assert cut.flatten().tolist() == ids[: len(ids) // 50 * 50]
 
 
-def test_exactly_one_window_is_enough_and_one_token_less_is_not(tokenizer: object) -> None:
-    text = STORIES[0]
-    count = len(tokenizer(text)["input_ids"])
-    assert windows(text, tokenizer, count, "t").shape == (1, count)
-    with pytest.raises(InputError, match=f"t has {count} tokens; at least one window of {count + 1} is needed"):
-        windows(text, tokenizer, count + 1, "t")
+def test_exactly_one_window_is_enough_and_one_token_less_is_not() -> None:
+    assert windows(torch.arange(7), 7, "t", NO_BOS).shape == (1, 7)
+    with pytest.raises(InputError, match="t has 7 tokens; at least one window of 8 is needed"):
+        windows(torch.arange(7), 8, "t", NO_BOS)
 
 
 def test_samples_are_spread_evenly_from_the_first_window_to_the_last(tokenizer: object) -> None:
@@ -166,6 +166,39 @@ def test_calibration_and_held_out_choose_the_demo_text(tokenizer: object) -> Non
     )
     assert first.fingerprint() != second.fingerprint()
     assert first.source == second.source == "demo"
+
+
+# --- BOS -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_begins_with_the_bos_that_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    adding = AutoTokenizer.from_pretrained(DEMO)
+    bos = adding.bos_token_id
+    adding._tokenizer.post_processor = TemplateProcessing(
+        single=f"{adding.bos_token} $A", special_tokens=[(adding.bos_token, bos)]
+    )
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": story}) for story in STORIES), encoding="utf-8")
+    rows = [adding(story, add_special_tokens=False)["input_ids"] for story in STORIES]
+    joined = adding("\n\n".join(STORIES), add_special_tokens=False)["input_ids"]
+    expected = {
+        None: [token for row in rows for token in [bos, *row]],
+        "row": [token for row in rows for token in [bos, *row]],
+        "window": [bos, *joined[:9], bos, *joined[9:18]],
+        "none": joined,
+    }
+    fingerprints = set()
+    for place, ids in expected.items():
+        for what in ("calibration", "held-out"):
+            found = load_tokens(str(path), adding, CONFIG, what=what, length=10, bos=place)
+            assert found.ids.flatten().tolist()[:20] == ids[:20], place
+        assert found.described()["bos"] == place or place is None
+        fingerprints.add(found.fingerprint())
+    assert len(fingerprints) == 3
+    plain = AutoTokenizer.from_pretrained(DEMO)  # has a BOS, and puts it before nothing
+    assert load_tokens(str(path), plain, CONFIG, what="held-out", length=10).ids.flatten().tolist()[:20] == joined[:20]
+    asked = load_tokens(str(path), plain, CONFIG, what="held-out", length=10, bos="row")
+    assert asked.ids.flatten().tolist()[:20] == expected["row"][:20]
 
 
 # --- token ids -----------------------------------------------------------------------------------------------------

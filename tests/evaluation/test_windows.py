@@ -9,6 +9,7 @@ import torch
 from commands import CONTEXT, VOCABULARY, make_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 import compress
@@ -18,13 +19,13 @@ from compress.errors import InputError
 from compress.evaluation.quality.windows import rows_of, strided
 
 
-@given(st.integers(2, 60), st.integers(2, 20), st.integers(1, 20), st.integers(1, 4))
+@given(st.integers(2, 60), st.integers(2, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 60))
 @settings(max_examples=200, deadline=None)
 def test_every_token_but_the_first_is_predicted_once_from_all_that_its_window_has(
-    tokens: int, length: int, stride: int, rows: int
+    tokens: int, length: int, stride: int, rows: int, skipped: int
 ) -> None:
     stride = min(stride, length)
-    windows = strided(torch.arange(tokens), length, stride)
+    windows = strided(torch.arange(tokens), length, stride, skipped=skipped)
     predicted = []
     for batch in windows.batches(rows):
         assert batch.first == len(predicted)
@@ -36,7 +37,7 @@ def test_every_token_but_the_first_is_predicted_once_from_all_that_its_window_ha
         assert batch.ids_BL.shape[1] == length or int(batch.ids_BL[-1, -1]) == tokens - 1
     # Where windows do not overlap, the first token of each has nothing before it.
     lost = set() if stride < length else set(range(0, tokens, length))
-    assert predicted == sorted(set(range(tokens)) - lost - {0})
+    assert predicted == sorted(set(range(tokens)) - lost - {0, skipped})
     assert windows.predicted == len(predicted)
 
 
@@ -138,6 +139,17 @@ def test_special_tokens_and_a_beginning_of_text(llama: Path, copy_of, tmp_path: 
     model, ids = compress.load(llama, torch.float32), torch.tensor([first, *bare])
     assert begun.tokens == len(bare)
     assert begun.perplexity == pytest.approx(hugging_face(model, ids, 16, 8), rel=1e-6)
+    rows = ["import os\n", "def f(x):\n    return x\n"] * 20
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    ids = torch.tensor([token for row in rows for token in [first, *tokenizer(row)["input_ids"]]])
+    ids = ids[: len(ids) // 16 * 16].view(-1, 16)
+    with torch.no_grad():
+        surprisal = cross_entropy(model(input_ids=ids).logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    predicted = ids[:, 1:] != first
+    of_rows = compress.evaluate(with_bos, text=str(tmp_path / "rows.jsonl"), length=16)
+    assert of_rows.tokens == int(predicted.sum()) < predicted.numel()
+    assert of_rows.perplexity == pytest.approx(math.exp(surprisal[predicted].mean()), rel=1e-6)
+    assert of_rows.texts[0].protocol.endswith("; BOS before a row is not predicted")
 
 
 @pytest.mark.parametrize(

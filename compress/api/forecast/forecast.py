@@ -107,6 +107,7 @@ def plan(
     convolutions: bool | None = None,
     samples: int | None = None,
     length: int | None = None,
+    bos: str | None = None,
     batch_size: int = 8,
     trust_remote_code: bool = False,
 ) -> Forecast:
@@ -114,12 +115,12 @@ def plan(
 
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
     The options mean what they mean in `quantize`. output: where the result would be, for the free disk. samples,
-    length, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses by
-    shapes and names.
+    length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses
+    by shapes and names.
     """
     extent = Extent(ignore, one_block, convolutions)
     delivery = Delivery("" if output is None else output, store=store)
-    data = Data(None, samples, length, batch_size)
+    data = Data(None, samples, length, batch_size, bos=bos)
     request = Request(model, several(passes), data, extent, delivery, Work(device), trust_remote_code)
     request.check()
     check_windows(length, samples)

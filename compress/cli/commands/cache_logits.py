@@ -7,7 +7,7 @@ import click
 
 import compress
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import batch_size_option, calibration_option, length_option
+from compress.cli.option_groups import batch_size_option, bos_option, calibration_option, length_option
 from compress.cli.options import (
     begin,
     device_option,
@@ -28,6 +28,7 @@ from compress.system.terminal import visible
 @click.option("--top-k", type=int, default=64, show_default=True, help="Log-probabilities to store for each token.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature that training will use.")
 @length_option
+@bos_option
 @batch_size_option
 @overwrite_option("Replace a file that holds no cached logits.")
 @click.option("--fsdp", is_flag=True, help="Shard the teacher over the processes of torchrun.")
@@ -46,7 +47,7 @@ def cache_logits(
     compress cache-logits TEACHER --calibration TEXT --output said.safetensors
     compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
 
-    TEXT and --length must be those of the training.
+    TEXT, --length and --bos must be those of the training.
     """
     check_processes(fsdp, options["device"])
     begin()

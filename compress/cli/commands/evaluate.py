@@ -9,6 +9,7 @@ import compress
 from compress.cli.exit_codes import GATE, exits_cleanly, fail
 from compress.cli.keeping import asked_of, asked_options
 from compress.cli.keeping import keep as keep_evaluation
+from compress.cli.option_groups import bos_option
 from compress.cli.options import (
     begin,
     device_option,
@@ -23,7 +24,7 @@ from compress.cli.options import (
 )
 from compress.errors import InputError
 
-OF_TEXT = ("calibration", "length", "stride", "samples", "noise_floor", "no_cache")
+OF_TEXT = ("calibration", "length", "stride", "bos", "samples", "noise_floor", "no_cache")
 OF_TASKS = ("tasks", "questions")
 OF_GENERATION = ("speed", "memory", "continuations", "prompts")
 SAID = {"texts": "text", "tasks": "task"}
@@ -57,6 +58,7 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     type=int,
     help="Tokens from the start of a window to the next; less than --length: they overlap.  [default: --length]",
 )
+@bos_option
 @click.option("--samples", type=int, help="Number of windows of each text, spread over it.  [default: all]")
 @click.option(
     "--noise-floor",
