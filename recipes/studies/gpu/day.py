@@ -47,7 +47,7 @@ PLUGIN = "compress.recipes.studies.gpu.launches"
 
 
 @dataclass(frozen=True)
-class Section:
+class TimedSection:
     """A command that writes `file`. share: of the whole time."""
 
     name: str
@@ -66,7 +66,7 @@ def tests(file: Path, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", *plain, "-p", PLUGIN, "--launches", str(file), *words)
 
 
-def sections(out: Path) -> tuple[Section, ...]:
+def sections(out: Path) -> tuple[TimedSection, ...]:
     """All sections, in the order of their worth."""
     bench = (sys.executable, "-m", "compress", "bench", "--dtype", "bfloat16")
     interpreted = sorted(str(path) for path in (ROOT / "tests/support/interpreter").glob("interpreter_*.py"))
@@ -77,35 +77,35 @@ def sections(out: Path) -> tuple[Section, ...]:
     small = ("--shapes", "128x256", "--tokens", "1", "--rounds", "1", "--quick")
     short = ("--samples", "2", "--length", "32", "--blocks", "2")
     return (
-        Section(
+        TimedSection(
             "correct",
             "correct.jsonl",
             150 / 480,
             tests(out / "correct.jsonl", "-m", "gpu", "-n", str(PROCESSES), *TESTS),
             tests(out / "correct.jsonl", "--noconftest", "-W", OF_TRITON, "--each", "1", *interpreted),
         ),
-        Section(
+        TimedSection(
             "decode",
             "decode.json",
             120 / 480,
             study("decoding", "--json", file["decode"]),
             study("decoding", "--json", file["decode"], *tiny, *few),
         ),
-        Section(
+        TimedSection(
             "quantize",
             "quantize.json",
             90 / 480,
             study("quantizing", "--json", file["quantize"]),
             study("quantizing", "--json", file["quantize"], *tiny, *short),
         ),
-        Section(
+        TimedSection(
             "products",
             "products.json",
             85 / 480,
             (*bench, *large, "--json", file["products"]),
             (*bench, *small, "--json", file["products"]),
         ),
-        Section(
+        TimedSection(
             "peers",
             "peers.json",
             35 / 480,
@@ -125,7 +125,7 @@ def install(folder: Path, log: IO[str]) -> None:
     subprocess.run([*pip, "--target", str(folder), *map(str, files)], check=True, stdout=log, stderr=log)
 
 
-def run(section: Section, words: Sequence[str], environment: dict[str, str], limit: float, log: IO[str]) -> str:
+def run(section: TimedSection, words: Sequence[str], environment: dict[str, str], limit: float, log: IO[str]) -> str:
     """Run a section's command to its end, or until the limit in seconds; how it ended."""
     process = subprocess.Popen(
         words, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True

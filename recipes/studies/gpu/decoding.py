@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from compress.checkpoint.files import write_json
 from compress.evaluation.speed import decoder, dense
@@ -76,8 +75,8 @@ def profiled(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
         run()
         if gpu:
             torch.cuda.synchronize()
-    kind = DeviceType.CUDA if gpu else DeviceType.CPU
-    events = [e for e in profile.events() if e.device_type == kind]
+    kind = "CUDA" if gpu else "CPU"
+    events = [e for e in profile.events() if e.device_type.name == kind]
     return spent((e.name, e.time_range.start, e.time_range.end) for e in events)
 
 

@@ -1,4 +1,4 @@
-"""Which Triton kernels have run on which GPU since their source last changed, and with what result.
+"""A ledger of the Triton kernels that have run on a GPU since their source last changed, and of the results.
 
     python recipes/studies/gpu/ledger.py                          prints the state of every kernel
     python recipes/studies/gpu/ledger.py --take correct.jsonl     adds a run of the GPU tests, and rewrites the table of

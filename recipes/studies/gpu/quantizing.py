@@ -45,8 +45,8 @@ def by_compress(model: Any, tokens: Tensor, method: str, device: torch.device, o
     import compress
 
     one = compress.GPTQ(scheme="w4a16") if method == "gptq" else compress.RTN(scheme="w4a16")
-    data = {"calibration": tokens} if method == "gptq" else {}
-    return compress.quantize(model, one, output=out, device=device, verify=False, **data).record.spent
+    data = tokens if method == "gptq" else None
+    return compress.quantize(model, one, calibration=data, output=out, device=device, verify=False).record.spent
 
 
 def by_llmcompressor(model: Any, tokens: Tensor, method: str, device: torch.device, out: Path) -> Mapping[str, float]:

@@ -43,7 +43,7 @@ def test_every_section_runs_dry_and_leaves_its_file(tmp_path):
 def test_a_section_is_stopped_at_its_limit_with_all_that_it_started(tmp_path):
     started = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
     words = (sys.executable, "-c", started + "print('begun', flush=True); time.sleep(60)")
-    section = day.Section("x", "x.json", 1.0, words, words)
+    section = day.TimedSection("x", "x.json", 1.0, words, words)
     with (tmp_path / "log").open("w+", encoding="utf-8") as log:
         assert day.run(section, words, dict(os.environ), 2.0, log) == "stopped after 2 s"
     assert (tmp_path / "log").read_text(encoding="utf-8") == "begun\n"
