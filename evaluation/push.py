@@ -18,6 +18,7 @@ from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.evaluation.report.card import HUB_ID, card_of_run
 from compress.evaluation.report.runs import open_runs
+from compress.system.reading import lies_in
 
 CARD = "README.md"
 HINTS = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "use a token that may write there"}
@@ -82,6 +83,8 @@ def _checked(folder: Path) -> dict[str, Any]:
     if not is_checkpoint(folder):
         raise InputError(f"{str(folder)!r} is not what compress wrote (no {RECORD} of ours); give such a directory")
     record = read_record(folder)
+    if linked := [name for name in (*record["files"], RECORD, CARD) if not lies_in(folder / name, folder)]:
+        raise CheckpointError(f"{folder / linked[0]} is, or links to, a file outside of {folder}; copy the file there")
     missing = [name for name in record["files"] if name != CARD and not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder / missing[0]} is missing ({len(missing)} files in all); write the model again")

@@ -2,7 +2,8 @@
 
 What transformers reads by name is a list (`leftovers.COMPANIONS`). A model with code of its own may read any file, so
 small files that no list names come along, too. Weights of other formats and descriptions of the model's own weights
-stay behind.
+stay behind. So does what lies elsewhere and is only linked to: a model that somebody else made could link to any file
+of the person who compresses it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from compress.checkpoint.ours import is_ours
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.seal import is_document
 from compress.errors import CheckpointError
+from compress.system.reading import lies_in
 
 OTHERS = "*"  # among patterns: small files that no pattern names
 EVERYTHING = (*COMPANIONS, OTHERS)
@@ -35,12 +37,13 @@ NEVER = (".*", "__pycache__", "*.partial")
 @dataclass(frozen=True)
 class Companions:
     """The files that come along. names: paths in `folder`, with '/'. unknown: those of them that no list names. left:
-    files and folders (with '/') that stay behind."""
+    files and folders (with '/') that stay behind. linked: those that stay behind because they lie elsewhere."""
 
     folder: Path
     names: tuple[str, ...]
     unknown: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
 
     def told(self) -> Iterator[str]:
         """Remarks on unknown files that come along, and on what stays behind."""
@@ -48,20 +51,26 @@ class Companions:
             yield f"copied from the model's folder, though compress does not know them: {_listed(self.unknown)}"
         if self.left:
             yield f"not copied from the model's folder: {_listed(self.left)}"
+        if self.linked:
+            yield f"not copied, since links lead out of the model's folder: {_listed(self.linked)}"
 
 
 def companions_of(source: Source, patterns: Iterable[str] = EVERYTHING) -> Companions:
     """The files of a model that come along: those that match a pattern, and its licence."""
     folder, patterns = source.path, [*patterns, *LEGAL]
     known = {path for pattern in patterns if pattern != OTHERS for path in folder.glob(pattern) if path.is_file()}
-    names = {path.relative_to(folder).as_posix() for path in known}
+    names = {path.relative_to(folder).as_posix() for path in known if lies_in(path, folder)}
+    linked = {path.relative_to(folder).as_posix() for path in known} - names
     if OTHERS not in patterns:
-        return Companions(folder, tuple(sorted(names)))
+        return Companions(folder, tuple(sorted(names)), linked=tuple(sorted(linked)))
     read = {path.name for path in source.weights.paths}
     modules = _modules(folder)
     unknown, left = list[str](), list[str]()
     for path in sorted(folder.iterdir()):
         name = path.name
+        if not lies_in(path, folder):
+            linked |= set() if name in read or _matches(name, NEVER) or is_document(name) else {name}
+            continue
         if path.is_dir():
             if path.name in modules and (inside := _small_files(path)) is not None:
                 unknown += [each.relative_to(folder).as_posix() for each in inside]
@@ -75,7 +84,7 @@ def companions_of(source: Source, patterns: Iterable[str] = EVERYTHING) -> Compa
     if MODULES in unknown and any(f"{name}/" in left for name in modules):  # its folders would be missed
         unknown.remove(MODULES)
         left.append(MODULES)
-    return Companions(folder, tuple(sorted({*names, *unknown})), tuple(unknown), tuple(left))
+    return Companions(folder, tuple(sorted({*names, *unknown})), tuple(unknown), tuple(left), tuple(sorted(linked)))
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -95,7 +104,7 @@ def _is_small(path: Path) -> bool:
 def _small_files(folder: Path) -> list[Path] | None:
     """All files of a folder; None where one of them is large or weights."""
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
-    return files if all(map(_is_small, files)) else None
+    return files if all(_is_small(path) and lies_in(path, folder.parent) for path in files) else None
 
 
 def _modules(folder: Path) -> set[str]:

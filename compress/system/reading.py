@@ -12,6 +12,7 @@ from compress.errors import CheckpointError, InputError
 MOST_BITS = 1024  # of a whole number; Python refuses to print one of some thousand digits
 DEEPEST = 100  # lists and mappings inside each other; a real configuration has about ten
 MOST_NODES = 1_000_000  # of a YAML file, whose aliases can stand for more than any memory holds
+SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of the hub's cache
 LOOP = "a loop of symbolic links"
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -40,6 +41,18 @@ def regular(path: Path, what: str) -> Path:
     if kind is not None:
         raise InputError(f"{what} {str(path)!r} is {kind}; give a regular file")
     return path
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """True for a path that lies in a folder behind all links, or among the blobs to which the hub's cache links from a
+    folder of its own (models--owner--name/snapshots/REVISION)."""
+    root = folder.resolve()
+    roots = [root, root.parent.parent / BLOBS] if root.parent.name == SNAPSHOTS else [root]
+    try:
+        found = path.resolve()
+    except (OSError, RuntimeError):  # a loop
+        return False
+    return any(found.is_relative_to(each) for each in roots)
 
 
 def parse_json(path: Path) -> Any:

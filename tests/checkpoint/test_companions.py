@@ -140,6 +140,40 @@ def test_a_module_with_weights_leaves_the_list_of_modules_behind(model, tmp_path
     assert "1_Pooling/, onnx/, params.json, pytorch_model.bin, modules.json" in done.err
 
 
+def test_links_out_of_the_folder_are_named_and_give_nothing_away(model, tmp_path):
+    """Those of the hub's cache lead to its blobs, and are copied."""
+    snapshot, blobs = tmp_path / "models--me--x/snapshots/0123", tmp_path / "models--me--x/blobs"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "secret.jinja").write_text("secret")
+    blobs.mkdir()
+    (blobs / "ab").write_text("mine")
+    (snapshot / "NOTICE").symlink_to("../../blobs/ab")
+    (snapshot / "alias.cfg").symlink_to("terms.cfg")
+    for name in ("LICENSE", "unknown.txt", "1_Pooling/more.txt", "additional_chat_templates/x.jinja"):
+        (snapshot / name).symlink_to(private / "secret.jinja")
+    (snapshot / "custom_generate/generate.py").unlink()
+    (snapshot / "custom_generate").rmdir()
+    (snapshot / "custom_generate").symlink_to(private)
+    out = tmp_path / "out"
+    done = command("quantize", snapshot, *RTN, "--output", out)
+    assert done.code == 0, done.err
+    assert (out / "NOTICE").read_text() == "mine"
+    assert {"alias.cfg", "terms.cfg"} <= files_of(out)
+    assert not [name for name in files_of(out) if (out / name).read_bytes() == b"secret"]
+    said = "links lead out of the model's folder: LICENSE, additional_chat_templates/x.jinja, custom_generate"
+    assert said in done.err
+    assert said in " ".join(read_record(out)["notes"])
+    gguf = last_line(command("export", snapshot, "--to", "gguf", "--output", tmp_path / "gguf"))
+    assert "its x.jinja is a link out of its folder" in gguf
+    (out / "README.md").unlink(missing_ok=True)
+    (out / "README.md").symlink_to(private / "secret.jinja")
+    with pytest.raises(CheckpointError, match=r"README\.md is, or links to, a file outside of"):
+        push(out, "me/model", dry_run=True)
+
+
 def test_gguf_names_the_templates_as_llama_cpp_does(model):
     keys = keys_of(model, 2048)
     assert (keys["chat_template"], keys["chat_template.tool_use"]) == (NAMED["default"], NAMED["tool_use"])

@@ -17,6 +17,7 @@ from typing import Any
 from compress.checkpoint.export.gguf.splitting import splitting_named, why_no_name
 from compress.checkpoint.files import read_json
 from compress.checkpoint.seal import TEMPLATES
+from compress.system.reading import lies_in
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 SPACE = "\u2581"
@@ -34,6 +35,8 @@ def why_not(folder: Path, rows: int) -> str | None:
     rows: of its embedding."""
     if not (folder / FILE).exists():
         return f"it holds no {FILE}, from which the file's tokenizer is made; put it there, or give --template"
+    if linked := [path for path in _template_files(folder).values() if not lies_in(path, folder)]:
+        return f"its {linked[0].name} is a link out of its folder, whose content would be in the file; copy it there"
     held = read_json(folder / FILE)
     try:
         if held["model"]["type"] != "BPE":
@@ -187,15 +190,18 @@ def _around(held: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return None, None
 
 
+def _template_files(folder: Path) -> dict[str, Path]:
+    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    default = folder / "chat_template.jinja"
+    return files | ({DEFAULT: default} if default.exists() else {})
+
+
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Value]:
     """The templates of chats that the model has: the default, and others by name."""
     found = settings.get("chat_template")
     listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
     templates = {each.get("name"): each.get("template") for each in listed}
-    files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
-    if (folder / "chat_template.jinja").exists():
-        files[DEFAULT] = folder / "chat_template.jinja"
-    templates |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    templates |= {name: path.read_text(encoding="utf-8") for name, path in _template_files(folder).items()}
     known = {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
     named = {NOT_IN_KEYS.sub("_", name): text for name, text in known.items() if name != DEFAULT}
     keys: dict[str, Value] = {f"chat_template.{name}": text for name, text in named.items()}
