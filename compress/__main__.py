@@ -1,9 +1,20 @@
-"""python -m compress, and the command `compress`: an interrupt while the libraries are imported is one line, too."""
+"""python -m compress, and the command `compress`: an interrupt while the libraries are imported is one line, too.
+
+`python -m` (torchrun, too) puts the working directory first where modules are looked for. What lies there may be
+anybody's, so it is taken out, unless this package lies there or PYTHONPATH names it as well.
+"""
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from types import FrameType
+
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__" and not sys.flags.safe_path:
+    with suppress(OSError):  # a directory that was removed
+        if sys.path[0] == os.getcwd() != HOME:
+            del sys.path[0]
 
 # Exit codes that shells report for a command that such a signal ends, and the line to print.
 CODES = {

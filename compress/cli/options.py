@@ -75,7 +75,7 @@ plugin_option = click.option(
     multiple=True,
     expose_value=False,
     callback=remember,
-    help="Import this module first, for its formats that MODEL is stored in. Repeatable.",
+    help="Import this module first, for formats that MODEL is stored in, or passes of a recipe. Repeatable.",
 )
 json_option = click.option(
     "--json",
@@ -127,11 +127,7 @@ def begin() -> None:
     if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
         click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
     warnings.filterwarnings("ignore")
-    if plugins := click.get_current_context().meta.get(PLUGINS):
-        from compress.weights.formats.registry import import_plugin
-
-        for module in plugins:
-            import_plugin(module)
+    import_plugins()
     import huggingface_hub
     import transformers
 
@@ -139,6 +135,15 @@ def begin() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
+
+
+def import_plugins() -> None:
+    """Import the modules that --plugin names."""
+    if plugins := click.get_current_context().meta.get(PLUGINS):
+        from compress.weights.formats.registry import import_plugin
+
+        for module in plugins:
+            import_plugin(module)
 
 
 class _Notes(logging.Handler):

@@ -988,9 +988,13 @@ RECIPES: dict[str, Case] = {
     ),
     "module that does not exist": (
         lambda d: d.recipe("passes: ['no_such.module:Pass': {}]"),
-        ("'no_such.module:Pass' cannot be imported", "No module named 'no_such'", "module:Class"),
+        ("'no_such.module:Pass' is code of a module, which a recipe does not import", "--plugin no_such.module"),
     ),
-    "module without a name": (lambda d: d.recipe("passes: [':Pass': {}]"), ("':Pass' cannot be imported",)),
+    "module without a name": (lambda d: d.recipe("passes: [':Pass': {}]"), ("':Pass' is code of a module",)),
+    "plugin that does not exist": (
+        lambda d: d.recipe("passes: ['no_such:Pass': {}]", "--plugin", "no_such"),
+        ("plugin 'no_such' cannot be imported", "No module named 'no_such'"),
+    ),
     "class that is no pass": (lambda d: d.recipe("passes: ['pathlib:Path': {}]"), ("'pathlib:Path' is no subclass",)),
     "abstract pass": (lambda d: d.recipe("passes: ['compress:Pass': {}]"), ("'compress:Pass' is no pass that runs",)),
 }

@@ -571,6 +571,31 @@ def test_methods_shows_the_card_of_a_pass_of_your_own(tmp_path: Path, monkeypatc
     assert lines["grid"][1].startswith("signed-scale, symmetric")
 
 
+def test_nothing_in_the_working_directory_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a recipe, which may be anybody's, nor in place of a library."""
+    (tmp_path / "r.yaml").write_text("passes:\n - 'beside:X': {}\n")
+    for name in ("beside", "click", "yaml", "torch"):
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path('RUN').touch()\nimport compress as X\n")
+    words = [sys.executable, "-m", "compress"]
+    asked = {"recipe": ["plan", "demo", "--recipe", "r.yaml"], "method": ["methods", "beside:X"]}
+    said = {}
+    for name, more in asked.items():
+        done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        said[name] = done.stderr.splitlines()[-1]
+    assert not (tmp_path / "RUN").exists()
+    assert "step 1: 'beside:X' is code of a module, which a recipe does not import" in said["recipe"]
+    assert "No module named 'beside'" in said["method"]
+    monkeypatch.syspath_prepend(tmp_path)  # as PYTHONPATH does
+    monkeypatch.chdir(tmp_path)
+    assert "is code of a module" in last_line(command("plan", "demo", "--recipe", "r.yaml"))
+    assert not (tmp_path / "RUN").exists()
+    assert "is no subclass of compress.Pass" in last_line(
+        command("plan", "demo", "--recipe", "r.yaml", "--plugin", "beside")
+    )
+    assert (tmp_path / "RUN").exists()
+
+
 def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
     from compress.passes.protocol.recipe import BUILT_IN
 

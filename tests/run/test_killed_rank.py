@@ -19,8 +19,8 @@ def test_a_rank_that_is_killed_is_named_and_the_run_resumes(tmp_path):
     """By the command line, whose processes torchrun stops as soon as it sees one end."""
     build("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text("passes: [{'dying:Dying': {group_size: 16}}]")
-    words = ["quantize", tmp_path / "model", "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out"]
-    words += ["--device", "cpu"]
+    words = ["quantize", tmp_path / "model", "--recipe", tmp_path / "recipe.yaml", "--plugin", "dying"]
+    words += ["--output", tmp_path / "out", "--device", "cpu"]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = python(*start, "-m", "compress", *words, "--fsdp")
     said = [line for line in done.stderr.splitlines() if line.startswith("compress: ")]

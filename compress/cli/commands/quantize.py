@@ -7,7 +7,7 @@ import click
 
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, setting_option
-from compress.cli.options import given
+from compress.cli.options import given, import_plugins, plugin_option
 from compress.cli.running import check_processes, run, run_options, split_settings
 from compress.errors import InputError, one_of
 
@@ -45,6 +45,7 @@ recipe_options = group(
         help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens "
         "in OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
     ),
+    plugin_option,
 )
 
 
@@ -185,6 +186,7 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
         raise InputError(
             f"--recipe sets all options of its passes; drop {named}: only --group-size may be combined with it"
         )
+    import_plugins()
     passes = load_recipe(recipe)
     if size is None:
         return passes, []

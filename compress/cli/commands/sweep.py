@@ -18,6 +18,7 @@ from compress.cli.options import (
     device_option,
     files_overwrite_option,
     json_option,
+    plugin_option,
     quiet_option,
     task_options,
     trust_option,
@@ -52,6 +53,7 @@ from compress.cli.options import (
     "share the statistics, which takes a fraction of the time, with worse results at few bits.",
 )
 @keep_statistics_option
+@plugin_option
 @trust_option
 @device_option
 @json_option

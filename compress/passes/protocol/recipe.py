@@ -1,6 +1,7 @@
 """Recipes: YAML <-> a tuple of passes. Every key is consumed; a wrong one is an error with the closest right one.
 
-A recipe is a file, or the name of one of those that come with the package (`BUILT_IN`).
+A recipe is a file, or the name of one of those that come with the package (`BUILT_IN`). A pass of another module,
+`module:Class`, must have been imported before.
 
 passes:
   - gptq: {scheme: w3a16, group_size: 64}
@@ -12,6 +13,7 @@ passes:
 import importlib
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
@@ -183,6 +185,7 @@ def _step(step: Any, where: str) -> "Pass":
     if not isinstance(options, Mapping):
         raise InputError(f"{where}: the options of {names[0]} must be a mapping")
     try:
+        _check_imported(names[0])
         result = make_pass(names[0], options)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
@@ -195,6 +198,17 @@ def _step(step: Any, where: str) -> "Pass":
 
             result = (only if key == "only" else but)(result, *patterns)
     return result
+
+
+def _check_imported(name: str) -> None:
+    """Raises InputError for a class whose module nobody has imported. A recipe may be anybody's, and importing runs
+    code."""
+    module, colon, _ = name.partition(":")
+    if colon and module not in sys.modules and not module.startswith(f"{__name__.partition('.')[0]}."):
+        raise InputError(
+            f"{name!r} is code of a module, which a recipe does not import; read it, and if you trust it give --plugin "
+            f"{module or 'MODULE'} (in Python: import it first)"
+        )
 
 
 def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
