@@ -7,16 +7,19 @@ read. README has which of them were run.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from compress.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
+from compress.weights.scheme import is_float
 
 WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
 HALF = "float16"  # of scales, an option of passes
 # Methods whose formats are sums or tiles, whatever their options are.
 OF_THEIR_OWN = ("spqr", "lqs")
 SYMMETRIC = ("signed-scale", "symmetric", "narrow")
+# What becomes one layer: the experts of a block; these, and layers that read one input.
+Merges = Literal["nothing", "experts", "inputs"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Engine:
     that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
     checkpoint itself). tables: compressed embeddings fit in it. table_groups: of those, where nobody says
     otherwise (None: the pass's own). floats: schemes of small floats, whose groups and scales are their own, and what
-    inputs of a layer must be a multiple of.
+    inputs of a layer must be a multiple of. merges: what it makes one layer of as it loads (`api.merged`).
     """
 
     scheme: str | None
@@ -45,6 +48,7 @@ class Engine:
     tables: bool = True
     table_groups: int | None = None
     floats: Mapping[str, int] = field(default_factory=dict)
+    merges: Merges = "nothing"
 
 
 ENGINES: Mapping[str, Engine] = {
@@ -70,6 +74,7 @@ ENGINES: Mapping[str, Engine] = {
         groups=(-1, 32, 64, 128),
         asymmetric=False,
         floats={"mxfp4a16": 32, "mxfp4": 32, "nvfp4a16": 16, "nvfp4": 16, "mxfp8": 32},
+        merges="inputs",
     ),
     "transformers": Engine(
         "w4a16",
@@ -85,6 +90,7 @@ ENGINES: Mapping[str, Engine] = {
             "nvfp4a16": 16,
             "nvfp4": 16,
         },
+        merges="experts",
     ),
     "ort": Engine(
         "w4a16",
@@ -189,6 +195,8 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return _why_not_own(name, engine.methods[each.name], each.name, size, given.get("salient", 0))
     if scheme is None or each.name in OF_THEIR_OWN:
         return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
+    if given.get("per_tensor") and engine.merges == "inputs" and is_float(scheme):
+        return f"{name} rounds float8 of q, k and v again, to one scale for all of them; drop per_tensor"
     if scheme in engine.floats:
         return None
     if scheme not in engine.schemes:

@@ -5,7 +5,7 @@
 OUT.checkpoint is what `compress evaluate` and other exports read; an engine that opens it itself has it as OUT.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from typing import Any
 from torch import nn
 
 from compress.api.engines import check_engine, check_inputs, engine_named, with_its_scales
+from compress.api.forecast.forecast import shapes_of
 from compress.api.job import Result
+from compress.api.merged import check_merged
+from compress.api.opened import found_model
 from compress.api.quantize import quantize
 from compress.api.request import several
 from compress.checkpoint.export.exporter import Exporter
@@ -70,6 +73,7 @@ def quantize_for(
         reporter.note(line)
     how = {"overwrite": overwrite, "resume": resume, "reporter": reporter, **options}
     if to is None:
+        _check_merged(engine, model, passes, options)
         result = quantize(model, passes, output=output, **how)
         assert result.output is not None
         _note(result.output, engine, notes)
@@ -105,6 +109,17 @@ def _check_model(
         return  # layers will have other sizes; the export looks at those
     found = plan(empty_model(source), (InputSquares(),), ignore, valued=False).layers.values()
     check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
+
+
+def _check_merged(
+    engine: str, model: nn.Module | str | Path, passes: Sequence[Pass], options: Mapping[str, Any]
+) -> None:
+    """Raises InputError for passes that give different schemes to layers of which an engine makes one."""
+    if engine_named(engine).merges == "nothing" or any(p.removes for p in passes):
+        return  # layers may have other sizes then, and the same schemes
+    empty, _ = shapes_of(found_model(model, None, bool(options.get("trust_remote_code"))))
+    how = {word: options[word] for word in ("ignore", "one_block", "convolutions") if word in options}
+    check_merged(engine, plan(empty, passes, valued=False, **how))
 
 
 def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:

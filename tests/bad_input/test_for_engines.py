@@ -1,14 +1,16 @@
 """What an engine cannot run, or a layout cannot hold exactly: one line that names the alternative, before any work."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from commands import Desk, command, make_llama, save
+from mixtures import made, tokens
 
 import compress
 from compress.errors import CompressError
-from compress.passes.protocol.recipe import make_pass
+from compress.passes.protocol.recipe import load_recipe, make_pass
 
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
@@ -60,6 +62,11 @@ ASKED: dict[str, tuple[str, str]] = {
         "--for llama.cpp --embeddings q6_k",
         "integer codes alone; give w8a16 (in GGUF Q8_0)",
     ),
+    "one scale for float8": ("--for vllm --scheme fp8 --set per_tensor=true", "to one scale for all of them; drop per"),
+    "a dense part of a layer": (
+        "--for vllm --ignore *.k_proj",
+        "vllm makes one layer of model.layers.0.self_attn.q_proj, k_proj and v_proj (2 such groups), which would have",
+    ),
     "a cache": ("--for llama.cpp --kv-cache fp8", "holds no rounded key-value cache; drop --kv-cache"),
     "2:4 without zeros": ("--for llama.cpp --store 2:4", "drop store, or export later"),
 }
@@ -84,6 +91,59 @@ def test_inputs_that_fill_no_block_are_refused_before_the_run(tmp_path: Path) ->
     assert "down_proj has 80 inputs (2 layers in all); blocks of llama.cpp take multiples of 32: leave" in outcome.err
     assert not list(tmp_path.glob("out*"))
     assert command(*words, "--ignore", "*.down_proj").code == 0
+
+
+MIXED = """passes:
+  - rtn: {{scheme: w8a16, group_size: {1}}}
+    only: ['{0}']
+  - rtn: {{scheme: w4a16, group_size: {1}}}
+    but: ['{0}']
+"""
+# What one layer is made of, by vLLM, and what is given another scheme than the rest of it.
+ONE_LAYER = {
+    "*.up_proj": (make_llama, 32, "vllm makes one layer of model.layers.0.mlp.gate_proj and up_proj (2 such groups)"),
+    "*.kv_a_proj_with_mqa": (partial(made, "deepseek-v3"), -1, "self_attn.q_a_proj and kv_a_proj_with_mqa (2 such"),
+    "*.1.down_proj": (partial(made, "qwen3-moe"), -1, "all experts of a block, and those of model.layers.0.mlp.exp"),
+    "*.experts.1.w1": (partial(made, "mixtral"), -1, "all experts of a block, and those of model.layers.0."),
+}
+
+
+@pytest.mark.parametrize("pattern", ONE_LAYER)
+def test_layers_that_become_one_have_one_scheme(pattern: str, tmp_path: Path) -> None:
+    build, size, says = ONE_LAYER[pattern]
+    build().save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text(MIXED.format(pattern, size))
+    for words in (("quantize", "--for", "vllm", "--output", tmp_path / "out"), ("plan", "--for", "vllm")):
+        refused = command(words[0], tmp_path / "model", "--recipe", recipe, *words[1:])
+        assert (refused.code, tuple(tmp_path.glob("out*"))) == (2, ()), refused
+        assert says in refused.err
+    told = command("plan", tmp_path / "model", "--recipe", recipe)
+    assert says in told.out
+    assert ("not transformers: " in told.out) == ("experts" in says)
+    # Without --for the same recipe runs, and says for whom its result is not.
+    alone = compress.quantize(tmp_path / "model", load_recipe(recipe), output=tmp_path / "out", verify=False)
+    assert any("vLLM" in note for note in alone.record.notes), alone.record.notes
+
+
+def test_fit_offers_an_engine_no_experts_of_several_schemes(tmp_path: Path) -> None:
+    made("mixtral").save_pretrained(tmp_path / "model")
+    torch.save(tokens(20), text := tmp_path / "text.pt")
+    words = ("--calibration", text, "--text", text, "--bits", 4, "--output", tmp_path / "out")
+    refused = command("fit", tmp_path / "model", *words, "--for", "vllm")
+    assert (refused.code, refused.err.count("\n")) == (2, 1), refused
+    assert "a scheme for each expert, and vllm takes one for all experts of a block; quantize with one" in refused.err
+
+
+def test_blocks_of_scales_end_where_a_part_of_a_layer_does(tmp_path: Path) -> None:
+    model = save(make_llama(hidden_size=128, intermediate_size=128), tmp_path / "model")
+    words = ("quantize", model, "--method", "rtn", "--scheme", "fp8-block", "--output", tmp_path / "out")
+    refused = command(*words, "--for", "vllm")
+    assert refused.code == 2
+    assert (
+        "q_proj, k_proj and v_proj, and the 64 rows of model.layers.0.self_attn.k_proj are no multiple" in refused.err
+    )
+    assert command(*words, "--for", "transformers", "--no-verify").code == 0
 
 
 @pytest.fixture(scope="module")

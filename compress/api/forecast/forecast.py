@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,11 +212,16 @@ def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -
     coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
     kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
-    return Forecast(**vars(told), engines=engines_for(plan.recipe), kernels=kernels)
+    return Forecast(**vars(told), engines=engines_for(plan, _halved(plan, delivery.store)), kernels=kernels)
 
 
 def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
-    return stored_layers(plan, plan.treated if store == TWO_OF_FOUR else plan.halved)
+    return stored_layers(plan, _halved(plan, store))
+
+
+def _halved(plan: Plan, store: str | None) -> Collection[str]:
+    """The layers that are stored without the zeros of 2:4."""
+    return plan.treated if store == TWO_OF_FOUR else plan.halved
 
 
 def _told(layer: WrittenLayer) -> LayerForecast:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from compress.api.engines import ENGINES, check_engine
+from compress.api.merged import why_not_merged
 from compress.errors import InputError
 from compress.kernels.routes import TOKENS
-from compress.passes.protocol.base import Pass
+from compress.run.plan.plan import Plan
 from compress.run.plan.stored_sizes import WrittenLayer
 from compress.runtime.layers.experts import one_by_one, route_among
 from compress.runtime.layers.linear import run_of
@@ -27,13 +28,14 @@ class Kernel:
     why_not: tuple[str, ...]
 
 
-def engines_for(passes: Sequence[Pass]) -> dict[str, str | None]:
-    """{engine: the reason why it does not run what these passes write, None where it does}."""
+def engines_for(plan: Plan, halved: Collection[str]) -> dict[str, str | None]:
+    """{engine: the reason why it does not run the result of a plan, None where it does}. halved: layers that are stored
+    without the zeros of 2:4."""
     found: dict[str, str | None] = {}
     for name in ENGINES:
         try:
-            check_engine(name, passes)
-            found[name] = None
+            check_engine(name, plan.recipe)
+            found[name] = why_not_merged(name, plan, halved)
         except InputError as why:
             found[name] = str(why)
     return found

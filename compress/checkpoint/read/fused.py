@@ -47,6 +47,11 @@ def listed(group: tuple[str, ...]) -> str:
     return f"{', '.join([group[0], *front])} and {last}"
 
 
+def mixed_groups(schemes: Mapping[str, Scheme | None]) -> list[tuple[str, ...]]:
+    """The groups whose layers have several schemes. None: a dense layer."""
+    return [group for group in fused_groups(schemes) if len({schemes[name] for name in group}) > 1]
+
+
 def mixed_experts(schemes: Mapping[str, Scheme | None]) -> list[str]:
     """Names of the modules whose experts have several schemes. None: a dense layer."""
     found: dict[str, set[Scheme | None]] = {}

@@ -26,6 +26,7 @@ from compress.cli.options import (
     write_report,
 )
 from compress.cli.running import parts_options, store_option
+from compress.errors import InputError
 
 
 @click.command(short_help="Show what quantize will do, in seconds: layers, bytes, memory, kernels.")
@@ -70,6 +71,8 @@ def plan(
     passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     begin()
     found = compress.plan(model, passes, **options)
+    if engine is not None and (why := found.engines[engine]) is not None:
+        raise InputError(why)
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
         from compress.cli.forecasts import show_plan

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.files import VARIANT
-from compress.checkpoint.read.fused import mixed_experts
+from compress.checkpoint.read.fused import listed, mixed_experts, mixed_groups
 from compress.checkpoint.write.describe import unknown_to_others
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
@@ -141,6 +141,12 @@ def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iter
         )
 
 
+def with_dense(schemes: Mapping[str, Scheme], plan: Plan) -> dict[str, Scheme | None]:
+    """{layer: its scheme, None for those without codes} of all linear layers that a plan knows of."""
+    known = [layer.name for layers in plan.layers.values() for layer in layers]
+    return {**dict.fromkeys([*known, *plan.ignored]), **schemes}
+
+
 def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Module) -> Iterator[str]:
     """Instructions to read a checkpoint of these schemes in transformers and vLLM, where it takes more than loading."""
     if schemes and not hasattr(model, "config"):
@@ -164,6 +170,11 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
         yield (
             f"the experts of {len(mixed)} blocks have several schemes, like those of {mixed[0]}: transformers and "
             "vLLM take one for all experts of a block; run the checkpoint with compress.load"
+        )
+    if fused := mixed_groups(with_dense(schemes, plan)):
+        yield (
+            f"vLLM makes one layer of {listed(fused[0])} ({len(fused)} such groups), which differ in their scheme, and "
+            "refuses the checkpoint; other readers take it"
         )
     transposed = [layer.name for layers in plan.layers.values() for layer in layers if layer.transposed]
     if coded := [name for name in transposed if name in schemes]:

@@ -8,6 +8,7 @@ from compress.api.engines import check_engine, engine_named, picked
 from compress.api.forecast.forecast import plan, shapes_of
 from compress.api.opened import found_model
 from compress.errors import InputError
+from compress.model.experts import Experts
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
@@ -56,6 +57,7 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
     an engine that opens another form."""
     schemes = _schemes(engine)
     if engine is not None:
+        _check_experts(model, engine, trusted)
         return Offered(schemes)
     made = Offered(schemes, possible_tables(model, trusted) if wishes.embeddings else ())
     if wishes.trellis:
@@ -71,6 +73,16 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
         why = _why_not(model, ignore, (rotation, *schemes[0].passes), trusted)
         made = more if why is None else more.without_rotation(why)
     return made
+
+
+def _check_experts(model: str, engine: str, trusted: bool) -> None:
+    """Raises InputError for a mixture, whose experts would get several schemes, where an engine takes one for all."""
+    empty, _ = shapes_of(found_model(model, None, trusted))
+    if any(isinstance(module, Experts) for module in empty.modules()):
+        raise InputError(
+            f"fit chooses a scheme for each expert, and {engine} takes one for all experts of a block; quantize with "
+            f"one (compress quantize --for {engine}), or leave --for out"
+        )
 
 
 def _schemes(engine: str | None) -> list[Candidate]:

@@ -1,0 +1,70 @@
+"""Layers that an engine makes one layer of. It does not take them with several schemes, nor blocks of scales that would
+reach from one part into the next."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from compress.api.engines import engine_named
+from compress.checkpoint.read.fused import fused_groups, listed, mixed_experts, mixed_groups
+from compress.errors import InputError
+from compress.model.experts_apart import NUMBERED
+from compress.run.plan.plan import Plan
+from compress.run.plan.storable import with_dense
+from compress.run.plan.stored_sizes import WrittenLayer, stored_layers
+from compress.weights.grid import Grid
+from compress.weights.scheme import Scheme
+
+LEAVE = "leave --for out"
+
+
+def check_merged(name: str, plan: Plan) -> None:
+    """Raises InputError for a plan whose result an engine does not take."""
+    if (why := why_not_merged(name, plan)) is not None:
+        raise InputError(why)
+
+
+def why_not_merged(name: str, plan: Plan, halved: Collection[str] = ()) -> str | None:
+    """The reason why an engine does not take the result of a plan, a whole line; None where it does. halved: layers to
+    be stored without the zeros of 2:4."""
+    merges = engine_named(name).merges
+    if merges == "nothing":
+        return None
+    layers = {layer.name: layer for layer in stored_layers(plan, halved)}
+    schemes = with_dense({name: layer.scheme for name, layer in layers.items() if layer.scheme is not None}, plan)
+    if mixed := mixed_experts(schemes):
+        held = [n for n in schemes if (found := NUMBERED.match(f"{n}.weight")) is not None and found[1] == mixed[0]]
+        return (
+            f"{name} takes one scheme for all experts of a block, and those of {mixed[0]} would have "
+            f"{_words(held, schemes)}: give all of them one (`only`, `but`, ignore), or {LEAVE}"
+        )
+    if merges == "experts":
+        return None
+    if groups := mixed_groups(schemes):
+        return (
+            f"{name} makes one layer of {listed(groups[0])} ({len(groups)} such groups), which would have "
+            f"{_words(groups[0], schemes)}: give all of them one scheme (`only`, `but`, ignore), or {LEAVE}"
+        )
+    return _cut_blocks(name, layers)
+
+
+def _words(names: Iterable[str], schemes: Mapping[str, Scheme | None]) -> str:
+    words = dict.fromkeys("no scheme" if schemes[name] is None else str(schemes[name]) for name in names)
+    return " and ".join(words)
+
+
+def _cut_blocks(name: str, layers: Mapping[str, WrittenLayer]) -> str | None:
+    """The reason against blocks that would reach from one part of a layer into the next. The last part may end inside a
+    block; an expert's may not."""
+    for group in fused_groups(layers):
+        for part in group if NUMBERED.match(f"{group[0]}.weight") else group[:-1]:
+            rows, grid = layers[part].shape[0], _grid(layers[part].scheme)
+            if grid is not None and grid.block is not None and rows % grid.block[0]:
+                return (
+                    f"{name} makes one layer of {listed(group)}, and the {rows} rows of {part} are no multiple of the "
+                    f"{grid.block[0]} of a block: give --scheme fp8, or {LEAVE}"
+                )
+    return None
+
+
+def _grid(scheme: Scheme | None) -> Grid | None:
+    codes = None if scheme is None else scheme.codes
+    return getattr(codes, "grid", None)
