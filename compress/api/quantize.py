@@ -55,7 +55,7 @@ def quantize(
     datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs.
     training: data of passes that train, all of it, in the same forms (with `labels` for a task other than the next
     token); by default the calibration data. output: a directory to write (None: only return the model). ignore:
-    shell-style patterns of layers to leave alone. samples, length: windows of text (128 of the model's context, at most
+    shell-style or re: patterns of layers to skip. samples, length: windows of text (128 of the model's context, at most
     2048). bos: BOS before every "row" of text, before every "window", or "none" (by default as its tokenizer does).
     device: where blocks are worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU,
     float32 on a CPU). verify: reload the output in a fresh process and compare (by default for models up to 2 GiB).

@@ -13,6 +13,7 @@ from compress.data.bos import PLACES
 from compress.errors import InputError, one_of
 from compress.model.layers import FLOATS
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.patterns import compiled
 from compress.passes.protocol.recipe import describe
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 
@@ -55,9 +56,11 @@ class Extent:
     experts: bool = False
 
     def check(self) -> None:
-        """Refuse a pattern that stands alone, whose letters would be patterns."""
+        """Refuse a pattern that stands alone, whose letters would be patterns, and what is no pattern."""
         if isinstance(self.ignore, str):
             raise InputError(f"ignore: {self.ignore!r} is one pattern; give a list of them, [{self.ignore!r}]")
+        for pattern in self.ignore:
+            compiled(pattern)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ training_option = click.option(
     "--training", metavar="TEXT", help="Training data; all of it is used.  [default: the calibration data]"
 )
 ignore_option = click.option(
-    "--ignore", multiple=True, metavar="PATTERN", help="Names of layers to leave alone, like '*.down_proj'. Repeatable."
+    "--ignore",
+    multiple=True,
+    metavar="PATTERN",
+    help="Names of layers to leave alone, like '*.down_proj' or 're:.*down_proj'. Repeatable.",
 )
 
 

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +23,7 @@ from compress.checkpoint.ours import MARK
 from compress.checkpoint.sensitivity import Sensitivity, Tried
 from compress.errors import InputError
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.patterns import matches
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
 from compress.solvers.allocation import UnitOption, choose
 
@@ -251,7 +251,7 @@ def patterns(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
     meant, found = set(layers), []
     for layer in layers:
         pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
-        matched = {other for other in everything if fnmatchcase(other, pattern)}
+        matched = {other for other in everything if matches(other, pattern)}
         word = pattern if matched <= meant else escape(layer)
         if word not in found:
             found.append(word)

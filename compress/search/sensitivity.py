@@ -261,7 +261,7 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
     names = [layer.name for layers in plan.layers.values() for layer in layers]
     reasons = {**left_alone(model, set(names), plan.convolutions), **plan.ignored}
     little = remark(achieved(model, names, (), reasons))
-    return [*remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
+    return [*plan.notes, *remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
 
 
 def _measured(

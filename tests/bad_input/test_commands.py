@@ -944,7 +944,15 @@ RECIPES: dict[str, Case] = {
     ),
     "only that matches nothing": (
         lambda d: d.recipe("passes: [{rtn: {group_size: 32}, only: [nope]}]"),
-        ("pass 'rtn' (only nope) matches no layer", "'model.layers.0.self_attn.q_proj'"),
+        ("pattern 'nope' of `only` (pass 'rtn') matches no layer", "'model.layers.0.self_attn.q_proj'"),
+    ),
+    "but that matches nothing": (
+        lambda d: d.recipe("passes: [{rtn: {group_size: 32}, but: [down_proj]}]"),
+        ("pattern 'down_proj' of `but` (pass 'rtn') matches no layer", "whole names ('*.down_proj')"),
+    ),
+    "regular expression that is none": (
+        lambda d: d.rtn(d.model, "--ignore", "re:("),
+        ("pattern 're:(' is no regular expression", "'re:.*down_proj'"),
     ),
     "two quantizing passes on one layer": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}, gptq: {group_size: 32}]", "--calibration", d.tokens),

@@ -136,6 +136,29 @@ def test_ignored_layers_stay_and_are_named():
     assert result.record.left_alone["model.layers.0.mlp.down_proj"] == "ignored by '*.down_proj'"
 
 
+def test_regular_expressions_match_from_the_beginning_of_a_name():
+    down, first = "re:.*down_proj", "re:model.layers.0"
+    rtn = compress.RTN(group_size=16)
+    ways = [(rtn, [down]), (compress.but(rtn, down), []), (compress.only(rtn, r"re:.*(attn|mlp)\.(?!down)"), [])]
+    for passes, ignore in ways:
+        names = {layer.name for layer in compress.quantize(build("llama"), passes, ignore=ignore).record.layers}
+        assert "model.layers.1.mlp.up_proj" in names
+        assert not any("down_proj" in name for name in names)
+    record = compress.quantize(build("llama"), rtn, ignore=[first]).record
+    assert {layer.name.split(".")[2] for layer in record.layers} == {"1"}
+    assert not any(why.endswith("'re") for why in record.coverage.rest)
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "re:.*norm", "*embed_tokens"])
+def test_a_pattern_of_what_stays_dense_anyway_is_remarked_on(pattern):
+    rtn = compress.RTN(group_size=16)
+    plain = {layer.name for layer in compress.quantize(build("llama"), rtn).record.layers}
+    for passes, ignore in ((rtn, [pattern]), (compress.but(rtn, pattern), [])):
+        record = compress.quantize(build("llama"), passes, ignore=ignore).record
+        assert {layer.name for layer in record.layers} == plain
+        assert any(f"{pattern!r} changes nothing" in note for note in record.notes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -147,6 +170,9 @@ def test_ignored_layers_stay_and_are_named():
         ({"passes": compress.RTN(group_size=24)}, "does not divide the 32 inputs.*sizes that work: 16, 32, -1"),
         ({"passes": (compress.RTN(group_size=16), compress.RTN(group_size=16))}, "has quantized before it"),
         ({"passes": compress.only(compress.RTN(), "nothing")}, "matches no layer"),
+        ({"passes": compress.only(compress.RTN(), "*.mlp.*", "lm_head")}, "'lm_head' of `only` .* matches no layer"),
+        ({"passes": compress.but(compress.RTN(), "*.up_proj", "*.mlp")}, r"'\*\.mlp' of `but` .* matches no layer"),
+        ({"passes": (compress.RTN(), compress.but(compress.Embeddings(), "*.mlp.*"))}, "of `but` .* matches no layer"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": "demo"}, "has no tokenizer"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": tokens() + 90}, "vocabulary is 0 to 95"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": []}, "no batch"),

@@ -51,7 +51,7 @@ def count(sizes: Mapping[str, tuple[int, int]], compressed: Collection[str], rea
     for name, (elements, _) in sizes.items():
         if name not in weights:
             why = reasons.get(name) or reasons.get(name.removesuffix(".weight"), OTHERS)
-            why = why.partition(":")[0]
+            why = why.partition(": ")[0]
             rest[why] = rest.get(why, 0) + elements
     inside = [size for name, size in sizes.items() if name in weights]
     return Coverage(

@@ -6,10 +6,10 @@ which share their statistics. How to add a pass: CONTRIBUTING.md.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, TypeVar
 
 from compress.calibration.stats import StatisticFactory
+from compress.passes.protocol.patterns import compiled, matches
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import (
     Decide,
@@ -37,13 +37,17 @@ Treats = Literal["layers", "embeddings", "caches"]
 
 @dataclass(frozen=True)
 class Filter:
-    """Shell-style patterns, of which a layer's full name has to match one (`only`) or none (`but`)."""
+    """Patterns (`passes.protocol.patterns`), of which a layer's full name has to match one (`only`) or none (`but`)."""
 
     kind: Literal["only", "but"]
     patterns: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            compiled(pattern)
+
     def lets_through(self, layer: str) -> bool:
-        return any(fnmatchcase(layer, pattern) for pattern in self.patterns) == (self.kind == "only")
+        return any(matches(layer, pattern) for pattern in self.patterns) == (self.kind == "only")
 
     def __str__(self) -> str:
         return f"{self.kind} {', '.join(self.patterns)}"

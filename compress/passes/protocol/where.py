@@ -14,5 +14,5 @@ def only(inner: P, *patterns: str) -> P:
 
 
 def but(inner: P, *patterns: str) -> P:
-    """The pass on the layers that do not match: `but(RTN(), "*.down_proj")`."""
+    """The pass on the layers that do not match: `but(RTN(), "*.down_proj")`, or `but(RTN(), "re:.*down_proj")`."""
     return replace(inner, where=(*inner.where, Filter("but", patterns)))

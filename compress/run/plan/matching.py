@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 from torch import nn
@@ -11,6 +10,7 @@ from compress.errors import InputError
 from compress.model.apart.split import ADVICE
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
+from compress.passes.protocol.patterns import matches
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.swapped_layers import Quantizing
@@ -27,17 +27,11 @@ class Ignored:
 
     def asked_for(self, *names: str) -> bool:
         """True if a pattern matches one of a layer's names; enters the reason under all of them."""
-        hits = [pattern for pattern in self.patterns for name in names if fnmatchcase(name, pattern)]
+        hits = [pattern for pattern in self.patterns for name in names if matches(name, pattern)]
         self.matched.update(hits)
         if hits:
             self.reasons |= dict.fromkeys(names, f"ignored by {hits[0]!r}")
         return bool(hits)
-
-    def check_matched(self, example: str) -> None:
-        """Raises InputError for a pattern that named nothing. example: a layer's name."""
-        for pattern in self.patterns:
-            if pattern not in self.matched:
-                raise InputError(f"ignore pattern {pattern!r} matches no layer; a layer is called {example!r}")
 
 
 @dataclass(frozen=True)

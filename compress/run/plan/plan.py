@@ -37,6 +37,7 @@ from compress.passes.protocol.stages import (
     Survey,
 )
 from compress.run.plan.matching import Ignored, Matching, check_untouched
+from compress.run.plan.named import remarks_on_patterns
 from compress.weights.caches import CacheScheme, group_in
 from compress.weights.masks import Earlier
 
@@ -180,8 +181,7 @@ def plan(
     matching = Matching(model, asked, observed, convolutions, tied, ignored, experts)
     layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
     everything = [layer for of_block in layers.values() for layer in of_block]
-    ignored.check_matched(example=everything[0].name if everything else "")
-    notes: list[str] = []
+    notes = remarks_on_patterns(model, passes, everything, ignored, convolutions)
     treated = {"layers": everything, "embeddings": tables, "caches": ()}
     recipe = tuple(_fitted(p, treated[p.treats], notes) for p in passes)
     result = Plan(

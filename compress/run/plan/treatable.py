@@ -7,6 +7,7 @@ from torch import nn
 from compress.errors import InputError
 from compress.model.layers import check_tensors, find_stacks, treats_convolutions, whole_model
 from compress.run.plan.matching import Ignored, Matching, check_untouched
+from compress.run.plan.named import remarks_on_patterns
 from compress.run.plan.plan import Plan
 
 
@@ -26,10 +27,10 @@ def treatable(model: nn.Module, ignore: Sequence[str] = (), one_block: bool = Fa
     matching = Matching(model, any_layer, any_layer, convolutions, set(), ignored)
     layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
     everything = [layer for of_block in layers.values() for layer in of_block]
-    ignored.check_matched(example=everything[0].name if everything else "")
+    notes = remarks_on_patterns(model, (), everything, ignored, convolutions)
     if not everything:
         raise InputError("no layer is left to compress; ignore less")
-    return Plan(tuple(stacks), layers, (), ignored.reasons, convolutions)
+    return Plan(tuple(stacks), layers, (), ignored.reasons, convolutions, notes=tuple(notes))
 
 
 def any_layer(name: str) -> bool:

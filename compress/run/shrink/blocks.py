@@ -16,6 +16,7 @@ from compress.model.structure.rotate import why_not as unpassable
 from compress.model.structure.rotate import widest
 from compress.run.plan.batches import ChainBrokenError
 from compress.run.plan.matching import Ignored, shared_weights
+from compress.run.plan.named import remarks_on_patterns
 from compress.run.residency import Local, Residency
 from compress.run.walk.capture import capture, check_hidden_alone, output_shape
 
@@ -129,9 +130,9 @@ class CouplingFinder:
 
 
 def check_ignored(model: nn.Module, ignored: Ignored) -> None:
-    """Raises InputError for a pattern that names no layer."""
+    """Raises InputError for a pattern that matches nothing of the model."""
     blocks = [each for stack in find_stacks(model) for each in stack.blocks]
-    names = [layer.name for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
-    for name in names:
-        ignored.asked_for(name)
-    ignored.check_matched(example=names[0])
+    layers = [layer for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
+    for layer in layers:
+        ignored.asked_for(layer.name)
+    remarks_on_patterns(model, (), layers, ignored, convolutions=True)
