@@ -107,6 +107,9 @@ def _check(model: nn.Module, codes: Mapping[str, Decision], batch: Mapping[str, 
         module = model.get_submodule(name)
         if input_rotation(module) is not None:
             reason = "rotates its input as the model runs, which graphs here do not; leave rotate's online out"
+        elif isinstance(decision.weight, Quantized) and decision.weight.scale.dtype != torch.float32:
+            kind = str(decision.weight.scale.dtype).removeprefix("torch.")
+            reason = f"was quantized in {kind}, and graphs compute in float32; quantize model.float(), or a checkpoint"
         elif is_convolution(module):
             reason = why_not_convolution(decision)
         elif type(module) is nn.Linear:

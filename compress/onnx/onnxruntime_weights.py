@@ -56,11 +56,18 @@ def layer_weights(graph: Path, names: Iterable[str]) -> Iterator[tuple[str, NDAr
     model = onnx.load(str(graph), load_external_data=False)
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = {prop.value: node for node in model.graph.node for prop in node.metadata_props if prop.key == LAYER}
+    factors = {**held, **_widened(model, held)}
     for layer in names:
         node = nodes[layer]
         own = [_loaded(held[name], graph.parent) for name in dict.fromkeys(node.input) if name in held]
-        scale = _loaded(_factor(model, node, held), graph.parent) if node.op_type == INTEGER else None
+        scale = _loaded(_factor(model, node, factors), graph.parent) if node.op_type == INTEGER else None
         yield layer, _read(model, node, own, scale)
+
+
+def _widened(model: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+    """{name of a float32 value: the initializer of 16 bits that a Cast makes it of} (`narrow_tables`)."""
+    casts = (node for node in model.graph.node if node.op_type == "Cast")
+    return {node.output[0]: held[node.input[0]] for node in casts if node.input[0] in held}
 
 
 def _factor(model: Any, node: Any, held: Mapping[str, Any]) -> Any:
@@ -98,7 +105,7 @@ def _read(model: Any, node: Any, own: list[Any], scale: Any) -> NDArray[np.float
     rows[np.arange(len(columns)), columns] += 1
     if integer:
         codes = _alone(model, node, own, rows).T.astype(np.float32)
-        found: NDArray[np.float32] = codes * numpy_helper.to_array(scale)[:, None]
+        found: NDArray[np.float32] = codes * numpy_helper.to_array(scale).astype(np.float32)[:, None]
         return found
     _at_level(node, 0)
     return _alone(model, node, own, rows).T

@@ -92,13 +92,14 @@ def test_weights_alone_of_every_shape_of_convolution(tmp_path):
 REFUSED = {
     "groups": ({"scheme": "w4a16", "group_size": 3}, "has groups of 3; .* give group_size=-1"),
     "dynamic inputs": ({"scheme": "w8a8"}, "activations='static'"),
+    "16 bits": ({"scheme": "w8a16"}, "quantized in bfloat16, and graphs compute in float32; quantize model.float"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_convolution_without_a_form_names_the_alternative(name, tmp_path):
     options, says = REFUSED[name]
-    model = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1)).to(torch.bfloat16 if name == "16 bits" else torch.float32).eval()
     result = compress.quantize(model, compress.RTN(**options), keep_codes=True)
     with pytest.raises(InputError, match=f"^0 .*{says}"):
         compress.export_onnx(result, {"input": torch.randn(2, 3, 4, 4)}, tmp_path / "out")
