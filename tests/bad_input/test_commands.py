@@ -629,6 +629,10 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.gptq(d.tokens, "--method", "binary", "--group-size", -1, "--set", "salient=80"),
         ("salient 80", "q_proj has 64 columns"),
     ),
+    "training of K-quants": (
+        lambda d: command("quantize", d.model, "--effort", "best", "--scheme", "q4_k", "--output", d.output),
+        ("--effort best", "k-quants (q4_k)", "leave it out"),
+    ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (
         lambda d: d.rtn(d.model, "--set", "group-size=16"),

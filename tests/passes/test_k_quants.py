@@ -1,5 +1,6 @@
 """K-quants by GPTQ: against the algorithm in loops that share no code with it, and from words to a checkpoint."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -105,6 +106,16 @@ def test_gptq_and_rtn_of_a_type_are_this_pass():
     assert make_pass("gptq", {"scheme": "Q4_K_M", "damp": 0.02}) == KQuants(scheme="q4_k_m", damp=0.02)
     assert make_pass("rtn", {"scheme": "q6_k"}) == KQuants(scheme="q6_k", rounding="nearest")
     assert parse_recipe(describe([KQuants(scheme="q3_k_m", blocks=4)]), "here") == (KQuants(scheme="q3_k_m", blocks=4),)
+
+
+@pytest.mark.parametrize(
+    "words", [["rtn", "--scheme", "q4_k_m"], ["gptq", "--scheme", "q4_k", "--effort", "fast", "--length", 128]]
+)
+def test_a_plan_gives_no_option_that_nobody_gave(model, words, tmp_path):
+    """Its time is that of a layer that is rounded on the spot."""
+    done = command("plan", model, "--method", *words, "--json", tmp_path / "plan.json")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "plan.json").read_text())["seconds"] > 0
 
 
 def test_words_become_super_blocks_that_verify(model, tmp_path):

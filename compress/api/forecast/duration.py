@@ -19,7 +19,7 @@ each of the first sites adds one of all that comes before it. For a site of seco
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -58,7 +58,7 @@ def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float 
     for p in plan.passes:
         treated = [[layer for layer in layers if p.wants(layer.name)] for layers in plan.layers.values()]
         seconds += sum(map(weights_in, treated)) * _rounding_seconds(p, rate)
-        if isinstance(p, SecondOrder):
+        if _solves(p):
             for site in (site for layers in treated for site in sites_of(layers)):
                 rows, columns = sum(layer.shape[0] for layer in site), site[0].shape[1]
                 operations += _statistics(p, columns, tokens.count) + _solving(p, rows, columns)
@@ -84,13 +84,18 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _measured(p: Pass) -> bool:
-    return isinstance(p, SecondOrder) or not p.calibrated
+    return _solves(p) or not p.calibrated
+
+
+def _solves(p: Pass) -> TypeGuard[SecondOrder]:
+    """True for a pass that solves by second order, which one that only rounds to nearest does not."""
+    return isinstance(p, SecondOrder) and p.calibrated
 
 
 def _rounding_seconds(p: Pass, rate: float) -> float:
     """Seconds for each weight, beside products, of a layer as small as fits the pass."""
     generator = torch.Generator().manual_seed(0)
-    rows, columns = SOLVED if isinstance(p, SecondOrder) else (ROWS, COLUMNS)
+    rows, columns = SOLVED if _solves(p) else (ROWS, COLUMNS)
     group = (None if p.code_grid is None else p.code_grid.group_size) or columns
     columns = group * max(1, columns // group)
     weight = torch.randn(rows, columns, generator=generator)
@@ -98,7 +103,7 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     few: dict[str, Any] = {name: MOST_TURNS for name in TURNS if getattr(alone, name, 0) > MOST_TURNS}
     if few:
         alone = replace(alone, **few)
-    if isinstance(alone, SecondOrder):
+    if _solves(alone):
         statistic = Hessian(columns, torch.device("cpu"))
         statistic.update(torch.randn(4 * columns, columns, generator=generator), None)
         stats = {"hessian": statistic.result()}
@@ -106,7 +111,7 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     assert decides is not None
     site = Site({"layer": weight}, stats, {"layer": torch.bfloat16}, Comm())
     seconds = min(_timed(lambda: weight_error(weight, decides.apply(site)["layer"].weight)) for _ in range(2))
-    if isinstance(alone, SecondOrder):
+    if _solves(alone):
         seconds -= _solving(alone, rows, columns) / rate
     return max(seconds, 0.0) * _turns(p) / _turns(alone) / weight.numel()
 

@@ -239,7 +239,7 @@ def _held(statistic: Statistic, columns: int, tokens: TokenCounts) -> int:
 
 def _solving(p: Pass, columns: int, copies: int) -> int:
     """Bytes of the work on a site. copies: bytes of its weights."""
-    if not isinstance(p, SecondOrder):
+    if not (isinstance(p, SecondOrder) and p.calibrated):
         return int(ROUNDING * copies)
     polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
     return SQUARES * columns**2 * 4 + (SOLVING if polished else SWEEPING) * copies

@@ -158,7 +158,7 @@ def passes_with_effort(
     method: str, chosen: Mapping[str, Any], effort: str | None
 ) -> tuple[tuple["Pass", ...], list[str]]:
     """The passes of a method with so much effort, and which these are, where that is not the method alone."""
-    from compress.passes.protocol.recipe import make_pass
+    from compress.passes.protocol.recipe import make_pass, options_of
 
     if effort is None:
         return passes_of(method, chosen)
@@ -167,12 +167,19 @@ def passes_with_effort(
         raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
     if effort == "default":
         return passes_of(method, chosen)
+    made = make_pass(method, chosen)  # k-quants, where the scheme is one of llama.cpp's
     if effort == "fast":
-        passes, _ = passes_of(method, {**FAST, **chosen})
-        said = ", ".join(f"{name}={value}" for name, value in FAST.items() if name not in chosen)
+        known = options_of(type(made))
+        fast = {name: value for name, value in FAST.items() if name in known and name not in chosen}
+        passes, _ = passes_of(method, {**fast, **chosen})
+        said = ", ".join(f"{name}={value}" for name, value in fast.items())
         return passes, [f"--effort fast: gptq with {said}"] if said else []
-    passes, _ = passes_of(method, chosen)
-    return (*passes, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
+    if made.name != method:
+        raise InputError(
+            f"--effort best trains what gptq decides, and nothing of {made.name} ({chosen['scheme']}) is trained; "
+            "leave it out, or give --scheme w4a16"
+        )
+    return (made, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
 
 
 def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:

@@ -141,7 +141,7 @@ class SecondOrder(Pass):
         return {**super().needs(), "hessian": made}
 
     def without_reference(self) -> Pass:
-        return replace(self, drift=0.0)
+        return replace(self, drift=0.0) if self.calibrated else self
 
     def by_original(self) -> "Pass | None":
         return replace(self, prefix="original", drift=0.0) if self.needs() and not self._fixes_outputs else None
