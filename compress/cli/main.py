@@ -86,10 +86,11 @@ def cli() -> None:
     compress bench
     compress doctor                                            see what this machine can do, and what is slow
 
-    MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl (field `text`) or .parquet
-    file, a `datasets` id, a .pt or .npy file of token ids [samples, length], or `demo`. For --calibration
-    and --training, rows may also hold chat `messages`, and TEXT may be a folder of such files, or
-    of images for a model that reads them.
+    MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl, .json or .parquet file
+    (rows of `text`, `prompt` and `completion`, or `instruction` and `output`), a `datasets` id, a
+    .pt or .npy file of token ids [samples, length], or `demo`. For --calibration and --training,
+    rows may also hold chat `messages`, and TEXT may be a folder of such files, or of images for a
+    model that reads them.
     """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from compress.data.documents import CHATS
+from compress.data.rows import CHATS
 from compress.errors import InputError, first_line
 
 Message = dict[str, Any]

@@ -1,7 +1,8 @@
 """Documents: what text files, datasets and folders of them hold, as texts and as rows of chat messages."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +10,45 @@ import numpy as np
 import torch
 
 from compress.checkpoint.read.source import DEMO, path_of
+from compress.data.rows import CHATS, COLUMNS, KNOWN, Row, row_of
 from compress.errors import InputError, first_line
 from compress.system.reading import json_line, regular
 
-TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
-CHATS = ("messages", "conversations")  # fields of a row that is a conversation
-COLUMNS = (*CHATS, "tools")
+TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".json", ".parquet"), (".pt", ".npy")
+HOW = "; give an array of rows, or a row on each line"
+FIRST_LINE = 2**20  # characters of a .json file that tell rows from a configuration
+USUAL = ("", "text", *CHATS)  # fields that need no remark
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The rows of a file or dataset. rows: (words that name the row, its text or its conversation)."""
+    """The rows of a file or dataset. rows: (words that name the row, its text or its conversation). joined: {fields
+    that make a text together: rows of them}."""
 
     name: str
-    rows: Sequence[tuple[str, str | Mapping[str, Any]]]
+    rows: Sequence[tuple[str, Row]]
+    joined: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
         """True where some row is a conversation."""
         return any(isinstance(row, Mapping) for _, row in self.rows)
+
+    @property
+    def empty(self) -> int:
+        """The number of rows without text."""
+        return sum(isinstance(row, str) and not row.strip() for _, row in self.rows)
+
+    def said_of_fields(self, what: str) -> list[str]:
+        """Remarks on fields that make a text together. what: `calibration` or `held-out`."""
+        return [
+            f"{what} {self.name!r}: {rows} of {len(self.rows)} rows are read as {fields}"
+            for fields, rows in self.joined.items()
+        ]
+
+    def said_of_empty(self, what: str) -> list[str]:
+        """A remark on rows without text, if there are any."""
+        return [f"{what} {self.name!r}: {self.empty} of {len(self.rows)} rows left out (empty)"] if self.empty else []
 
     def texts(self) -> list[str]:
         """Texts that are not blank. Raises InputError where there is none, and for conversations."""
@@ -47,7 +68,7 @@ class Documents:
 
 
 def read_text(source: str, what: str) -> str:
-    """The text of a .txt, .jsonl (field `text`) or .parquet (column `text`) file, a `datasets` id, or `demo`.
+    """The text of a .txt, .jsonl, .json or .parquet file (rows: `data.rows`), a `datasets` id, or `demo`.
 
     what: `calibration` or `held-out`, which chooses the demo text. Documents are joined by blank lines.
     """
@@ -78,18 +99,20 @@ def read_documents(source: str, what: str) -> Documents:
         raise InputError(f"text file {source!r} does not exist")
     try:
         if path.suffix == ".parquet":
-            return Documents(source, list(_parquet(path)))
+            return _documents(source, _parquet(path))
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 (byte {error.start}); convert it first") from None
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}") from None
-    return Documents(source, list(_jsonl(text, source)) if path.suffix == ".jsonl" else [(source, text)])
+    if path.suffix == ".txt":
+        return Documents(source, [(source, text)])
+    return _documents(source, _array(text, source) if _is_array(text) else _jsonl(text, source))
 
 
 def read_folder(source: str) -> list[Documents]:
     """The rows of every text file in a folder, in the order of their names. Raises InputError where there is none."""
-    paths = sorted(p for p in Path(source).iterdir() if p.suffix in TEXT_FORMATS)
+    paths = sorted(p for p in Path(source).iterdir() if _holds_rows(p))
     if not paths:
         raise InputError(
             f"text {source!r} is a directory without {', '.join(TEXT_FORMATS)}; give files of these kinds, a datasets "
@@ -98,51 +121,69 @@ def read_folder(source: str) -> list[Documents]:
     return [read_documents(str(path), "calibration") for path in paths]
 
 
-def _row(record: Any) -> str | Mapping[str, Any] | None:
-    """The text of a record, or the record itself where it is a conversation; None for one that is neither."""
-    if not isinstance(record, dict):
-        return None
-    if isinstance(record.get("text"), str):
-        return str(record["text"])
-    return record if any(isinstance(record.get(name), list) for name in CHATS) else None
+def _documents(source: str, records: Iterable[tuple[str, Any]]) -> Documents:
+    """The rows of records, each with words that name it. Raises InputError for one of other fields."""
+    rows: list[tuple[str, Row]] = []
+    joined: Counter[str] = Counter()
+    for where, record in records:
+        found = row_of(record)
+        if found is None:
+            raise InputError(f"{where} has no string field 'text', and no other fields that are read: {KNOWN}")
+        fields, row = found
+        if fields not in USUAL:
+            joined[fields] += 1
+        rows.append((where, row))
+    return Documents(source, rows, joined)
 
 
-def _jsonl(text: str, source: str) -> Iterable[tuple[str, str | Mapping[str, Any]]]:
+def _is_array(text: str) -> bool:
+    """True for JSON that begins like an array. A row of JSONL is an object."""
+    return text.lstrip()[:1] == "["
+
+
+def _holds_rows(path: Path) -> bool:
+    """True for a text file; for a .json file where its beginning is that of an array, or a row."""
+    if path.suffix != ".json" or not path.is_file():
+        return path.suffix in TEXT_FORMATS
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = file.readline(FIRST_LINE)
+    try:
+        return _is_array(first) or row_of(json_line(first, str(path))) is not None
+    except InputError:
+        return False
+
+
+def _array(text: str, source: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSON array."""
+    for number, record in enumerate(json_line(text, source, HOW), 1):
+        yield f"{source} row {number}", record
+
+
+def _jsonl(text: str, source: str) -> Iterator[tuple[str, Any]]:
     # Not splitlines(): a JSON string may hold other line separators, like U+2028.
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{source} line {number}"
-        row = _row(json_line(line, where))
-        if row is None:
-            raise InputError(f"{where} has no string field 'text', and no list of chat messages in 'messages'")
-        yield where, row
+        if line.strip():
+            where = f"{source} line {number}"
+            yield where, json_line(line, where, HOW)
 
 
-def _parquet(path: Path) -> Iterable[tuple[str, str | Mapping[str, Any]]]:
+def _parquet(path: Path) -> list[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         names = [name for name in pq.read_schema(path).names if name in COLUMNS]
         if "text" in pq.read_schema(path).names or not names:
-            texts = pq.read_table(path, columns=["text"]).column("text").to_pylist()
-            return [(str(path), text) for text in texts if isinstance(text, str)]
+            names = ["text"]
         table = pq.read_table(path, columns=names).to_pylist()
     except (pa.ArrowException, KeyError, OSError) as error:
         raise InputError(f"{path} is not a parquet file with a column 'text' ({first_line(error)})") from None
-    return _conversations(table, str(path))
+    return _numbered(table, str(path))
 
 
-def _conversations(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, str | Mapping[str, Any]]]:
-    """The rows of a table of conversations. Raises InputError for one that is none."""
-    found = []
-    for number, record in enumerate(table, 1):
-        row = _row(record)
-        if row is None:
-            raise InputError(f"{source} row {number} has no list of chat messages in 'messages'")
-        found.append((f"{source} row {number}", row))
-    return found
+def _numbered(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
+    """The rows of a table, each with words that name it."""
+    return [(f"{source} row {number}", record) for number, record in enumerate(table, 1)]
 
 
 def _from_hub(source: str) -> Documents:
@@ -156,15 +197,14 @@ def _from_hub(source: str) -> Documents:
             f"text {source!r} is no file and no datasets id that can be had ({first_line(error)}); allowed: "
             f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id (name or name:configuration), 'demo'"
         ) from None
-    if "text" in loaded.column_names:
-        return Documents(source, [(source, text) for text in loaded["text"]])
     names = [name for name in loaded.column_names if name in COLUMNS]
-    if not set(names) & set(CHATS):
+    if "text" in loaded.column_names:
+        names = ["text"]
+    if not names:
         raise InputError(
-            f"dataset {source!r} has no column 'text'; it has {', '.join(loaded.column_names)} (chats are read from "
-            f"{' or '.join(CHATS)})"
+            f"dataset {source!r} has no column 'text'; it has {', '.join(loaded.column_names)} (read are {KNOWN})"
         )
-    return Documents(source, _conversations(loaded.select_columns(names), source))
+    return _documents(source, _numbered(loaded.select_columns(names), source))
 
 
 def read_batches(source: str) -> list[Mapping[str, Any]] | None:

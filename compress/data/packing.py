@@ -85,7 +85,8 @@ def packed_tokens(
     mask = torch.zeros(count, longest, dtype=torch.bool)
     for i, joined in enumerate(rows):
         ids_BT[i, : len(joined)], mask[i, : len(joined)] = torch.tensor(joined), True
-    notes = [*map(_said, origins), _said_of_windows(mask), *([] if chats is None else chats.notes(source))]
+    fields = [line for file in files for line in file.said_of_fields("calibration")]
+    notes = [*fields, *map(_said, origins), _said_of_windows(mask), *([] if chats is None else chats.notes(source))]
     return Tokens(ids_BT, source, tuple(notes), None if bool(mask.all()) else mask, tuple(origins), bos=bos)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.checkpoint.read.source import path_of
 from compress.data.bos import Bos, bos_of
 from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
-from compress.data.packing import packed_tokens
+from compress.data.packing import EMPTY, packed_tokens
 from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
 from compress.errors import InputError, tokenizing
 from compress.model.calls import Batch
@@ -135,8 +135,9 @@ def _of_text(
     ids = checked_ids(windows(ids_N, length, source, bos), source, vocabulary)
     count = len(ids) if samples is None else min(samples, len(ids))
     picked = ids[torch.linspace(0, len(ids) - 1, count).round().to(torch.int64)]
-    origin = Origin(documents[0].name, len(documents[0].rows), None, picked.numel())
-    return Tokens(picked, source, origins=(origin,), bos=bos)
+    (file,) = documents
+    origin = Origin(file.name, len(file.rows), None, picked.numel(), dropped={EMPTY: file.empty} if file.empty else {})
+    return Tokens(picked, source, (*file.said_of_fields(what), *file.said_of_empty(what)), origins=(origin,), bos=bos)
 
 
 def _once(tokenizer: Any) -> Callable[[], PreTrainedTokenizerBase]:

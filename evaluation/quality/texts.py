@@ -85,9 +85,9 @@ def load_text(
         raise InputError(f"{source} has {len(ids_N)} token; at least 2 are needed: give more text")
     checked_ids(ids_N.unsqueeze(0), source, getattr(config, "vocab_size", None))
     check_context(source, min(wanted, len(ids_N)), config)
-    return Text(
-        source, role, strided(ids_N, wanted, stride, samples, before.before_rows if len(documents.rows) > 1 else None)
-    )
+    skipped = before.before_rows if len(documents.rows) > 1 else None
+    notes = (*documents.said_of_fields(role), *documents.said_of_empty(role))
+    return Text(source, role, strided(ids_N, wanted, stride, samples, skipped), notes)
 
 
 def gap(texts: list[TextResult]) -> dict[str, Figure]:

@@ -266,11 +266,14 @@ TEXTS: dict[str, Case] = {
         lambda d: command("evaluate", d.model, "--text", "demo", "--stride", 8, "--bos", "window"),
         ("bos 'window' and stride 8", "leave one of them out"),
     ),
-    "unknown ending": (lambda d: d.gptq(d.file("t.docx", "x")), ("'.docx'", ".txt, .jsonl, .parquet, .pt, .npy")),
-    "directory": (lambda d: d.gptq(d.here), ("is a directory", ".txt, .jsonl, .parquet")),
+    "unknown ending": (
+        lambda d: d.gptq(d.file("t.docx", "x")),
+        ("'.docx'", ".txt, .jsonl, .json, .parquet, .pt, .npy"),
+    ),
+    "directory": (lambda d: d.gptq(d.here), ("is a directory", ".txt, .jsonl, .json, .parquet")),
     "unreachable dataset": (
         lambda d: d.gptq("nosuch/dataset"),
-        ("'nosuch/dataset'", "datasets id", ".txt, .jsonl, .parquet, .pt, .npy", "'demo'"),
+        ("'nosuch/dataset'", "datasets id", ".txt, .jsonl, .json, .parquet, .pt, .npy", "'demo'"),
     ),
     "bad line of jsonl": (
         lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n\n{"text": \n')),
@@ -280,7 +283,22 @@ TEXTS: dict[str, Case] = {
         lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n{"txt": "b"}\n')),
         ("t.jsonl line 2 has no string field 'text'",),
     ),
-    "jsonl of lists": (lambda d: d.gptq(d.file("t.jsonl", "[1]\n")), ("line 1 has no string field 'text'",)),
+    "jsonl of numbers": (
+        lambda d: d.gptq(d.file("t.jsonl", "[1]\n")),
+        ("t.jsonl row 1 has no string field 'text'", "prompt + completion", "instruction + input + output"),
+    ),
+    "json of one object": (
+        lambda d: d.gptq(d.file("t.json", '{\n"data": []}')),
+        ("t.json line 1 is not JSON; give an array of rows",),
+    ),
+    "prompt without a completion": (
+        lambda d: d.gptq(d.file("t.json", '[{"prompt": "a"}]')),
+        ("t.json row 1 has no string field 'text'", "prompt + completion"),
+    ),
+    "rows that are all empty": (
+        lambda d: d.gptq(d.file("t.jsonl", '{"text": null}\n{"prompt": "", "completion": null}\n')),
+        ("t.jsonl holds no text",),
+    ),
     "chat without a template": (
         lambda d: d.gptq(d.file("t.jsonl", CHAT % "user")),
         ("t.jsonl holds chat messages", "no chat template", "chat_template.jinja"),

@@ -17,6 +17,7 @@ from compress.calibration.hessian import Hessian, HessianResult
 from compress.checkpoint.read.source import DEMO
 from compress.data.chat import Conversations
 from compress.data.packing import RowPiece, packed
+from compress.data.rows import row_of
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
 
@@ -87,6 +88,10 @@ def test_rows_of_sharegpt_and_parts_of_text_are_the_same_conversation(tokenizer:
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
     assert chats.text(shared, "line 1") == "<user>Hi<assistant>Ho"
     assert chats.text(parts, "line 2") == "<user>Hi"
+    found = row_of({"prompt": parts["messages"], "completion": [{"role": "assistant", "content": "Ho"}]})
+    assert found is not None
+    assert found[0] == "prompt + completion"
+    assert chats.text(found[1], "line 3") == "<user>Hi<assistant>Ho"
 
 
 # --- packing -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from compress.checkpoint.read.source import DEMO
 from compress.data.bos import Bos
-from compress.data.documents import read_text
+from compress.data.documents import read_folder, read_text
 from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, windows
 from compress.errors import InputError
 
@@ -53,6 +54,42 @@ def test_jsonl_and_parquet_join_documents_by_a_blank_line(tmp_path: Path) -> Non
     pq.write_table(pa.table({"text": documents, "id": [1, 2, 3, 4]}), parquet)
     assert read_text(str(jsonl), "calibration") == "\n\n".join(STORIES)
     assert read_text(str(parquet), "calibration") == "\n\n".join(STORIES)
+
+
+ROWS: list[dict[str, Any]] = [  # of datasets, and the text in each
+    {"text": STORIES[0]},
+    {"text": None},
+    {"prompt": "2 + 3 =", "completion": " 5"},
+    {"instruction": "Add.", "input": "2, 3", "output": "5"},
+    {"instruction": "Add 2 and 3.", "input": "", "output": "5"},
+    {"instruction": "Add.", "context": None, "response": None},
+    {"question": "2 + 3?", "answer": "5"},
+    {"text": "  "},
+]
+READ = [STORIES[0], "2 + 3 = 5", "Add.\n\n2, 3\n\n5", "Add 2 and 3.\n\n5", "Add.", "2 + 3?\n\n5"]
+
+
+def test_the_usual_fields_are_read_and_empty_rows_are_counted(tmp_path: Path, tokenizer: object) -> None:
+    texts = {
+        "a.jsonl": "\n".join(map(json.dumps, ROWS)),
+        "lines.json": "\n".join(map(json.dumps, ROWS)),
+        "b.json": json.dumps(ROWS, indent=1),
+        "strings.json": json.dumps([*READ, "", " "]),
+    }
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_text(str(tmp_path / name), "calibration") == "\n\n".join(READ), name
+        found = load_tokens(str(tmp_path / name), tokenizer, CONFIG, what="calibration", length=8)
+        assert found.described()["files"][0]["dropped"] == {"empty": 2}
+        assert any("2 of 8 rows left out (empty)" in note for note in found.notes)
+        read = [note.split("rows are read as ")[1] for note in found.notes if "are read as" in note]
+        assert (read == []) == (name == "strings.json")
+        assert name == "strings.json" or read[:2] == ["prompt + completion", "instruction + input + output"]
+    (tmp_path / "dataset_infos.json").write_text('{"features": {}}')  # of a folder, which has rows beside it
+    assert [each.name for each in read_folder(str(tmp_path))] == [str(tmp_path / n) for n in sorted(texts)]
+    table = pa.Table.from_pylist([row for row in ROWS if "instruction" in row])
+    pq.write_table(table, tmp_path / "c.parquet")
+    assert read_text(str(tmp_path / "c.parquet"), "calibration") == "\n\n".join(READ[2:5])
 
 
 @every("ending", ["txt", "jsonl"])

@@ -200,7 +200,7 @@ def test_images_need_a_model_that_reads_them_and_its_processor(
     models: dict[str, Path], llama: Path, shown: Path, tmp_path: Path, copy_of: Callable[[Path], Path]
 ) -> None:
     only = pictures(tmp_path / "only")
-    refused(quantized(llama, only, tmp_path / "out"), "is a directory without .txt, .jsonl, .parquet")
+    refused(quantized(llama, only, tmp_path / "out"), "is a directory without .txt, .jsonl, .json, .parquet")
     refused(quantized(models["vit"], shown, tmp_path / "out", "--length", 32), "length is of windows of text")
     refused(quantized(models["vit"], "demo", tmp_path / "out"), "holds no inputs of this model", "a folder of images")
     with pytest.MonkeyPatch.context() as patch:
