@@ -20,6 +20,7 @@ from compress.model.buffers import stored_buffers
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.experts import Experts
 from compress.model.layers import find_stacks
+from compress.model.sharing import repeated_names
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Decide, Gradients, Learn
 from compress.run.plan.batches import check_batches
@@ -109,10 +110,12 @@ def sink_of(
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
     check_halved(plan_, halved)
+    blocks = [(table.name, table.module) for table in plan_.tables]
+    blocks += [block for stack in plan_.stacks for block in stack.blocks]
     how: dict[str, Any] = {"resume": delivery.resume, "overwrite": delivery.overwrite, "halved": halved}
+    how |= {"buffers": [name for name, _ in stored_buffers(model)], "repeated": repeated_names(model, blocks)}
     how |= {"names": names_of(opened), "unchanged": opened.check_unchanged}
-    buffers = [name for name, _ in stored_buffers(model)]
-    return Writer(place, fingerprint(identity), comm, buffers=buffers, **how), caches
+    return Writer(place, fingerprint(identity), comm, **how), caches
 
 
 def names_of(opened: OpenedModel) -> DiskNames:

@@ -18,7 +18,7 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard, Writer
 from compress.model.layers import find_stacks
-from compress.run.plan.matching import shared_weights
+from compress.model.sharing import shared_parameters
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Lessons, Run, Steps, phase_of
 from compress.system.comm import Comm
@@ -71,7 +71,7 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         comm,
         record,
         reporter,
-        FoldFinder(comm, shared_weights(model)),
+        FoldFinder(comm, shared_parameters(model)),
         Steps.of(reporter, plan, phase_of(lessons)),
         lessons,
         repeats=lack is not None,

@@ -43,12 +43,12 @@ from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
 from compress.model.left_alone import left_alone
 from compress.model.online import input_rotation
+from compress.model.sharing import shared_parameters
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.where import only
 from compress.run.pipeline import walked
 from compress.run.plan.batches import ChainBrokenError, check_batches
-from compress.run.plan.matching import shared_weights
 from compress.run.plan.plan import Plan
 from compress.run.plan.treatable import treatable
 from compress.run.walk.held_out import divergence_between
@@ -250,7 +250,7 @@ def _study(
         comm,
         record,
         reporter,
-        FoldFinder(comm, shared_weights(opened.model)),
+        FoldFinder(comm, shared_parameters(opened.model)),
         Steps.of(reporter, plan),
     )
     return Study(opened, first, shown, rows, run, ignore, data.batch_size)

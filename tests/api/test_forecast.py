@@ -30,6 +30,14 @@ def tied():
     return transformers.Qwen2ForCausalLM(config)
 
 
+def zamba():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    blocks = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1}
+    mamba = {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8}
+    config = transformers.Zamba2Config(**sizes, **blocks, **mamba, num_key_value_heads=4, hybrid_layer_ids=[1, 2])
+    return transformers.Zamba2ForCausalLM(config)
+
+
 def image_model():
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     return transformers.ResNetForImageClassification(config)
@@ -57,6 +65,7 @@ CASES = {
     "2:4 without zeros": (lambda: build("llama"), [compress.Magnitude(pattern="2:4"), RTN], {"store": "2:4"}),
     "zero points": (lambda: build("opt"), compress.RTN(scheme="w3a16", grid="asymmetric", group_size=16), {}),
     "transposed layers": (lambda: build("gpt2"), RTN, {}),
+    "blocks with shared weights": (zamba, RTN, {}),
     "two stacks": (lambda: build("t5"), RTN, {}),
     "convolutions": (image_model, compress.RTN(), {}),
 }

@@ -48,6 +48,12 @@ def without_first_token():
     return model
 
 
+def table_in_a_block():
+    model = nn.ModuleDict({"table": nn.Embedding(16, 16), "layers": nn.ModuleList([two(), nn.Sequential(*two())])})
+    model["layers"][0][0].weight = model["table"].weight
+    return model
+
+
 def image_model():
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
@@ -104,6 +110,10 @@ CASES = {
     "spectral_norm": ({"model": lambda: with_first(parametrizations.spectral_norm)}, COMPUTED),
     "old spectral_norm": ({"model": lambda: with_first(utils.spectral_norm)}, COMPUTED),
     "pruned": ({"model": lambda: with_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))}, COMPUTED),
+    "table in a block": (
+        {"model": table_in_a_block, "passes": [compress.RTN(), compress.Embeddings()]},
+        r"^layers\.0\.0, in a block, has the weight of table; leave the embeddings pass out",
+    ),
     "inference model": (
         {"model": lambda: made_without_gradients()},
         r"^0\.weight was made under torch\.inference_mode",

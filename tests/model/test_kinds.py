@@ -6,14 +6,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from commands import fast_gptq
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import compress
+from compress.errors import InputError
 from compress.model.apart.split import ADVICE
 from compress.model.left_alone import UNASKED_CONVOLUTION
+from compress.model.sharing import check_apart
 from compress.passes.protocol.base import Pass
 
 W = 16
+SHARED = "shares its weight with another module"
 
 
 class Lookup(nn.Module):
@@ -39,6 +43,34 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.own(self.other(self.one(x).tanh())) + self.own(x)
+
+
+class Block(nn.Module):
+    """A norm and two layers beside the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(W), nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Blocks(nn.Module):
+    """A stack in which one block comes twice, or whose blocks share a layer, a weight, a bias and a norm."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        first, second = Block(), Block()
+        self.layers = nn.ModuleList([first, second, first] if twice else [first, second, Block()])
+        if not twice:
+            second.up, second.norm = first.up, first.norm
+            self.layers[2].up.weight, self.layers[2].down.bias = first.up.weight, first.down.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class Attention(nn.Module):
@@ -112,7 +144,15 @@ KINDS = {
     ),
     "tied and shared": Kind(
         Tied, lambda: {"x": floats(64, W)}, {"own"},
-        dict.fromkeys(("one", "other"), "shares its weight with another module"),
+        dict.fromkeys(("one", "other"), SHARED),
+    ),
+    "a block that comes twice": Kind(
+        lambda: Blocks(twice=True), lambda: {"x": floats(64, W)}, {"layers.1.up", "layers.1.down"},
+        dict.fromkeys((f"layers.{i}.{name}" for i in (0, 2) for name in ("up", "down")), SHARED),
+    ),
+    "blocks that share tensors": Kind(
+        lambda: Blocks(twice=False), lambda: {"x": floats(64, W)}, {f"layers.{i}.down" for i in range(3)},
+        dict.fromkeys((f"layers.{i}.up" for i in range(3)), SHARED),
     ),
     "attention of torch": Kind(
         Attention, lambda: {"x": floats(4, 12, W)}, {"out"},
@@ -147,6 +187,9 @@ def test_a_kind_is_compressed_or_listed_and_runs_as_decided(name, tmp_path):
     assert {layer.name for layer in found.record.layers} == kind.coded
     alone = {n: why for n, why in found.record.left_alone.items() if n not in kind.coded}
     assert {n: why for n, why in alone.items() if why != "embedding"} == kind.dense
+    every, once = ({n for n, _ in model.named_parameters(remove_duplicate=same)} for same in (False, True))
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    assert not (every - once).intersection(load_file(file))
     loaded = compress.load(tmp_path / "out", into=kind.make().eval())
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch), model(**batch))
@@ -161,3 +204,11 @@ def test_three_dimensions_are_convolutions_like_others():
     assert [layer.name for layer in found.record.layers] == ["0", "2"]
     assert all(layer.figures["loss"] < layer.figures["rtn_loss"] for layer in found.record.layers)
     assert [torch.equal(p, o) for p, o in zip(model.parameters(), original, strict=True)] == [False, True] * 2
+
+
+def test_blocks_that_share_tensors_are_not_sharded_one_by_one():
+    model = Blocks(twice=False)
+    blocks = [(f"layers.{i}", block) for i, block in enumerate(model.layers)]
+    check_apart(model, [("layers", model.layers)])
+    with pytest.raises(InputError, match=r"^layers\.1\.norm\.weight and layers\.0\.norm\.weight are one parameter"):
+        check_apart(model, blocks)

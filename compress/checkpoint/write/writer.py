@@ -55,14 +55,16 @@ class Writer:
         overwrite: bool,
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
+        repeated: Collection[str] = (),
         names: DiskNames | None = None,
         unchanged: Callable[[], None] = lambda: None,
     ) -> None:
-        """halved: names of 2:4 layers to write without their zeros. buffers: names of tensors that may hold infinities.
-        names: of tensors in files and in the journal. unchanged: raises where the model has been changed since it was
-        opened; asked before a block counts as finished. Raises InputError for an unfinished run of another identity."""
-        self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
-        self.names, self.unchanged = names or DiskNames(), unchanged
+        """Names of tensors: halved: of 2:4 layers, written without their zeros; buffers: that may hold infinities;
+        repeated: that have a second name (`model.sharing`); names: in files and in the journal. unchanged: raises where
+        the model has been changed since it was opened; asked before a block counts as finished. Raises InputError for
+        an unfinished run of another identity."""
+        self.place, self.comm, self.overwrite, self.unchanged = place, comm, overwrite, unchanged
+        self.halved, self.repeated, self.names = halved, frozenset(repeated), names or DiskNames()
         self.buffers = frozenset(map(self.names.on_disk, buffers))
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
@@ -190,11 +192,11 @@ class Writer:
         self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
 
     def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
-        """{full name: tensor} of a block, without weights that terms replace and modules with their own entry."""
+        """{full name: tensor} of a block, without what terms replace, or what has an entry or a name elsewhere."""
         prefix = f"{block}." if block else ""
         inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
         without = {self.names.in_model(key) for entry in inside for sums in entry["files"].values() for key in sums}
-        without |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
+        without |= {f"{name}.weight" for entry in inside for name in entry["layers"]} | self.repeated
         without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
         inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
         return {prefix + name: value for name, value in opened.stored(inner)}
@@ -221,9 +223,7 @@ class Writer:
         return {file: sums for part in parts for file, sums in part.items()}
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
-        if not tensors:
-            return {}
-        return {path.name: write_tensors(path, tensors, self.buffers)}
+        return {path.name: write_tensors(path, tensors, self.buffers)} if tensors else {}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
         """{name in the model: tensor} written as `files`, from present places. CheckpointError for a changed one."""

@@ -9,7 +9,8 @@ from torch import nn
 from compress.errors import InputError
 from compress.model.apart.split import ADVICE
 from compress.model.experts import GATE, gates
-from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
+from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head
+from compress.model.sharing import shared_parameters
 from compress.passes.protocol.patterns import matches
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
@@ -49,7 +50,7 @@ class Matching:
 
     @cached_property
     def _shared(self) -> set[int]:
-        return shared_weights(self.model)
+        return shared_parameters(self.model)
 
     @cached_property
     def _gates(self) -> set[nn.Module]:
@@ -123,15 +124,4 @@ def tied_head(model: nn.Module) -> nn.Parameter | None:
     """The weight of the output head, where the embedding has the same."""
     head = output_head(model)
     weight = None if head is None else head._parameters.get("weight")
-    return weight if weight is not None and id(weight) in shared_weights(model) else None
-
-
-def shared_weights(model: nn.Module) -> set[int]:
-    """Identities of the weights that several modules use."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for key, weight in module._parameters.items():
-            if weight is not None and (key == "weight" or is_fused(module, weight)):
-                (shared if id(weight) in seen else seen).add(id(weight))
-    return shared
+    return weight if weight is not None and id(weight) in shared_parameters(model) else None

@@ -169,7 +169,8 @@ def plan(
         nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
         return Plan(tuple(stacks), nothing, (), {}, convolutions, experts, recipe=structural)
     ignored = Ignored(ignore)
-    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
+    blocks = tuple(f"{name}." for stack in stacks for name, _ in stack.blocks if name)
+    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored, blocks)
     tied = {name for table in tables for name in (table.name, *table.shared)}
 
     def asked(name: str) -> bool:
@@ -293,8 +294,9 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
     return found[0]
 
 
-def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple[Table, ...]:
-    """The tables that the pass about embeddings treats; enters the others into `ignored`.
+def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored, blocks: tuple[str, ...]) -> tuple[Table, ...]:
+    """The tables that the pass about embeddings treats; enters the others into `ignored`. blocks: prefixes of names
+    inside blocks.
 
     A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
     """
@@ -317,6 +319,8 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple
     for table in kept:
         if problem := obstacle(table.module):
             raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
+        if inside := next((other for other in table.shared if other.startswith(blocks)), None):
+            raise InputError(f"{inside}, in a block, has the weight of {table.name}; leave the embeddings pass out")
     p.check({table.name: table.shape for table in kept})
     return tuple(kept)
 

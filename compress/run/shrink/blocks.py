@@ -10,12 +10,13 @@ from compress.model.calls import Batch, Call, evaluating
 from compress.model.edits.folds import Fold
 from compress.model.edits.keep import Coupling
 from compress.model.layers import Stack, find_stacks, layers_of, output_head, whole_model
+from compress.model.sharing import shared_parameters
 from compress.model.structure.couplings import find_couplings, why_not
 from compress.model.structure.discovery import Finder, signature_of
 from compress.model.structure.rotate import why_not as unpassable
 from compress.model.structure.rotate import widest
 from compress.run.plan.batches import ChainBrokenError
-from compress.run.plan.matching import Ignored, shared_weights
+from compress.run.plan.matching import Ignored
 from compress.run.plan.named import remarks_on_patterns
 from compress.run.residency import Local, Residency
 from compress.run.walk.capture import capture, check_hidden_alone, output_shape
@@ -61,7 +62,7 @@ class MatrixFinder:
     them."""
 
     def __init__(self, model: nn.Module, residency: Residency) -> None:
-        self.residency, self.shared = residency, shared_weights(model)
+        self.residency, self.shared = residency, shared_parameters(model)
         self.finder = Finder()
         self.known: dict[tuple[object, ...], dict[str, int]] = {}
 
@@ -93,7 +94,7 @@ class CouplingFinder:
 
     def __init__(self, model: nn.Module, residency: Residency, ignored: Ignored) -> None:
         self.model, self.residency, self.ignored = model, residency, ignored
-        self.shared, self.head = shared_weights(model), output_head(model)
+        self.shared, self.head = shared_parameters(model), output_head(model)
         self.known: dict[tuple[object, ...], tuple[tuple[Coupling, ...], tuple[str, ...]]] = {}
 
     def couplings_of(self, name: str, block: nn.Module, call: Call) -> tuple[tuple[Coupling, ...], tuple[str, ...]]:

@@ -17,9 +17,10 @@ from compress.model.calls import Arrival, Call
 from compress.model.edits.changes import DATA, Applied, change
 from compress.model.layers import Layer, Stack, layers_of, obstacle
 from compress.model.opened import Opened
+from compress.model.sharing import shared_parameters
 from compress.passes.protocol.removal import RemovalOptions
 from compress.run.installed import Versions
-from compress.run.plan.matching import Ignored, shared_weights
+from compress.run.plan.matching import Ignored
 from compress.run.residency import Local
 from compress.run.shrink.groups import Reading, consumer_of
 from compress.run.walk.forward import suspended_forward
@@ -64,7 +65,7 @@ class Compensation:
         the model stores, and the calls of the next block."""
         found: list[tuple[Layer, Tensor, Tensor | None]] = []
         versions = Versions()
-        shared = shared_weights(self.model)
+        shared = shared_parameters(self.model)
         layers = [each for each in layers_of(opened.block, name) if obstacle(each.module) is None] if solves else []
         layers = [each for each in layers if id(each.parameter) not in shared and not self.ignored.asked_for(each.name)]
         by_name = {layer.name: layer for layer in layers}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
 from compress.model.calls import Batch, Call, hidden_of
+from compress.model.sharing import shared_parameters
 from compress.run.kept import KeptStatistics
-from compress.run.plan.matching import shared_weights
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.run.walk.rewrite import FoldFinder
@@ -91,7 +91,7 @@ class Run:
     def again(self, **changes: Any) -> "Run":
         """This run with other values of some fields, from its beginning: with nothing found or counted yet."""
         new = replace(self, **changes)
-        folds = FoldFinder(new.comm, shared_weights(new.model))
+        folds = FoldFinder(new.comm, shared_parameters(new.model))
         return replace(new, folds=folds, steps=Steps.of(new.reporter, new.plan, phase_of(new.lessons)))
 
     @cached_property

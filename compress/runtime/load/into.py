@@ -18,31 +18,33 @@ def load_into(model: nn.Module, source: Source, dtype: torch.dtype | None, targe
     default = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     prepare(model, source, dtype or default)
     taken = {name for layer in stored.layers.values() for name in layer.parts.values()}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, Unread | UnreadEmbedding):
             for part, full in module.stored.parts.items():
                 module._buffers[part] = source.weights.tensor(full).to(target)
-            if isinstance(module, Unread) and module.bias is not None:
-                _fill(f"{name}.bias", module.bias, source, dtype, target)
-                taken.add(f"{name}.bias")
-    done = set(taken)
-    for name, tensor in _own_tensors(model):
-        if name not in done:
+    for names, tensor in _own_tensors(model):
+        if taken.isdisjoint(names):
+            name = next((name for name in names if name in source.weights), names[0])
             _fill(name, tensor, source, dtype, target)
-            done.add(name)
-    if strange := sorted(set(source.weights) - done):
+            taken.update(names)
+    if strange := sorted(set(source.weights) - taken):
         raise CheckpointError(f"{source.path} holds {strange[0]}; {type(model).__name__} has no such tensor")
     finish(model, target)
     lay_in_strips(model)
     return model.to(target)
 
 
-def _own_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors of a model that a checkpoint holds dense, by every name that they have."""
-    unread = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding))
-    buffers = [(f"{n}.{key}" if n else key, m._buffers[key]) for n, m in model.named_modules() for key in _lasting(m)]
-    held = [*model.named_parameters(), *((name, buffer) for name, buffer in buffers if buffer is not None)]
-    return [(name, tensor) for name, tensor in held if not name.startswith(unread)]
+def _own_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """(Every name that it has, tensor) of the tensors of a model that a checkpoint holds dense."""
+    found: dict[object, tuple[list[str], Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held: list[tuple[str, object, Tensor | None]] = [(key, id(p), p) for key, p in module._parameters.items()]
+        if not isinstance(module, Unread | UnreadEmbedding):
+            held += [(key, (id(module), key), module._buffers[key]) for key in _lasting(module)]
+        for key, identity, tensor in held:
+            if tensor is not None:
+                found.setdefault(identity, ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
+    return list(found.values())
 
 
 def _lasting(module: nn.Module) -> list[str]:
