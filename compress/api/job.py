@@ -172,7 +172,7 @@ class Job:
             self.note(line)
         about_training = training_file(run.record.training)
         changed = None if self.opened.cut is None else self.opened.cut.record["config"]
-        config, files = configuration(run.model, self.opened.source, changed)
+        config, files = configuration(run.model, self.opened.source, changed, self.opened.headless)
         if config is None and schemes:  # a module of the caller, which `load(into=...)` reads
             config = {"architectures": [type(run.model).__name__]}
         if config is not None and (schemes or self.caches):

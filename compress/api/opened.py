@@ -9,12 +9,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
 
-from compress.checkpoint.read.beside import KeptTensor, beside, counted, made_anew
+from compress.checkpoint.read.beside import (
+    AHEAD,
+    KeptTensor,
+    beside,
+    counted,
+    made_anew,
+    predicts_ahead,
+    without_heads,
+)
 from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.saving import bytes_before
+from compress.checkpoint.write.describe import differences
 from compress.errors import CompressError, InputError
 from compress.model.experts_apart import split_experts
 from compress.model.finite import check_finite
@@ -71,6 +81,19 @@ class OpenedModel:
     def kept(self) -> Mapping[str, KeptTensor]:
         """Those of `beside` that a run keeps: all, unless an edit has changed what they read."""
         return self.beside if self.cut is None else {}
+
+    @property
+    def headless(self) -> bool:
+        """True where its configuration counts heads that predict several tokens, and none of them is written: an edit
+        has changed what they read, or the model in memory has none."""
+        config = getattr(self.model, "config", None)
+        if not isinstance(config, PretrainedConfig):
+            return False
+        held = [name for name, _ in self.model.named_parameters()]
+        lost = self.source is None or any(each.kind == AHEAD for each in self.beside.values())
+        if not lost or predicts_ahead([*held, *self.kept], config):
+            return False
+        return bool(differences(config, without_heads(config)))
 
     def fingerprint(self, comm: Comm | None = None) -> str:
         """The fingerprint of the weights as they were given. A collective."""

@@ -11,7 +11,7 @@ from compress.api.request import Request
 from compress.api.shown import Shown
 from compress.api.teachers import fingerprints
 from compress.checkpoint.files import fingerprint
-from compress.checkpoint.read.beside import totals
+from compress.checkpoint.read.beside import AHEAD, totals
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.writer import Discard, Writer
@@ -65,7 +65,7 @@ def planned_work(request: Request, opened: OpenedModel, shown: Shown, place: Dir
         check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, opened, shown, plan_, comm)
     sink, caches = sink_of(request, place, comm, opened, plan_, identity)
-    notes = [*remarks_on_beside(opened), *remarks(request, model, plan_, shown, sink)]
+    notes = [*remarks_on_beside(opened, place is not None), *remarks(request, model, plan_, shown, sink)]
     return Planned(plan_, identity, sink, caches, notes)
 
 
@@ -154,11 +154,15 @@ def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink:
     return notes
 
 
-def remarks_on_beside(opened: OpenedModel) -> list[str]:
-    """Remarks for the user on tensors that the model has no place for."""
+def remarks_on_beside(opened: OpenedModel, written: bool) -> list[str]:
+    """Remarks for the user on tensors that the model has no place for. written: whether there is an output."""
     if opened.cut is None:
-        return [f"kept dense: {words}" for words in totals(opened.beside)]
-    return [f"not written: {words}: the recipe edits the model as a whole" for words in totals(opened.beside)]
+        found = [f"kept dense: {words}" for words in totals(opened.beside)]
+    else:
+        found = [f"not written: {words}: the recipe edits the model as a whole" for words in totals(opened.beside)]
+    if written and opened.headless:
+        found.append(f"the configuration of the output counts no {AHEAD}: none is written")
+    return found
 
 
 def remarks_on_data(shown: Shown) -> list[str]:

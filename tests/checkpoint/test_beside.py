@@ -116,6 +116,19 @@ def test_an_edit_of_the_whole_model_drops_what_reads_its_hidden_states(tmp_path)
     assert not any("kept dense" in note for note in compress.plan(folder, [compress.Rotation(), W8]).notes)
 
 
+@pytest.mark.parametrize(("passes", "in_memory"), [([compress.Rotation(), W8], False), (W8, True), (W8, False)])
+def test_the_configuration_counts_the_heads_that_are_written(passes, in_memory, mixture, tmp_path):
+    model = made("deepseek-v3") if in_memory else mixture
+    found = compress.quantize(model, passes, output=tmp_path / "out", verify=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    kept = sum("layers.61." in name or name.startswith("mtp.") for name in stored(tmp_path / "out"))
+    assert (kept, config["num_nextn_predict_layers"]) == ((4, 1) if passes is W8 and not in_memory else (0, 0))
+    said = f"the configuration of the output counts no {AHEAD}: none is written"
+    assert (said in found.record.notes) == (kept == 0)
+    if in_memory:
+        assert model.config.num_nextn_predict_layers == 1
+
+
 def test_what_a_model_computes_itself_is_not_kept(tmp_path):
     folder = save(build("llama"), tmp_path / "in")
     weights = load_file(folder / "model.safetensors")

@@ -4,6 +4,7 @@ Checkpoints hold more than transformers runs: heads that predict several tokens,
 parts of a system of models. They are no part of the model that is compressed; a run keeps them as they are.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import idle_biases, stored_in
 from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.model.apart.split import split_layers
+from compress.model.edits.configured import configs_of
 from compress.model.experts_apart import loading_steps, split_experts
 
 AHEAD = "multi-token-prediction head"
 DRAFT = "draft head"
 BEHIND = "layer behind those that the configuration counts"
 AHEAD_WORDS = re.compile(r"(^|\.)(mtp|nextn|multi_token)[^.]*\.")
+AHEAD_FIELDS = re.compile(r"(^|_)(mtp|nextn|multi_token)(_|$)")
 DRAFT_WORDS = re.compile(r"(^|\.)([^.]*draft|eagle|medusa)[^.]*\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -71,6 +74,21 @@ def totals(tensors: Mapping[str, KeptTensor]) -> list[str]:
 def counted(tensors: int) -> str:
     """Words for a number of tensors."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
+
+
+def without_heads(config: Any) -> Any:
+    """A copy of a configuration that counts no heads which predict several tokens."""
+    found = copy.deepcopy(config)
+    for _, each in configs_of(found):
+        for name, value in vars(each).items():
+            if AHEAD_FIELDS.search(name) and (type(value) is int or (type(value) is bool and "use" in name)):
+                setattr(each, name, type(value)(0))
+    return found
+
+
+def predicts_ahead(names: Iterable[str], config: Any) -> bool:
+    """True where one of these tensors is of a head that predicts several tokens."""
+    return any(_kind(name, config, "") == AHEAD for name in names)
 
 
 def _beside(source: Source) -> dict[str, KeptTensor]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.beside import without_heads
 from compress.checkpoint.read.source import Source
 from compress.errors import CompressError
 from compress.model.apart.split import is_apart
@@ -23,12 +24,12 @@ from compress.weights.scheme import Scheme
 
 
 def configuration(
-    model: Any, source: Source | None, changed: Mapping[str, Sequence[Any]] | None = None
+    model: Any, source: Source | None, changed: Mapping[str, Sequence[Any]] | None = None, headless: bool = False
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """(A model's configuration, or None; {file: content} of files to write with it).
 
     source: of the model; None for one in memory. changed: {key: (before, after)} of the run's changes to the
-    configuration.
+    configuration. headless: heads that predict several tokens are not written, so that it may count none.
     """
     config: dict[str, Any] | None = None
     companions: dict[str, str] = {}
@@ -40,8 +41,9 @@ def configuration(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             companions["generation_config.json"] = generation.to_json_string()
-    if config is not None and changed:
-        config = restated(config, model.config, changed)
+    if config is not None and (changed or headless):
+        own = without_heads(model.config) if headless else model.config
+        config = restated(config, own, {**(changed or {}), **differences(model.config, own)})
     if config is not None and isinstance(config.get("_name_or_path"), str):
         config["_name_or_path"] = shown(config["_name_or_path"])
     return config, companions
@@ -70,6 +72,12 @@ def restated(
     if odd := [key for key in changed if again.get(key) != wanted[key]]:
         raise CompressError(f"{type(config).__name__} reads {odd[0]} {wanted[odd[0]]} as {again.get(odd[0])}")
     return found
+
+
+def differences(config: PretrainedConfig, other: PretrainedConfig) -> dict[str, tuple[Any, Any]]:
+    """{key: (value, the other's value)} of what two configurations of one class say differently."""
+    one, two = (json.loads(each.to_json_string(use_diff=False)) for each in (config, other))
+    return {key: (one.get(key), two.get(key)) for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
 
 
 OF_WRITING = ("transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")  # not of the model

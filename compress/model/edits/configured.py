@@ -7,7 +7,7 @@ model to that of the edited one (`intermediate_size` 64 -> 48), or in the same r
 """
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,9 @@ def configure(
         tried = {}
         for fields, differing in states.items():
             for move in _moves(config, fields, differing, pairs):
-                found = search.differing((*fields, move))
+                moved, found = search.moved(fields, move, differing)
                 if found is not None and (differing is None or len(found) < len(differing)):
-                    tried[(*fields, move)] = found
+                    tried[moved] = found
         best = sorted(tried, key=lambda each: len(tried[each]))[:STATES]
         if not best:
             break
@@ -141,6 +141,18 @@ class _ConfigurationSearch:
             return None
         keys = (self.ours.keys() | made.keys()) - self.unread
         return {k: (made.get(k), self.ours.get(k)) for k in keys if made.get(k) != self.ours.get(k)}
+
+    def moved(self, fields: Fields, move: Field, before: Differing | None) -> tuple[Fields, Differing | None]:
+        """(Fields with one more, what differs then). A number that followed from the changed one, and that the class
+        also reads from the configuration (the size of a head), keeps its value."""
+        moved = (*fields, move)
+        found = self.differing(moved)
+        followed = {a: own for (name, a), (_, own) in (found or {}).items() if (name, a) not in (before or {})}
+        for pin in _unnamed(self.model.config, followed):
+            pinned = self.differing((*moved, pin))
+            if found is not None and pinned is not None and len(pinned) < len(found):
+                moved, found = (*moved, pin), pinned
+        return moved, found
 
     def written(self, fields: Fields) -> Applied:
         """Change the model's configuration, and the copies of its numbers in the modules. Raises InputError where the
@@ -220,12 +232,11 @@ def _between(config: Any, other: Any, taken: Fields) -> Fields:
 def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Collection[Pair]) -> Iterator[Field]:
     """Candidates for the next change: numbers that equal or are in ratio to one that differs, and missing numbers."""
     wanted = dict.fromkeys(pairs)
-    named: dict[str, int] = {}
+    named: dict[str, Any] = {}
     for (_, attribute), (made, own) in (differing or {}).items():
         sizes = zip(made, own, strict=False) if type(made) is type(own) is tuple else [(made, own)]
         wanted |= dict.fromkeys((a, b) for a, b in sizes if type(a) is type(b) is int and a != b and a > 0)
-        if attribute and type(own) is int:
-            named[attribute] = own
+        named[attribute] = own
     taken = {(field.path, field.name) for field in fields}
     found: dict[Field, None] = {}
     for path, owner in configs_of(config):
@@ -237,5 +248,12 @@ def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Coll
                     found[Field(path, name, after)] = None
                 elif type(value) is int and value > 1 and value * after % before == 0 and value * after:
                     found[Field(path, name, value * after // before)] = None
-        found |= dict.fromkeys(Field(path, n, v) for n, v in named.items() if not hasattr(owner, n))
     yield from found
+    yield from (field for field in _unnamed(config, named) if field not in found)
+
+
+def _unnamed(config: Any, named: Mapping[str, Any]) -> Iterator[Field]:
+    """Fields for those attributes of modules that are whole numbers, and that a configuration does not have."""
+    for path, owner in configs_of(config):
+        lacking = (name for name, value in named.items() if name and type(value) is int)
+        yield from (Field(path, name, named[name]) for name in lacking if getattr(owner, name, None) is None)
