@@ -805,10 +805,8 @@ MASKS: dict[str, Case] = {
         ("structure with nothing to remove", "give heads, channels", "layers"),
     ),
     "heads that no configuration has": (
-        lambda d: command(
-            *("prune", d.model, "--structure", "heads:0.1", "--calibration", d.tokens, "--output", d.output)
-        ),
-        ("heads 0.1 of 2 heads", "is none; give 0.25 or more"),
+        lambda d: command(*("prune", d.model, "--structure", "heads", "--calibration", d.tokens, "--output", d.output)),
+        ("heads 0.25 of 2 heads", "is none; give 0.5 or more"),
     ),
     "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer, model",)),
     "whole model for what makes up for its zeros": (

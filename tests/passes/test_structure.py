@@ -155,5 +155,8 @@ def test_how_many_stay():
         else:
             assert how.staying("channels", groups) == left
     assert Structure(heads=0.9).staying("heads", 2) == 1
-    with pytest.raises(ValueError, match=r"heads 0\.2 of 2 heads .* is none; give 0\.25 or more"):
-        Structure(heads=0.2).staying("heads", 2)
+    assert [Structure(heads=share).staying("heads", 10) for share in (0.1, 0.28, 0.3, 0.7)] == [9, 8, 7, 3]
+    for groups, enough in ((2, "0.5"), (3, "0.334")):  # a quarter of them would be half, or a third
+        with pytest.raises(ValueError, match=rf"heads 0\.25 of {groups} heads .* is none; give {enough} or more"):
+            Structure(heads=0.25).staying("heads", groups)
+        assert Structure(heads=float(enough)).staying("heads", groups) == groups - 1

@@ -1,5 +1,6 @@
 """The options of removing structure by shares: heads, channels, channels of the hidden state, and blocks."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,18 @@ from compress.errors import InputError, one_of
 
 Importance = Literal["loss", "activation", "magnitude"]
 Part = Literal["heads", "channels"]
+EXACT = 1e-6  # of a group: a share like 0.3 of 10 counts as 3
 PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def going(share: float, groups: int) -> int:
+    """The largest number of groups that is no larger a share of them than this."""
+    return int(share * groups + EXACT)
+
+
+def upwards(share: float) -> str:
+    """A share in words, rounded up to three places: what is given as it reads is enough."""
+    return f"{math.ceil(share * 1000 - EXACT) / 1000:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +127,17 @@ class RemovalOptions:
         return {"norm": ChannelNorm} if self.importance == "activation" else {}
 
     def staying(self, part: Part | Literal["hidden"], groups: int) -> int:
-        """The number of groups that stay of `groups`. Raises InputError where all would."""
+        """The number of groups that stay of `groups`: no larger share goes than was asked for. Raises InputError where
+        all would stay."""
         share: float = getattr(self, part)
-        least = 0.5 / groups  # what is rounded to one
-        gone = min(int(share * groups + 0.5), groups - 1)
-        kept = groups - gone
+        least = 1 / groups
+        kept = groups - going(share, groups)
         if part == "channels":
             kept = -(-kept // self.multiple) * self.multiple
             least = max(least, (groups - (groups - 1) // self.multiple * self.multiple) / groups)
         if kept >= groups:
             what = "heads (query heads count with their key-value head)" if part == "heads" else "channels"
             where = f" in multiples of {self.multiple}" if part == "channels" and self.multiple > 1 else ""
-            advice = "no share takes any" if least >= 1 else f"give {least:.3g} or more"
+            advice = "no share takes any" if least >= 1 else f"give {upwards(least)} or more"
             raise InputError(f"{part} {share} of {groups} {what}{where} is none; {advice}, or leave it out")
         return kept

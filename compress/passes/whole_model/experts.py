@@ -38,6 +38,7 @@ from compress.model.edits.keep_experts import KeepExperts, mixtures_of, routers_
 from compress.model.experts import Experts
 from compress.model.known_edits import Edit
 from compress.model.structure.hollow import replaced_forwards
+from compress.passes.protocol.removal import going, upwards
 from compress.passes.protocol.whole import Whole
 
 # Experts of a group that its router looks at.
@@ -89,7 +90,7 @@ class RouterChoice:
     def staying(self, share: float) -> int:
         """The number of experts that stay where a share goes: as many of every group, and all that a token needs."""
         of_group = self.experts // self.groups
-        return max(self.groups * (of_group - int(share * of_group + 0.5)), min(self.least, self.experts))
+        return max(self.groups * (of_group - going(share, of_group)), min(self.least, self.experts))
 
 
 def experts_left(scores_E: Tensor, routing: RouterChoice, staying: int) -> list[int]:
@@ -135,7 +136,7 @@ def fewer_experts(share: float, whole: Whole) -> Iterator[tuple[str, Edit]]:
         if routing.staying(share) == routing.experts:
             raise InputError(
                 f"experts {share} of {routing.experts} in {around} is none: {routing.least} have to stay; give "
-                f"{routing.groups / (2 * routing.experts):.3g} or more, or leave it out"
+                f"{upwards(routing.groups / routing.experts)} or more, or leave it out"
             )
     tallies = {experts: Tally(len(experts.numbers)) for experts in mixtures.values()}
 

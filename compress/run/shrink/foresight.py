@@ -29,6 +29,7 @@ from compress.run.shrink.cuts import NAMES, Cut, part_of
 from compress.run.shrink.restructured import ModelSize
 from compress.run.walk.sites import structure_of
 
+CLEARLY = 0.1  # of the share that was asked for
 TRIED = 16  # numbers of heads, where the one that was asked for does not work
 
 
@@ -56,9 +57,20 @@ class Foreseen:
             what.append(f"{self.p.staying('hidden', self.width)} of {self.width} channels of the hidden state")
         return [
             f"structure: {', '.join(what)} will stay: {self.after.said(self.before)}",
-            *(f"structure: {each}" for each in self.said),
+            *(f"structure: {each}" for each in (*self.said, *self._less())),
             *(f"structure: nothing to cut in {name}: {why}" for name, why in self.without.items()),
         ]
+
+    def _less(self) -> list[str]:
+        """Lines about parts of which clearly less goes than the share that was asked for."""
+        found: dict[str, None] = {}
+        for c in (c for cuts in self.cuts.values() for c in cuts):
+            share, gone, groups = getattr(self.p, c.part), c.coupling.groups - c.staying, c.coupling.groups
+            if gone < (1 - CLEARLY) * share * groups:
+                found[f"{c.part} {share:.3g} is less than {gone + 1} of {groups} {NAMES[c.part]}: removed {gone}"] = (
+                    None
+                )
+        return [*found]
 
 
 class Foresight:

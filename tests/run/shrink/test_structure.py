@@ -28,6 +28,10 @@ MODELS = {
     # A size of heads that is not hidden / heads once heads are gone, and not in the file.
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**EIGHT_HEADS, sliding_window=None)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**EIGHT_HEADS, "head_dim": 6})),
+    # Its class of configuration knows no size of heads, which its attention reads nevertheless.
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**{key: size for key, size in EIGHT_HEADS.items() if key != "head_dim"})
+    ),
     "nomic-bert": lambda: transformers.NomicBertModel(
         transformers.NomicBertConfig(
             **{**SIZES, "num_hidden_layers": 3}, intermediate_size=64, max_position_embeddings=64
@@ -104,16 +108,21 @@ def test_what_is_left_loads_anywhere_and_is_what_was_foreseen(kind, tmp_path):
     assert any(f"{left} of {before} parameters" in note for note in heard.first)
     source = find_source(str(tmp_path / "out"))
     assert sum(each.bytes for each in tensor_sizes(source)) == structure["after"]["bytes"]
-    config, heads = again.config, 6 if kind in ("mistral", "llama") else 3
+    config, heads = again.config, 6 if kind in ("mistral", "llama", "qwen2") else 3
     assert (config.num_hidden_layers, config.intermediate_size) == (2, 48)
     if kind != "bert":
         assert config.num_attention_heads == heads
-        assert config.head_dim == {"mistral": 8, "llama": 6, "nomic-bert": 8}[kind]
+        assert config.head_dim == {"mistral": 8, "llama": 6, "qwen2": 6, "nomic-bert": 8}[kind]
     record = json.loads((tmp_path / "out" / "compress.json").read_text())
     assert record["structure"]["cut"] == structure["cut"]
     assert [len(cut["removed"]) for cut in structure["cut"] if cut["part"] == "channels"] == [16, 16]
     assert all(cut["figures"]["loss"] < cut["figures"]["zeroed_loss"] for cut in structure["cut"])
     assert structure["config"]["num_hidden_layers"] == [3, 2]
+
+
+def test_no_more_goes_than_was_asked_for():
+    found = compress.quantize(made("mistral"), compress.Structure(heads=0.4, compensate=False), **ON_TOKENS)
+    assert "structure: heads 0.4 is less than 2 of 4 groups of heads: removed 1" in found.record.notes
 
 
 def test_what_the_record_says_went_is_what_went():
