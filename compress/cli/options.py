@@ -128,6 +128,7 @@ def begin() -> None:
         click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
     warnings.filterwarnings("ignore")
     import_plugins()
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # of transformers: nothing is fetched that nobody named
     import huggingface_hub
     import transformers
 

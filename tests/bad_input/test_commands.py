@@ -29,6 +29,13 @@ def with_missing_shard(desk: Desk) -> Path:
     return directory
 
 
+def with_file(desk: Desk, name: str) -> Path:
+    """A copy of the model with one more file."""
+    model = desk.copy()
+    (model / name).write_text("{}")
+    return model
+
+
 def parquet(desk: Desk, **columns: list[object]) -> Path:
     pq.write_table(pa.table(columns), desk.here / "given.parquet")
     return desk.here / "given.parquet"
@@ -210,6 +217,30 @@ MODELS: dict[str, Case] = {
     "config that comes with code of its own": (
         lambda d: d.rtn(d.copy(config__json=configured(model_type="zork", auto_map={"AutoConfig": "own.Config"}))),
         ("the configuration of", "(own.Config)", "not run", "--trust-remote-code"),
+    ),
+    "kernel of the hub": (
+        lambda d: d.rtn(d.copy(config__json=configured(_attn_implementation="owner/kernel@v1:f"))),
+        ("config.json names 'owner/kernel@v1:f' (_attn_implementation)", "would fetch and run", "take it out"),
+    ),
+    "kernel of the hub, of a part": (
+        lambda d: d.rtn(d.copy(config__json=configured(text_config={"attn_implementation": {"": "paged|me/x"}}))),
+        ("config.json names 'paged|me/x' (attn_implementation)", "a kernel of the hub"),
+    ),
+    "weights elsewhere": (
+        lambda d: d.rtn(d.copy(config__json=configured(transformers_weights="../model.safetensors"))),
+        ("names the weights '../model.safetensors' (transformers_weights)", "it must be a .safetensors or"),
+    ),
+    "weights that are missing": (
+        lambda d: d.rtn(d.copy(config__json=configured(transformers_weights="other.safetensors"))),
+        ("names the weights 'other.safetensors'", "file beside it"),
+    ),
+    "weights that transformers would read instead": (
+        lambda d: d.rtn(with_file(d, "shard-00001-model-00001-of-00001.safetensors")),
+        ("is a part of a model of torch.distributed, which transformers would read instead of model.safetensors",),
+    ),
+    "adapter beside the model": (
+        lambda d: d.rtn(with_file(d, "adapter_config.json")),
+        ("holds an adapter of peft beside its model", "merge_and_unload()", "or move adapter_config.json away"),
     ),
     "config of another size": (
         lambda d: d.rtn(d.copy(config__json=configured(intermediate_size=128))),

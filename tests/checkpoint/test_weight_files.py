@@ -1,14 +1,18 @@
 """A checkpoint is opened once: what has been read from its headers is passed on, not read again."""
 
+import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import make_llama, save
 
 import compress
 from compress.checkpoint.read import weight_files
+from compress.checkpoint.read.source import find_source
 from compress.runtime.load.loading import transformers_alone
 
 
@@ -41,6 +45,24 @@ def test_load_evaluate_and_verify_open_each_file_once(
     with transformers_alone():
         compress.verify(llama_w4)
     assert opened == {ours: 1}
+
+
+def test_the_weights_that_a_configuration_names_are_those_that_are_read_and_known(llama: Path, tmp_path: Path) -> None:
+    """They are hashed, and no output is told to look for a file of that name."""
+    other = save(make_llama(seed=9).half(), tmp_path / "other")
+    named = Path(shutil.copytree(llama, tmp_path / "named"))
+    shutil.copyfile(other / "model.safetensors", named / "others.safetensors")
+    (named / "config.json").write_text(
+        json.dumps({**json.loads((llama / "config.json").read_text()), "transformers_weights": "others.safetensors"})
+    )
+    source = find_source(str(named))
+    assert {path.name for path in source.weights.paths} == {"others.safetensors"}
+    passes = compress.RTN(group_size=32)
+    outputs = [tmp_path / "out", tmp_path / "same"]
+    for model, out in zip((named, other), outputs, strict=True):
+        compress.quantize(model, passes, output=out)
+        assert "transformers_weights" not in json.loads((out / "config.json").read_text())
+    assert len({(out / "model.safetensors").read_bytes() for out in outputs}) == 1
 
 
 def test_a_loaded_model_keeps_no_file_open(llama_w4: Path) -> None:

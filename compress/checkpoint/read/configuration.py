@@ -5,6 +5,7 @@ Keys that no reader here uses are allowed. The readers (`source`, `scheme`) chec
 
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
 NUMBER = ("num_", "n_")  # others are places, like vision_feature_layer: -2
 LABELS = "num_labels"  # transformers makes a name for each
 Header = tuple[tuple[int, ...], str]  # of a tensor: its shape, and safetensors' name of its dtype
+FLASH = "flash_attention_"
 FEW = 1000  # modules that are made in seconds, allowed whatever the files hold
 
 
@@ -58,6 +60,7 @@ class AnyMethod(TypedDict, total=False):
 
 class Config(TypedDict, total=False):
     architectures: list[str] | None
+    transformers_weights: str | None
     quantization_config: AnyMethod | None
 
 
@@ -132,11 +135,38 @@ class Index(TypedDict):
 def check_config(config: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for a configuration that cannot be read."""
     fits(config, Config, path)
+    _check_local(config, path)
     kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
     kinds |= {gptq_awq.GPTQ: GPTQsConfig, gptq_awq.AWQ: AWQsConfig}
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method in kinds:
         fits(config, kinds[method], path)
+
+
+def _check_local(config: Mapping[str, Any], path: Path) -> None:
+    """Raises CheckpointError for code that transformers would fetch and run for a configuration: kernels of the hub,
+    named by owner/name, and those that stand for a package that is missing."""
+    for key, name in _implementations(config):
+        if "/" in name:
+            raise CheckpointError(
+                f"{path} names {name!r} ({key}), a kernel of the hub, which transformers would fetch and run; take it "
+                "out"
+            )
+        if name.removeprefix("paged|").startswith(FLASH) and find_spec("kernels") and not find_spec("flash_attn"):
+            raise CheckpointError(
+                f"{path} asks for {name!r} ({key}), and without the package flash_attn transformers would fetch a "
+                "kernel of the hub for it; install that, or take it out"
+            )
+
+
+def _implementations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(Key, name) of the implementations that a configuration asks for, its parts' among them."""
+    for key, value in config.items():
+        if key.removesuffix("_internal").endswith("_implementation"):
+            names = value.values() if isinstance(value, dict) else [value]
+            yield from ((key, name) for name in names if isinstance(name, str))
+        elif isinstance(value, dict):
+            yield from _implementations(value)
 
 
 def check_generation(settings: Any, path: Path) -> None:

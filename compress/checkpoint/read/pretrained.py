@@ -27,7 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from compress.checkpoint.files import VARIANT, checksum, read_json
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
-from compress.checkpoint.read.source import Source, check_dense, needs_code, own_code
+from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases, stored_in
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
@@ -129,6 +129,11 @@ def from_pretrained(
         empty = empty_model(source)
     if empty is not None:
         check_room(source, empty)
+    if path is not None and (source.path / ADAPTER).exists():
+        raise InputError(
+            f"{source.path} holds an adapter of peft beside its model, which transformers would put into it; "
+            f"merge_and_unload(), save_pretrained and give that directory, or move {ADAPTER} away"
+        )
     if path is not None and source.weights.of_variant:  # load the files that were found, not others in the directory
         arguments["variant"] = VARIANT
     if source.trusted and source.code:  # a class of the model's own code does not find its configuration by itself

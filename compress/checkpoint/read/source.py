@@ -12,10 +12,11 @@ from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read.configuration import Header, check_config
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.seen import in_our_words
-from compress.checkpoint.read.weight_files import WeightFiles, weight_files
+from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.system.reading import special
 
+ADAPTER = "adapter_config.json"
 DEMO = Path(__file__).parents[2] / "demo"
 T = TypeVar("T")
 PICKLE = (
@@ -133,7 +134,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if not path.is_dir():
         raise InputError(f"model {name!r} is {kind or _file_kind(path)}")
     _check_entries(path)
-    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
+    if not (path / "config.json").exists() and (path / ADAPTER).exists():
         raise InputError(
             f"{path} holds an adapter of peft alone; load it beside its model, merge_and_unload(), save_pretrained and "
             "give that directory"
@@ -142,7 +143,9 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise InputError(f"{path} holds no config.json; {_instead(path)}")
     config = read_json(path / "config.json")
     check_config(config, path / "config.json")
-    weights, config = in_our_words(weight_files(path), config, path)
+    # What the files of an output are called is not what those of its model were.
+    named = config.pop(NAMING, None)
+    weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)
 
 

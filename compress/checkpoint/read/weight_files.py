@@ -1,6 +1,7 @@
 """The weight files of a directory, each opened once: names, headers and values of their tensors."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+
+NAMING = "transformers_weights"  # a key of config.json
+NAMEABLE = (".safetensors", ".safetensors.index.json")
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")  # transformers' distributed checkpoints
 
 
 class WeightFiles(Mapping[str, Path]):
@@ -98,14 +104,26 @@ class WeightFiles(Mapping[str, Path]):
         return {name: self.tensor(name) for name in names}
 
 
-def weight_files(path: Path) -> WeightFiles:
+def weight_files(path: Path, named: str | None = None) -> WeightFiles:
     """The weight files of a directory: those that its index names, or else all. Raises CheckpointError, which names a
-    missing or damaged file or tensor."""
+    missing or damaged file or tensor, and for files that transformers would read instead. named: the index, or the one
+    file, that config.json names (NAMING)."""
     weight_map: Mapping[str, str] = {}
     # The order of transformers. Names of the variant come last: `save_pretrained` writes plain names beside them.
-    names = next((n for n in (INDEX, WHOLE, OWN_INDEX, OWN_WHOLE) if (path / n).exists()), None)
-    named_by = path / (names if names in (INDEX, OWN_INDEX) else INDEX)
-    if names in (INDEX, OWN_INDEX):
+    names = named or next((n for n in (INDEX, WHOLE, OWN_INDEX, OWN_WHOLE) if (path / n).exists()), None)
+    if named is not None and (Path(named).name != named or not named.endswith(NAMEABLE) or not (path / named).exists()):
+        raise CheckpointError(
+            f"{path / 'config.json'} names the weights {named!r} ({NAMING}); it must be a {' or '.join(NAMEABLE)} file "
+            "beside it"
+        )
+    if names is not None and (shard := next((p for p in sorted(path.iterdir()) if SHARD.match(p.name)), None)):
+        raise CheckpointError(
+            f"{shard} is a part of a model of torch.distributed, which transformers would read instead of {names}; "
+            "move one of them away"
+        )
+    indexed = names is not None and names.endswith((INDEX, OWN_INDEX, NAMEABLE[1]))
+    named_by = path / (names if indexed and names is not None else INDEX)
+    if indexed:
         index = read_json(named_by)
         fits(index, Index, named_by)
         weight_map = index["weight_map"]

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.beside import without_heads
 from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.weight_files import NAMING
 from compress.errors import CompressError
 from compress.model.apart.split import is_apart
 from compress.model.disk_names import DiskNames
@@ -38,6 +39,7 @@ def configuration(
     elif hasattr(model, "config"):
         config = json.loads(model.config.to_json_string(use_diff=True))
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        config.pop(NAMING, None)
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             companions["generation_config.json"] = generation.to_json_string()
@@ -80,7 +82,8 @@ def differences(config: PretrainedConfig, other: PretrainedConfig) -> dict[str, 
     return {key: (one.get(key), two.get(key)) for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
 
 
-OF_WRITING = ("transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")  # not of the model
+# Keys that are not of the model.
+OF_WRITING = (NAMING, "transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")
 
 
 def _merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
