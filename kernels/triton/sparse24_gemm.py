@@ -6,7 +6,7 @@ into their columns and zeros elsewhere, so that a pruned weight never meets the 
 
 Triton has no sparse matrix instruction, so the products with zeros are computed: only memory traffic is saved, 3 bits
 per weight instead of 4. The price is about 14 integer instructions per 8 weights on top of the conversion, more than a
-dense 4-bit weight takes (`aot` counts them).
+dense 4-bit weight takes (`tests/support/compiled/aot.py` counts them).
 """
 
 import torch

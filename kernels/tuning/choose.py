@@ -1,8 +1,9 @@
 """Chooses the compiled configuration that runs a product of given sizes: the measured one (`table`), or else one
 derived here. Pure functions of sizes and device, so that graphs can be captured.
 
-Derived: the tiles are those whose compiled loops do not spill and take the fewest instructions per weight (`aot`), the
-splits fill the processors twice; neither has been tuned by measurement on a GPU. What an architecture has decides:
+Derived: the tiles are those whose compiled loops do not spill and take the fewest instructions per weight (counted by
+`tests/support/compiled/aot.py`), the splits fill the processors twice; neither has been tuned by measurement on a GPU.
+What an architecture has decides:
 
     9.0           wgmma takes weights from registers: large tiles
     10.x          tcgen05 takes them from a memory of its own, where unpacked weights have to be written first (7 to 9

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from places import SUPPORT
 
 pytest.importorskip("triton")
 
@@ -21,7 +22,7 @@ INSTRUCTIONS = {80: [{"mma"}], 89: [{"mma"}], 90: [{"wgmma"}], 100: [{"mma"}, {"
 @pytest.fixture(scope="module", params=["quick", pytest.param("selection", marks=pytest.mark.slow)])
 def reports(request):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "compress.kernels.measure.aot", *(["--quick"] if request.param == "quick" else [])]
+    command = [sys.executable, str(SUPPORT / "compiled" / "aot.py"), *(["--quick"] if request.param == "quick" else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,11 +1,11 @@
-"""Compiles the shipped configurations for GPUs that are not there (`compiled`), and holds them against a time budget.
+"""Compiles the shipped configurations for absent GPUs (`machine_code`), and holds them against a time budget.
 
 So a machine without a GPU can refuse a kernel that spills, does not fit, misses the matrix instruction or spends more
 instructions per weight than memory bandwidth leaves room for. Needs a process in which Triton does not interpret.
 
-    python -m compress.kernels.measure.aot --quick    every kernel, every tile of the small product
-    python -m compress.kernels.measure.aot            a selection of the shipped configurations, one JSON line each
-    python -m compress.kernels.measure.aot --all      every one of them
+    python tests/support/compiled/aot.py --quick    every kernel, every tile of the small product
+    python tests/support/compiled/aot.py            a selection of the shipped configurations, one JSON line each
+    python tests/support/compiled/aot.py --all      every one of them
 """
 
 import argparse
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import triton.language as tl
+from machine_code import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, CompiledCost, compile_for, cost
 
 from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.strips import NIBBLE
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS, Code
 from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.layouts.words24 import BLOCK
-from compress.kernels.measure.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, CompiledCost, compile_for, cost
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.triton.fp8_block_gemm import (
     BLOCKS_AT_ONCE,

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compress.kernels.measure.compiled import _written, instructions, overwritten_in_flight
+from machine_code import _written, instructions, overwritten_in_flight
 
 LOOP = """
         /*0010*/                   DEPBAR.LE SB0, 0x6 ;
