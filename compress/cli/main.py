@@ -27,24 +27,17 @@ from compress.cli.commands.sweep import sweep
 from compress.cli.commands.train import distill, qat
 from compress.cli.completion import complete_values
 from compress.cli.exit_codes import terminating
-from compress.cli.former import reworded
 from compress.system.terminal import open_closed_streams, spell_what_streams_lack, visible
 
 LONGEST_NAME = 100  # that is shown whole
 
 
 class Commands(click.Group):
-    """The commands. Takes words of the former release, too. Errors of usage quote arguments, which may be names of
-    files: they are shown as text."""
+    """The commands. Errors of usage quote arguments, which may be names of files: they are shown as text."""
 
     def make_context(self, *words: Any, **options: Any) -> click.Context:
         with _quoting():
             return super().make_context(*words, **options)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        return super().resolve_command(ctx, reworded(args))
 
     def invoke(self, ctx: click.Context) -> Any:
         with _quoting():

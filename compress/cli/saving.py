@@ -36,8 +36,8 @@ WAYS = {
     "pruned, stored dense": "--store 2:4 leaves out the zeros of layers that are pruned to 2:4",
 }
 ZEROS = (
-    "a zero takes the space of another number. --store 2:4 or `compress export --sparse24` leaves out the zeros of 2:4 "
-    "layers, and a recipe like w4a16-24 rounds what is not zero"
+    "a zero takes the space of another number. --store 2:4 or `compress export --to sparse24` leaves out the zeros of "
+    "2:4 layers, and a recipe like w4a16-24 rounds what is not zero"
 )
 CODES = "fewer bits (--bits) or more inputs to a scale (--group-size) make smaller codes"
 

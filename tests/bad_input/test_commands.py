@@ -744,7 +744,7 @@ MASKS: dict[str, Case] = {
         ("method 'magnitude' stores no weights smaller", "drop --allow-little"),
     ),
     "little allowed of a dense export": (
-        lambda d: command("export", d.model, "--dense", "--allow-little", "--output", d.output),
+        lambda d: command("export", d.model, "--to", "dense", "--allow-little", "--output", d.output),
         ("--to dense promises no smaller checkpoint", "drop --allow-little"),
     ),
     "heads that no configuration counts": (
@@ -1157,10 +1157,6 @@ OTHERS: dict[str, Case] = {
         lambda d: command("export", d.model, "--output", d.output),
         ("say what to export: --to dense or", "`compress export OUT --list`"),
     ),
-    "export: both": (
-        lambda d: command("export", d.model, "--dense", "--sparse24", "--output", d.output),
-        ("dense and sparse24 are two exports", "ask for one"),
-    ),
     "export: to what is not known": (
         lambda d: command("export", d.model, "--to", "sparse", "--output", d.output),
         ("unknown export 'sparse'", "did you mean 'sparse24'"),
@@ -1190,11 +1186,11 @@ OTHERS: dict[str, Case] = {
         ("t' cannot be read by gguf", "convert_hf_to_gguf.py DENSE"),
     ),
     "export: no record": (
-        lambda d: command("export", d.model, "--sparse24", "--output", d.output),
+        lambda d: command("export", d.model, "--to", "sparse24", "--output", d.output),
         ("holds no compress.json", "prune it first"),
     ),
     "export: of what is not compressed": (
-        lambda d: command("export", d.model, "--dense", "--output", d.output),
+        lambda d: command("export", d.model, "--to", "dense", "--output", d.output),
         ("is not compressed", "dense as they are"),
     ),
     "export: a graph of what is not compressed": (
@@ -1206,7 +1202,7 @@ OTHERS: dict[str, Case] = {
         ("unknown export 'onnx-qd'", "did you mean 'onnx-qdq'"),
     ),
     "export: missing model": (
-        lambda d: command("export", "./no/such", "--dense", "--output", d.output),
+        lambda d: command("export", "./no/such", "--to", "dense", "--output", d.output),
         ("'./no/such'", "does not exist"),
     ),
     "bench: code without a model": (

@@ -20,7 +20,7 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "inspect --json": lambda d, p: command("inspect", d.model, "--json", p),
     "verify --json": lambda d, p: command("verify", d.model, "--json", p),
     "quantize --json": lambda d, p: d.rtn(d.model, "--json", p),
-    "export --json": lambda d, p: command("export", d.model, "--dense", "--output", d.output, "--json", p),
+    "export --json": lambda d, p: command("export", d.model, "--to", "dense", "--output", d.output, "--json", p),
     "bench --json": lambda d, p: command("bench", "--json", p),
     "sweep --json": lambda d, p: command(
         "sweep", d.model, "w8a16-rtn", "--text", d.tokens, "--output", d.output, "--json", p

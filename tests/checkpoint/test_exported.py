@@ -1,4 +1,4 @@
-"""`compress export --dense`: the same values for readers that know nothing of compression."""
+"""`compress export --to dense`: the same values for readers that know nothing of compression."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_values_are_those_of_the_dequantized_model_bit_for_bit(name, tied, tmp_p
 )
 def test_what_dense_weights_leave_out_is_said(passes, says, llama, tmp_path):
     compress.quantize(llama, passes, calibration=TOKENS, output=tmp_path / "out", verify=False)
-    outcome = command("export", tmp_path / "out", "--dense", "--output", tmp_path / "dense")
+    outcome = command("export", tmp_path / "out", "--to", "dense", "--output", tmp_path / "dense")
     assert outcome.code == 0, outcome.err
     (note,) = [line for line in outcome.err.splitlines() if line.startswith("note: ")]
     assert says in note
@@ -107,7 +107,7 @@ def test_large_models_are_several_files_and_one_layer_is_dense_at_a_time(llama_w
 
 def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_ours(llama_w4, tmp_path):
     target = tmp_path / "dense"
-    words = ["export", llama_w4, "--dense", "--output", target, "--quiet"]
+    words = ["export", llama_w4, "--to", "dense", "--output", target, "--quiet"]
     assert command(*words).code == 0
     before = (target / "model.safetensors").stat().st_ino
     refused = command(*words)

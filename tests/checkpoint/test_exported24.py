@@ -1,4 +1,4 @@
-"""`compress export --sparse24`: layers that are 2:4, written without their zeros, verified, loaded and evaluated."""
+"""`compress export --to sparse24`: layers that are 2:4, written without their zeros, verified, loaded and evaluated."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_what_is_not_2_4_stays_as_it_is_and_is_named(model: Path, tmp_path: Path
     out, target = tmp_path / "out", tmp_path / "sparse"
     passes = [only(TwoOfFour(), "*.mlp.*"), compress.RTN(scheme="w4a16", group_size=32)]
     compress.quantize(model, passes, output=out, verify=False)
-    outcome = command("export", out, "--sparse24", "--output", target, "--json", "-")
+    outcome = command("export", out, "--to", "sparse24", "--output", target, "--json", "-")
     made = json.loads(outcome.out)
     # The embedding and the head are most of this model: the export is whole, and says that it saves little.
     saved = 1 - made["bytes"] / made["bytes_before"]
@@ -91,7 +91,7 @@ def test_what_is_not_2_4_stays_as_it_is_and_is_named(model: Path, tmp_path: Path
     compress.verify(target)
     shown = command("inspect", target, "--kernels")
     assert shown.code == 0, shown.err
-    again = command("export", target, "--sparse24", "--output", tmp_path / "again")
+    again = command("export", target, "--to", "sparse24", "--output", tmp_path / "again")
     assert again.code == 2
     assert "no layer that is stored smaller as 2:4, like" in last_line(again)
     dense = compress.export_dense(target, tmp_path / "dense")
@@ -113,7 +113,7 @@ def test_4_bits_in_groups_of_128_take_at_most_3_3_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("passes", [[Largest()], [TwoOfFour(), compress.RTN(scheme="fp8")]], ids=["half", "float8"])
 def test_there_is_nothing_to_store(passes: list, model: Path, tmp_path: Path) -> None:
     compress.quantize(model, passes, output=tmp_path / "out", verify=False)
-    outcome = command("export", tmp_path / "out", "--sparse24", "--output", tmp_path / "sparse")
+    outcome = command("export", tmp_path / "out", "--to", "sparse24", "--output", tmp_path / "sparse")
     assert outcome.code == 2
     says = "not 2:4: row" if len(passes) == 1 else "2:4 codes are signed integers"
     assert f"no layer that is stored smaller as 2:4, like model.layers.0.self_attn.q_proj: {says}" in last_line(outcome)
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_names_the_part(model: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_without_a_record_is_refused(model: Path, tmp_path: Path) -> None:
-    outcome = command("export", model, "--sparse24", "--output", tmp_path / "sparse")
+    outcome = command("export", model, "--to", "sparse24", "--output", tmp_path / "sparse")
     assert outcome.code == 2
     assert "holds no compress.json, which names the layers that are pruned" in last_line(outcome)
 

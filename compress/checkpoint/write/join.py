@@ -40,7 +40,7 @@ compress.register()
 model = transformers.AutoModelForCausalLM.from_pretrained("PATH", variant="{VARIANT}")
 ```
 
-`compress.load("PATH")` loads it, too. For other programs `compress export PATH --dense --output DIR` writes a plain
+`compress.load("PATH")` loads it, too. For other programs `compress export PATH --to dense --output DIR` writes a plain
 checkpoint, without the saving.
 """
 

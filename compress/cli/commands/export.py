@@ -25,8 +25,6 @@ from compress.system.terminal import visible
 @click.command(short_help="Write a checkpoint in another layout, for other readers or in fewer bytes.")
 @click.argument("model")
 @click.option("--to", metavar="NAME", help=f"The layout: {', '.join(EXPORTERS)}, or one of a plugin.")
-@click.option("--dense", is_flag=True, help="The same as --to dense.")
-@click.option("--sparse24", is_flag=True, help="The same as --to sparse24.")
 @click.option("--output", metavar="DIR", help="The directory to write. It appears when it is complete.")
 @click.option("--list", "listing", is_flag=True, help="Only show which layouts fit MODEL, and why others do not.")
 @overwrite_option("Replace an output that compress wrote.")
@@ -46,8 +44,6 @@ from compress.system.terminal import visible
 def export(
     model: str,
     to: str | None,
-    dense: bool,
-    sparse24: bool,
     output: str | None,
     listing: bool,
     overwrite: bool,
@@ -74,17 +70,13 @@ def export(
     compress export OUT --list
     compress export OUT --to dense --output DIR
     """
-    flags = {"dense": dense, "sparse24": sparse24}
-    names = list(dict.fromkeys([*([] if to is None else [to]), *(name for name, said in flags.items() if said)]))
     silent = quiet or json_file == "-"
     if listing:
         _check_listing()
         begin()
         _list(model, json_file, silent)
         return
-    _check(names, output)
-    (name,) = names
-    assert output is not None
+    name, folder = _check(to, output)
     begin()
     exporter = exporter_named(name, **({} if template is None else {"template": template}))
     if given("allow_little") and not exporter.smaller:
@@ -95,33 +87,32 @@ def export(
     from compress.cli.progress import reporting
 
     with reporting("export", quiet) as reporter:
-        made = compress.export(model, output, exporter, overwrite=overwrite, verify=not no_verify, reporter=reporter)
+        made = compress.export(model, folder, exporter, overwrite=overwrite, verify=not no_verify, reporter=reporter)
     write_report(json_file, asdict(made))
     if not silent:
         said = change(Saving(made.bytes_before, made.bytes))
-        click.echo(visible(f"{model} -> {output}: {said}; {made.layers} layers {exporter.kind}"))
+        click.echo(visible(f"{model} -> {folder}: {said}; {made.layers} layers {exporter.kind}"))
     if exporter.smaller and not allow_little:
-        end_of_export(made, exporter.kind, output)
+        end_of_export(made, exporter.kind, folder)
 
 
 def _check_listing() -> None:
     """Refuse options of writing beside --list. (--overwrite is of --json, too.)"""
-    for option in ("to", "dense", "sparse24", "output", "allow_little", "no_verify", "template"):
+    for option in ("to", "output", "allow_little", "no_verify", "template"):
         if given(option):
             raise InputError(f"--list writes no checkpoint; drop --{option.replace('_', '-')}")
 
 
-def _check(names: list[str], output: str | None) -> None:
-    """Refuse all but one known name and an output. A name may be a plugin's, which is not imported yet."""
-    if not names:
+def _check(name: str | None, output: str | None) -> tuple[str, str]:
+    """The layout and the output, both of which are needed. A name may be a plugin's, which is not imported yet."""
+    if name is None:
         known = " or ".join(f"--to {name}" for name in EXPORTERS)
         raise InputError(f"say what to export: {known}; `compress export OUT --list` shows which of them fit")
-    if len(names) > 1:
-        raise InputError(f"{names[0]} and {names[1]} are two exports; ask for one")
     if not click.get_current_context().meta.get(PLUGINS):
-        one_of("export", names[0], EXPORTERS)
+        one_of("export", name, EXPORTERS)
     if output is None:
         raise InputError("--output DIR is missing: the directory to write")
+    return name, output
 
 
 def _list(model: str, json_file: str | None, silent: bool) -> None:

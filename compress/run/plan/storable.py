@@ -137,7 +137,7 @@ def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iter
     if pruned := len(names) - len(without):
         yield (
             f"{pruned} layers are stored dense: a zero takes as much space as another number; those that are 2:4 take "
-            "9 bits a weight in what `compress export --sparse24` makes of them"
+            "9 bits a weight in what `compress export --to sparse24` makes of them"
         )
 
 
