@@ -17,7 +17,6 @@ from compress.system.version import VERSION
 if TYPE_CHECKING:
     from compress.api.cache_logits import Cached, cache_logits
     from compress.api.forecast.forecast import Forecast, plan
-    from compress.api.imatrix import Importance, imatrix
     from compress.api.job import Result
     from compress.api.on_codes import on_codes
     from compress.api.own_loop import Prepared, prepare_qat
@@ -90,7 +89,6 @@ _HOMES = {
     "FitResult": "compress.search.fit",
     "Forecast": "compress.api.forecast.forecast",
     "Grid": "compress.weights.grid",
-    "Importance": "compress.api.imatrix",
     "KQuants": "compress.passes.k_quants",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
@@ -128,7 +126,6 @@ _HOMES = {
     "fit": "compress.search.fit",
     "fold_batch_norm": "compress.model.batchnorm",
     "grid_of_candidates": "compress.search.candidate",
-    "imatrix": "compress.api.imatrix",
     "load": "compress.runtime.load.loading",
     "load_recipe": "compress.passes.protocol.recipe",
     "lora": "compress.runtime.layers.adapters",
@@ -165,7 +162,6 @@ __all__ = [
     "FitResult",
     "Forecast",
     "Grid",
-    "Importance",
     "InputError",
     "KQuants",
     "KVCache",
@@ -205,7 +201,6 @@ __all__ = [
     "fit",
     "fold_batch_norm",
     "grid_of_candidates",
-    "imatrix",
     "load",
     "load_recipe",
     "lora",

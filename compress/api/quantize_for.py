@@ -29,7 +29,7 @@ from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CompressError, InputError
 from compress.passes.protocol.base import Pass
-from compress.run.input_squares import InputSquares
+from compress.passes.rtn import RTN
 from compress.run.plan.plan import plan
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
@@ -107,7 +107,8 @@ def _check_model(
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
     if any(p.removes for p in passes):
         return  # layers will have other sizes; the export looks at those
-    found = plan(empty_model(source), (InputSquares(),), ignore, valued=False).layers.values()
+    anything = RTN(scheme="w8a16", group_size=-1)  # takes layers of every width
+    found = plan(empty_model(source), (anything,), ignore, valued=False).layers.values()
     check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
 
 

@@ -109,25 +109,6 @@ class ChannelNorm:
         return self.squares.sqrt()
 
 
-class SquareSum(ChannelNorm):
-    """(Sum of x^2 per channel over all tokens [K], float64; number of tokens)."""
-
-    def __init__(self, channels: int, device: torch.device) -> None:
-        super().__init__(channels, device)
-        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
-
-    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        super().update(x_MK, reference_MK)
-        self.tokens += len(x_MK)
-
-    def sync(self, comm: Comm) -> None:
-        super().sync(comm)
-        comm.all_reduce(self.tokens)
-
-    def result(self) -> tuple[Tensor, int]:  # type: ignore[override]
-        return self.squares, int(self.tokens)
-
-
 class MinMax:
     """(lowest, highest) x per channel, each [K], float32. Both are 0 where no token was seen; NaN where one was NaN."""
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
 
 OF_CALIBRATION = ("samples", "length", "bos", "batch_size")
-OF_IMATRIX = ("calibration", *OF_CALIBRATION, "device", "overwrite", "trust_remote_code")
 
 
 store_option = click.option(
@@ -93,7 +92,6 @@ def run(
     who: str,
     notes: Sequence[str] = (),
     engine: str | None = None,
-    imatrix: str | None = None,
     *,
     output: str,
     json_file: str | None,
@@ -104,16 +102,11 @@ def run(
 ) -> None:
     """Run passes, show what came of it, and leave with 1 where that is next to nothing. task: the verb that progress is
     told by; who: what is blamed for options that nobody reads; notes: remarks to make first; engine: as in
-    `compress.quantize_for`; imatrix: a file that `compress.imatrix` writes; options: those of `compress.quantize`."""
+    `compress.quantize_for`; options: those of `compress.quantize`."""
     from compress.cli.progress import reporting
 
     if options["calibration"] is None:
         check_unread(passes, who)
-    seen = {name: options[name] for name in OF_IMATRIX}
-    if imatrix is not None:
-        check_imatrix(model, imatrix, fsdp, seen)
-        if not any(p.calibrated for p in passes):
-            options |= {"calibration": None, "samples": None, "length": None, "bos": None}
     if options["training"] is not None and not any(p.name == "train" for p in passes):
         raise InputError(f"{who} trains nothing; drop --training")
     promised = promises(task, passes, options["store"])
@@ -125,9 +118,6 @@ def run(
         how = {"output": output, "fsdp": fsdp, "reporter": reporter, **options}
         left = None if engine is None else compress.quantize_for(engine, model, passes, notes=notes, **how)
         result = compress.quantize(model, passes, **how) if left is None else left.result
-        if imatrix is not None:
-            made = compress.imatrix(model, imatrix, **seen, reporter=reporter)
-            reporter.note(f"{imatrix}: importance of the inputs of {made.layers} layers, by {made.tokens:,} tokens")
     if rank == 0:
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
@@ -159,17 +149,6 @@ def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[s
             raise InputError(f"option {name} is given twice ({found[name]!r} and {value!r}); give it once")
         found[name] = value
     return found
-
-
-def check_imatrix(model: str, imatrix: str, fsdp: bool, seen: Mapping[str, Any]) -> None:
-    """Refuse --imatrix where there is nothing to see, or nowhere to write."""
-    from compress.api import imatrix as api
-
-    if seen["calibration"] is None:
-        raise InputError("--imatrix is about the inputs that calibration data gives to layers; give --calibration")
-    if fsdp:
-        raise InputError("--imatrix is written by one process; drop --fsdp, or write it in a run of its own")
-    api.check_imatrix(model, imatrix, overwrite=seen["overwrite"], trust_remote_code=seen["trust_remote_code"])
 
 
 def check_unread(passes: Sequence["Pass"], who: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.calibration.calibrators import OPTIONS, calibrator
 from compress.calibration.hessian import AffineHessian, Hessian
-from compress.calibration.stats import ChannelMean, ChannelNorm, MinMax, SquareSum, StatisticFactory
+from compress.calibration.stats import ChannelMean, ChannelNorm, MinMax, StatisticFactory
 from compress.errors import CompressError
 from compress.system.comm import Comm
 from compress.weights.grid import Grid
@@ -47,7 +47,6 @@ STATISTICS: Mapping[str, tuple[StatisticFactory, float]] = {
     "extremes": (MinMax, 0.0),
     "mean magnitude": (partial(ChannelMean, dtype=torch.float64), SINGLE),
     "norm": (ChannelNorm, DOUBLE),
-    "sum of squares": (SquareSum, DOUBLE),
     "mean": (partial(ChannelMean, absolute=False, dtype=torch.float64), SINGLE),
     "Hessian": (partial(Hessian, dtype=torch.float64), DOUBLE),
     "Hessian and drift": (partial(Hessian, dtype=torch.float64, reference=True), DOUBLE),

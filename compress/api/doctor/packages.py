@@ -16,7 +16,7 @@ DISTRIBUTION = "compress-models"
 # What each extra is for. `dev`, `docs` and `release` are of people who work on it.
 EXTRAS = {
     "hf": "transformers loads what we write, and `compress verify` compares with it",
-    "gguf": "`compress export --to gguf`, `--for llama.cpp`, `--imatrix`",
+    "gguf": "`compress export --to gguf`, `--for llama.cpp`",
     "onnx": "`compress export --to onnx`, `--for ort`",
     "images": "calibration on images",
     "eval": "`compress evaluate --task lm-eval:NAME`",

@@ -58,12 +58,6 @@ recipe_options = group(
     help="Train what was decided on the calibration data for so long, like 30min: the pass `train`. It keeps the best "
     "by held-out loss, the start included.",
 )
-@click.option(
-    "--imatrix",
-    metavar="FILE",
-    help="Also write an importance matrix for llama-quantize: the mean square of each layer's inputs in the original "
-    "model, over the calibration data, in GGUF. llama-quantize weighs errors by it; no method here needs it.",
-)
 @method_options
 @setting_option
 @added_options
@@ -77,7 +71,6 @@ def quantize(
     rotate: bool | None,
     recover: str | None,
     engine: str | None,
-    imatrix: str | None,
     embeddings: str | None,
     kv_cache: str | None,
     settings: tuple[str, ...],
@@ -98,7 +91,7 @@ def quantize(
     passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     passes = with_recovery(passes, recover)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
-    run("quantize", model, passes, who, notes, engine, imatrix, fsdp=fsdp, **options)
+    run("quantize", model, passes, who, notes, engine, fsdp=fsdp, **options)
 
 
 def passes_asked(
