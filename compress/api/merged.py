@@ -3,6 +3,8 @@ reach from one part into the next."""
 
 from collections.abc import Collection, Iterable, Mapping
 
+from torch import nn
+
 from compress.api.engines import engine_named
 from compress.checkpoint.read.fused import fused_groups, listed, mixed_experts, mixed_groups
 from compress.errors import InputError
@@ -10,26 +12,28 @@ from compress.model.experts_apart import NUMBERED
 from compress.run.plan.plan import Plan
 from compress.run.plan.storable import with_dense
 from compress.run.plan.stored_sizes import WrittenLayer, stored_layers
+from compress.runtime.check.by_transformers import misread_experts
 from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme
 
 LEAVE = "leave --for out"
 
 
-def check_merged(name: str, plan: Plan) -> None:
-    """Raises InputError for a plan whose result an engine does not take."""
-    if (why := why_not_merged(name, plan)) is not None:
+def check_merged(name: str, plan: Plan, model: nn.Module) -> None:
+    """Raises InputError for a plan whose result an engine does not take. model: that of the plan."""
+    if (why := why_not_merged(name, plan, model)) is not None:
         raise InputError(why)
 
 
-def why_not_merged(name: str, plan: Plan, halved: Collection[str] = ()) -> str | None:
+def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[str] = ()) -> str | None:
     """The reason why an engine does not take the result of a plan, a whole line; None where it does. halved: layers to
     be stored without the zeros of 2:4."""
     merges = engine_named(name).merges
     if merges == "nothing":
         return None
     layers = {layer.name: layer for layer in stored_layers(plan, halved)}
-    schemes = with_dense({name: layer.scheme for name, layer in layers.items() if layer.scheme is not None}, plan)
+    coded = {layer.name: layer.scheme for layer in layers.values() if layer.scheme is not None}
+    schemes = with_dense(coded, plan)
     if mixed := mixed_experts(schemes):
         held = [n for n in schemes if (found := NUMBERED.match(f"{n}.weight")) is not None and found[1] == mixed[0]]
         return (
@@ -37,7 +41,8 @@ def why_not_merged(name: str, plan: Plan, halved: Collection[str] = ()) -> str |
             f"{_words(held, schemes)}: give all of them one (`only`, `but`, ignore), or {LEAVE}"
         )
     if merges == "experts":
-        return None
+        why = misread_experts(model, coded)
+        return None if why is None else f"{name} takes these experts for others: {why}; give another scheme, or {LEAVE}"
     if groups := mixed_groups(schemes):
         return (
             f"{name} makes one layer of {listed(groups[0])} ({len(groups)} such groups), which would have "

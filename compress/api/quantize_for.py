@@ -120,7 +120,7 @@ def _check_merged(
         return  # layers may have other sizes then, and the same schemes
     empty, _ = shapes_of(found_model(model, None, bool(options.get("trust_remote_code"))))
     how = {word: options[word] for word in ("ignore", "one_block", "convolutions") if word in options}
-    check_merged(engine, plan(empty, passes, valued=False, **how))
+    check_merged(engine, plan(empty, passes, valued=False, **how), empty)
 
 
 def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:

@@ -33,7 +33,12 @@ from compress.errors import CheckpointError, CompressError, InputError, first_li
 from compress.model.experts import Experts, SortedExperts
 from compress.model.experts_apart import joins
 from compress.model.layers import transposed_weights
-from compress.runtime.check.by_transformers import decompressed_by_block, initializes_codes, load_with_transformers
+from compress.runtime.check.by_transformers import (
+    decompressed_by_block,
+    initializes_codes,
+    load_with_transformers,
+    misread_experts,
+)
 from compress.runtime.check.streamed import streamed
 from compress.runtime.check.twin import compared, watched
 from compress.runtime.load.by_block import run_by_block
@@ -309,6 +314,9 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
 def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
     if mixed := mixed_experts({name: layer.scheme for name, layer in stored_in(source).layers.items()}):
         raise NotComparedError(f"it reads all experts of a block by one scheme, and those of {mixed[0]} have several")
+    schemes = {name: layer.scheme for name, layer in stored_in(source).layers.items()}
+    if (why := misread_experts(empty_model(source), schemes)) is not None:
+        raise NotComparedError(why)
     try:
         return load_with_transformers(source, dtype)
     except CheckpointError as error:

@@ -3,6 +3,7 @@
 A few combinations run by default; all of them are slow.
 """
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -14,11 +15,14 @@ from mixtures import FAMILIES, made, tokens
 from mixtures_worker import EXACT
 from places import RANKS
 from processes import python
+from transformers import AutoModelForCausalLM
 
 import compress
+from compress.errors import InputError
 from compress.runtime.check.twin import dequantized
 from compress.runtime.layers.experts import StackedExperts
 from compress.runtime.layers.walk import compressed_layers
+from compress.runtime.load.loading import transformers_alone
 
 G16 = {"group_size": 16}
 # name -> (passes, options of the run, the kernel of experts multiplies all of them).
@@ -82,6 +86,36 @@ def check(family: str, method: str, folder) -> None:
     if "2:4" in method:
         for name, layer in compressed_layers(model):
             assert (layer.values().unflatten(1, (-1, 4)) != 0).sum(-1).max() <= 2, name
+
+
+# What transformers makes of merged experts, by scheme and family: words of the reason, and whether it loads them.
+MISREAD = {
+    ("nvfp4a16", "mixtral"): ("merged experts without their global scale", True),
+    ("nvfp4", "qwen3-moe"): ("merged experts without their global scale", True),
+    ("fp8", "mixtral"): ("does not round the inputs of merged experts", True),
+    ("w8a8", "deepseek-v3"): ("cannot merge experts of this scheme", False),
+    ("w4a16", "granite"): ("makes random ones in their place", True),
+    ("w4a16", "gpt-oss"): ("makes random ones in their place", True),
+}
+
+
+@pytest.mark.parametrize(("scheme", "family"), MISREAD)
+def test_what_transformers_misreads_is_said_and_not_compared(scheme, family, tmp_path):
+    why, loads = MISREAD[scheme, family]
+    made(family, intermediate_size=64).bfloat16().save_pretrained(tmp_path / "model")
+    passes = compress.RTN(scheme=scheme, **(G16 if scheme == "w4a16" else {}))
+    out, given = tmp_path / "out", {"calibration": tokens(8) if scheme == "nvfp4" else None}
+    result = compress.quantize(tmp_path / "model", passes, output=out, **given)
+    assert why in result.verification["transformers"]
+    assert any(why in note for note in result.record.notes)
+    with pytest.raises(InputError, match="transformers takes these experts for others: "):
+        compress.quantize_for("transformers", tmp_path / "model", passes, output=tmp_path / "not", **given)
+    # Once transformers reads them right, this fails, and the reason is to go.
+    x = tokens(2, seed=3)
+    with transformers_alone(), torch.no_grad(), nullcontext() if loads else pytest.raises(RuntimeError):
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)(x).logits
+        ours = compress.load(out)(x).logits
+        assert (theirs - ours).abs().max() > 0.2 * ours.std()
 
 
 # Each method and each family once.

@@ -212,7 +212,7 @@ def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -
     coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
     kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
-    return Forecast(**vars(told), engines=engines_for(plan, _halved(plan, delivery.store)), kernels=kernels)
+    return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, delivery.store)), kernels=kernels)
 
 
 def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:

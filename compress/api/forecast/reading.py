@@ -28,14 +28,14 @@ class Kernel:
     why_not: tuple[str, ...]
 
 
-def engines_for(plan: Plan, halved: Collection[str]) -> dict[str, str | None]:
+def engines_for(plan: Plan, model: nn.Module, halved: Collection[str]) -> dict[str, str | None]:
     """{engine: the reason why it does not run the result of a plan, None where it does}. halved: layers that are stored
     without the zeros of 2:4."""
     found: dict[str, str | None] = {}
     for name in ENGINES:
         try:
             check_engine(name, plan.recipe)
-            found[name] = why_not_merged(name, plan, halved)
+            found[name] = why_not_merged(name, plan, model, halved)
         except InputError as why:
             found[name] = str(why)
     return found

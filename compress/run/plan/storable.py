@@ -17,6 +17,7 @@ from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.run.plan.plan import Plan
+from compress.runtime.check.by_transformers import misread_experts
 from compress.weights.caches import CacheScheme
 from compress.weights.compressed_tensors import cache_entry, decompressed_in, group_entry, needs_dequantizing, why_not
 from compress.weights.formats.sparse24 import PackedSparse24, is_halved
@@ -166,16 +167,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
             "compress.load; other readers refuse it"
         )
         return
-    if mixed := mixed_experts(schemes):
-        yield (
-            f"the experts of {len(mixed)} blocks have several schemes, like those of {mixed[0]}: transformers and "
-            "vLLM take one for all experts of a block; run the checkpoint with compress.load"
-        )
-    if fused := mixed_groups(with_dense(schemes, plan)):
-        yield (
-            f"vLLM makes one layer of {listed(fused[0])} ({len(fused)} such groups), which differ in their scheme, and "
-            "refuses the checkpoint; other readers take it"
-        )
+    yield from _notes_on_merged(schemes, plan, model)
     transposed = [layer.name for layers in plan.layers.values() for layer in layers if layer.transposed]
     if coded := [name for name in transposed if name in schemes]:
         yield (
@@ -207,6 +199,22 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
             "with dtype='bfloat16'; compress.load takes any"
         )
     yield from _notes_on_caches(plan)
+
+
+def _notes_on_merged(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Module) -> Iterator[str]:
+    """What readers that make one layer of several cannot read."""
+    if mixed := mixed_experts(schemes):
+        yield (
+            f"the experts of {len(mixed)} blocks have several schemes, like those of {mixed[0]}: transformers and "
+            "vLLM take one for all experts of a block; run the checkpoint with compress.load"
+        )
+    elif (why := misread_experts(model, schemes)) is not None:
+        yield f"transformers computes these experts otherwise: {why}; run the checkpoint with compress.load or in vLLM"
+    if fused := mixed_groups(with_dense(schemes, plan)):
+        yield (
+            f"vLLM makes one layer of {listed(fused[0])} ({len(fused)} such groups), which differ in their scheme, and "
+            "refuses the checkpoint; other readers take it"
+        )
 
 
 def _note_on_foreign(foreign: Mapping[str, str], caches: CacheScheme | None) -> str:

@@ -2,7 +2,7 @@
 decompression of the whole model at the first forward."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,10 +13,15 @@ from torch import nn
 from compress.checkpoint.read.pretrained import from_pretrained
 from compress.checkpoint.read.source import Source
 from compress.errors import CheckpointError
+from compress.model.experts import Experts, SortedExperts
+from compress.model.experts_apart import NUMBERED, joins_experts, loading_steps
 from compress.runtime.load.by_block import Opening
 from compress.runtime.load.loading import transformers_alone
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+from compress.weights.scheme import Scheme
 
+# Formats of which transformers 5.23 fails to merge experts.
+UNMERGED = ("int-quantized", "mxfp8-quantized")
 # The attribute that holds compressed-tensors' hook for decompressing a whole model at its first forward.
 WHOLE = "ct_decompress_hook"
 
@@ -51,6 +56,27 @@ def _load(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
         warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
         config = CompressedTensorsConfig(dequantize=True)
         return from_pretrained(source, str(source.path), dtype=dtype, quantization_config=config), "dequantize=True"
+
+
+def misread_experts(model: nn.Module, schemes: Mapping[str, Scheme]) -> str | None:
+    """The reason why transformers makes something else of single experts in a checkpoint than their codes stand for, or
+    cannot load them; None where it reads them right, or there are none. model: with its experts apart. schemes: of
+    layers, by their names in the model or in the files."""
+    apart = [module for module in model.modules() if isinstance(module, Experts)]
+    held = {name: NUMBERED.match(f"{name}.weight") for name in schemes}
+    of_experts = [schemes[name] for name, found in held.items() if found is not None and found[1].endswith("experts")]
+    if not apart or not of_experts or isinstance(apart[0], SortedExperts):  # loaded one by one, as they are stored
+        return None
+    if not any(map(joins_experts, loading_steps(model))):
+        return "it reads these experts from joined tensors only, and makes random ones in their place"
+    codes = [scheme.codes for scheme in of_experts if scheme.codes is not None]
+    if any(each.grid.scales == "e4m3" for each in codes):
+        return "it reads merged experts without their global scale"
+    if any(each.kind in UNMERGED for each in codes):
+        return "it cannot merge experts of this scheme"
+    if any(scheme.inputs is not None for scheme in of_experts):
+        return "it does not round the inputs of merged experts"
+    return None
 
 
 def initializes_codes(error: CheckpointError) -> bool:
