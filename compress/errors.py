@@ -1,5 +1,6 @@
 """The exception tree. A message is one line: what was given, what is allowed, what to do."""
 
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ def tokenizing(what: str) -> Iterator[None]:
             f"the tokenizer cannot split {what} ({first_line(error)}); give another text, or mend the pattern in its "
             "tokenizer.json"
         ) from None
+
+
+def why_not_written(error: OSError) -> str:
+    """The reason of the operating system, in its words; where numpy has kept it to itself, the likely one."""
+    unsaid = error.strerror is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))
+    return "the disk is full, or takes no larger file" if unsaid else error.strerror or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.evaluation.report.card import HUB_ID, card_of_run
+from compress.evaluation.report.markdown import plain
 from compress.evaluation.report.runs import open_runs
 from compress.system.reading import lies_in
 
@@ -116,7 +117,7 @@ def _card_of_export(record: dict[str, Any], repo: str, base_model: str | None) -
     front["tags"] = ["compress", kind]
     lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip("\n"), "---", "", f"# {repo.partition('/')[2]}", ""]
     lines += ["", f"{f'`{main}`' if main else 'This checkpoint'} was exported by compress {record['compress']}.", ""]
-    lines += [f"- {note}" for note in record["notes"]]
+    lines += [f"- {plain(note)}" for note in record["notes"]]
     return "\n".join(lines) + "\n"
 
 

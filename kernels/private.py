@@ -1,4 +1,5 @@
 """Folders that nobody else can put anything into, for compiled code: who can write a library that we load, runs as us.
+Who can write cached figures decides what we report.
 
 Trusted are the user who runs this process, and root.
 """
@@ -58,6 +59,15 @@ def why_not_ours(path: Path) -> str | None:
     if found.st_mode & OTHERS_WRITE:
         return f"{path} can be written by other users (chmod go-w {path})"
     return None
+
+
+def why_not_believed(path: Path) -> str | None:
+    """The reason why other users may have written figures of the cache; None when they cannot have. A group of one's
+    own may write them: nothing of them is run."""
+    found = path.stat()
+    if found.st_uid not in (ROOT, os.geteuid()):
+        return f"{path} belongs to {_user(found.st_uid)}"
+    return f"{path} can be written by other users (chmod go-w {path})" if _others_write(found) else None
 
 
 def _others_write(found: os.stat_result) -> bool:

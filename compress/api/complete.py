@@ -9,7 +9,7 @@ from torch import nn
 from compress.api.job import Result
 from compress.api.prepare import prepare
 from compress.api.request import Request
-from compress.checkpoint.write.directory import is_checkpoint
+from compress.checkpoint.write.directory import Directory, is_checkpoint
 from compress.checkpoint.write.manifest import read_record, restored
 from compress.errors import InputError
 from compress.system.comm import Comm
@@ -37,5 +37,6 @@ def completed(request: Request, comm: Comm, reporter: Reporter) -> Result | None
             f"{asked.output} exists, complete, of a run that differs ({other or 'its record'}); choose another output "
             "or pass --overwrite"
         )
+    Directory(output).tidy()
     reporter.note(f"{asked.output} is complete: nothing of it is left to do")
     return Result(restored(found), output=output, verification=found["verification"])

@@ -18,7 +18,7 @@ from compress.api.job import Result
 from compress.api.merged import check_merged
 from compress.api.opened import found_model
 from compress.api.quantize import quantize
-from compress.api.request import several
+from compress.api.request import check_apart, several
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
@@ -81,6 +81,7 @@ def quantize_for(
     given = next((word for word in ("fsdp", "store") if options.get(word)), None)
     if given is not None:
         raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
+    check_apart(output, keep_statistics=options.get("keep_statistics"), spill=options.get("spill"))
     checkpoint = Path(f"{output}.checkpoint")
     source = None if isinstance(model, nn.Module) else find_source(str(model), bool(options.get("trust_remote_code")))
     exporter = exporter_named(to)

@@ -132,10 +132,23 @@ class Request:
                 f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
             ) from None
         self.delivery.check()
+        check_apart(self.delivery.output, keep_statistics=self.work.keep_statistics, spill=self.work.spill)
         if isinstance(self.model, nn.Module) and self.delivery.verify and not hasattr(self.model, "config"):
             raise InputError(
                 "verify reloads the output by its configuration, which this model has none of; leave it out"
             )
+
+
+def check_apart(output: str | Path | None, **folders: str | Path | None) -> None:
+    """Raises InputError for a folder of the work that is the output or lies in it: the output appears when it is
+    complete, and that name would be taken."""
+    if output is None:
+        return
+    whole = Path(output).absolute()
+    places = [whole, Path(f"{whole}.partial")]
+    for what, folder in folders.items():
+        if folder is not None and any(Path(folder).absolute().is_relative_to(place) for place in places):
+            raise InputError(f"{what} {str(folder)!r} is the output {str(output)!r}, or lies in it; give another")
 
 
 def several(given: Any) -> tuple[Pass, ...]:

@@ -24,6 +24,7 @@ KEYS = (
     {"output", "layers", "bytes", "lost"},  # export
     {"model", "exports"},  # export --list
     {"layers", "size"},  # inspect
+    {"layers", "size", "remarks"},
     {"device", "libraries", "layers"},
     {"model", "ranges"},
     {"model", "trainings"},

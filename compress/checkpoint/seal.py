@@ -1,7 +1,7 @@
 """Checksums of an output except its tensors, which have their own: the entry `checksums` of compress.json.
 
-    files          {name: [SHA-256]} of every file but weights and config.json; both contents of a file that a command
-                   was replacing when it was stopped ("": the file did not exist)
+    files          {name: [SHA-256]} of every file but config.json, and weight files whose tensors the record names;
+                   both contents of a file that a command was replacing when it was stopped ("": it did not exist)
     headers        {name: SHA-256} of the headers of weight files: the rest of each is tensors
     configuration  {key: SHA-256} of the parsed values of config.json, independent of order and spaces
     tensors        SHA-256 of the names and checksums of all tensors
@@ -13,7 +13,7 @@ it a new checksum. Records of earlier versions have no `checksums`; `check` then
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -44,7 +44,7 @@ class Checksums(TypedDict):
 def write_record(directory: Path, record: Mapping[str, Any]) -> None:
     """Write compress.json, once all other files of an output exist; `files` of the record names them."""
     record = json.loads(json.dumps(record))  # the values that a reader will get
-    checksums = _of_files(directory, record["files"])
+    checksums = _of_files(directory, record["files"], record.get("tensors", {}))
     if "tensors" in record:
         checksums["tensors"] = fingerprint(record["tensors"])
     write_json(directory / RECORD, _sealed({**record, "checksums": checksums}))
@@ -145,10 +145,10 @@ def is_document(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in DOCUMENTS)
 
 
-def _of_files(directory: Path, names: Iterable[str]) -> dict[str, Any]:
-    """The checksums of files, headers and the configuration."""
+def _of_files(directory: Path, names: Iterable[str], tensors: Container[str]) -> dict[str, Any]:
+    """The checksums of files, headers and the configuration. tensors: those that have checksums of their own."""
     names = [name for name in names if name != CONFIG]
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = [n for n in names if n.endswith(".safetensors") and all(t in tensors for t in _tensors(directory / n))]
     others = [name for name in names if name not in weights]
     return {
         "files": {name: [_of_file(directory / name)] for name in others},
@@ -161,6 +161,13 @@ def _of_file(path: Path) -> str:
     """SHA-256 of a file, which may be larger than memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _tensors(path: Path) -> Iterator[str]:
+    """Names of the tensors of a weight file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(LENGTH), "little")))
+    return (name for name in header if name != "__metadata__")
 
 
 def _header(path: Path) -> str:

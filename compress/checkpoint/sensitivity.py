@@ -14,6 +14,7 @@ from typing import Any
 from compress.checkpoint.files import read_json, write_whole
 from compress.errors import CheckpointError
 from compress.kernels.cache import cache_directory
+from compress.kernels.private import why_not_believed
 from compress.system.schema import built, fits
 
 FORMAT = 1
@@ -101,8 +102,8 @@ def read_sensitivity(path: Path) -> Sensitivity:
 
 
 def kept_sensitivity(path: Path) -> Sensitivity | None:
-    """A cached table; None where there is none, or one that cannot be read."""
-    if not path.is_file():
+    """A cached table; None where there is none, or one that cannot be read or that another user may have written."""
+    if not path.is_file() or why_not_believed(path) is not None:
         return None
     try:
         return read_sensitivity(path)

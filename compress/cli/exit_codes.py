@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from compress.cli.starting import announcing
-from compress.errors import CompressError, InputError, Terminated, first_line
+from compress.errors import CompressError, InputError, Terminated, first_line, why_not_written
 from compress.system.terminal import visible
 
 GATE = 3  # an evaluation that fails a gate
@@ -44,7 +44,7 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except CompressError as error:
             fail(said(error), 1)
         except OSError as error:
-            fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
+            fail(f"{error.filename or 'input or output'}: {why_not_written(error)}", 1)
         except KeyboardInterrupt as error:
             fail(said(error), BY_SIGNAL + error.number if isinstance(error, Terminated) else STOPPED)
         except click.ClickException:

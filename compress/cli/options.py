@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ trust_option = click.option(
     help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
 )
 PLUGINS = "compress.plugins"
+WRITTEN = ("output", "run", "json_file", "html", "svg", "markdown", "keep_statistics", "spill")  # options
 
 
 def remember(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> None:
@@ -124,6 +125,7 @@ def begin() -> None:
     """Begin the work of a command with a model: warn about remote code, import plugins, silence the libraries' logging.
     Call it after the checks that need no libraries, whose import takes seconds."""
     chosen = click.get_current_context().params
+    _check_files_apart(chosen)
     if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
         click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
     warnings.filterwarnings("ignore")
@@ -145,6 +147,18 @@ def import_plugins() -> None:
 
         for module in plugins:
             import_plugin(module)
+
+
+def _check_files_apart(chosen: Mapping[str, Any]) -> None:
+    """Raises InputError for two options that name the same file or folder to write."""
+    taken: dict[Path, str] = {}
+    for key in WRITTEN:
+        value = chosen.get(key)
+        if isinstance(value, str) and value != "-":
+            option = f"--{key.removesuffix('_file').replace('_', '-')}"
+            other = taken.setdefault(Path(value).absolute(), option)
+            if other != option:
+                raise InputError(f"{other} and {option} both name {value!r}; give each a place of its own")
 
 
 class _Notes(logging.Handler):

@@ -25,7 +25,7 @@ from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError, InputError, why_not_written
 from compress.model.calls import evaluating
 from compress.model.convolution import is_convolution
 from compress.model.online import input_rotation
@@ -89,7 +89,9 @@ def export_onnx(
                 for line in found.get("remarks", ()):
                     reporter.note(line)
         except OSError as error:
-            raise CompressError(f"cannot write {directory.output}: {error}") from None
+            raise CompressError(
+                f"cannot write {error.filename or directory.output}: {why_not_written(error)}"
+            ) from None
         directory.take_name(overwrite)
     before = sum(part.numel() * part.element_size() for part in model.parameters())
     return Exported(directory.output, len(codes), size, tuple(place.lost), before)

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.api.opened import found_model
-from compress.api.request import Data, Extent
+from compress.api.request import Data, Extent, check_apart
 from compress.api.shown import calibration_data
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.pretrained import tokenizer_of
@@ -107,8 +107,7 @@ def fit(
     minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
     data, extent = Data(calibration, samples, length, batch_size, bos=bos), Extent(ignore)
-    data.check()
-    extent.check()
+    _check(data, extent, output, keep_statistics)
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
         shared = {"device": device, "trust_remote_code": trust_remote_code}
@@ -120,6 +119,13 @@ def fit(
         made = _carried_out(Fitting(asked, found, beside, watch, reporter or Silent()), place, minutes)
         place.take_name(overwrite)
     return made
+
+
+def _check(data: Data, extent: Extent, output: str | Path, keep_statistics: str | Path | None) -> None:
+    """Raises InputError for arguments that are wrong whatever the model is."""
+    data.check()
+    extent.check()
+    check_apart(output, keep_statistics=keep_statistics)
 
 
 def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:

@@ -12,13 +12,13 @@ that was evaluated on less than is asked for now is only evaluated again. The or
 where `evaluate` caches them, and its speed is measured once for all recipes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
-from compress.api.request import several
+from compress.api.request import check_apart, several
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ours import check_replaceable, noted
 from compress.checkpoint.portable_names import shown
@@ -89,7 +89,7 @@ def sweep(
     steps = _asked(recipes, group_size, original_inputs, reporter)
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
-    _check_place(place, steps)
+    _check_place(place, steps, keep_statistics)
     texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size, bos)
     if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
         raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
@@ -119,9 +119,10 @@ def _asked(
     return _by_original(steps, reporter) if original_inputs else steps
 
 
-def _check_place(place: Path, names: Iterable[str]) -> None:
-    """Raises InputError where a file that no sweep wrote is in the place of one to write. Files beside an index of ours
-    count as ours, even damaged ones. Reports are always checked, since people write such files as well."""
+def _check_place(place: Path, names: Collection[str], keep_statistics: str | Path | None) -> None:
+    """Raises InputError where a file that no sweep wrote is in the place of one to write, or kept statistics would be.
+    Files beside an index of ours count as ours, even damaged ones. Reports are always checked, since people write such
+    files as well."""
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
     for path in (*known, place / PAGE, place / TEXT):
@@ -129,6 +130,8 @@ def _check_place(place: Path, names: Iterable[str]) -> None:
         if kind is not None:
             raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")
         check_replaceable(path, "move it, or give another output")
+    for name in names:
+        check_apart(place / name, keep_statistics=keep_statistics)
 
 
 def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.api.job import Result
 from compress.api.quantize import quantize
-from compress.api.request import Calibration
+from compress.api.request import Calibration, check_apart
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.evaluation.evaluate import evaluate
@@ -73,6 +73,7 @@ def quantize_within(
     """
     if Path(output).exists() and not overwrite:
         raise InputError(f"output {str(output)!r} exists; give another, or replace it with --overwrite")
+    check_apart(output, keep_statistics=keep_statistics)
     reporter = reporter or Silent()
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
     data |= {"bos": bos, "keep_statistics": keep_statistics}
@@ -93,9 +94,7 @@ def quantize_within(
             **data,
             **shared,
         )
-        kl = None
-        if rows is not None:
-            kl = evaluate(output, reference=model, text=rows.ids, **shared).kl_mean
+        kl = None if rows is None else evaluate(output, reference=model, text=rows.ids, **shared).kl_mean
         if max_kl is None or aim is None or kl is None or kl <= max_kl:
             break
         aim *= 0.98 * max_kl / kl

@@ -9,7 +9,8 @@ predicted tokens has two files in the cache directory (`compress.kernels.cache`)
 
 KEY is a hash of everything that the states depend on: the weights and the configuration (`Source.fingerprint`, which
 reads samples of the weight files), the dtype and the kind of device, the token ids and windows, the versions of torch
-and transformers. Damaged files are computed anew, with a note. The folder can be deleted at any time: all of it can be
+and transformers. Damaged files, and those that another user may have
+written, are computed anew, with a note. The folder can be deleted at any time: all of it can be
 computed again.
 """
 
@@ -31,6 +32,7 @@ from compress.errors import CheckpointError
 from compress.evaluation.quality.predictor import Predictor, Says, logits_by
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.kernels.cache import cache_directory
+from compress.kernels.private import why_not_believed
 from compress.system.reading import parse_json, special
 from compress.system.schema import fits
 from compress.train.objective.heads import OutputHead
@@ -104,10 +106,18 @@ def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | 
     if not place.exists():
         return None
     try:
+        if (why := not_believed(place, place.with_suffix(".states"))) is not None:
+            note(f"what was kept of the reference is made anew: {why}")
+            return None
         return Kept(place, windows, head)
     except (CheckpointError, OSError) as error:
         note(f"what was kept of the reference is damaged and made anew ({error})")
         return None
+
+
+def not_believed(*places: Path) -> str | None:
+    """The reason why other users may have written one of these files; None when they cannot have."""
+    return next((why for place in places if place.exists() and (why := why_not_believed(place)) is not None), None)
 
 
 class Keeping:

@@ -85,6 +85,9 @@ def read_answers(place: Path, note: Note) -> Answered | None:
     if not place.exists():
         return None
     try:
+        if (why := reference_states.not_believed(place)) is not None:
+            note(f"what was kept of the reference's answers is made anew: {why}")
+            return None
         found = parse_json(place)
         fits(found, _File, place)
         file: _File = built(found, _File)

@@ -72,7 +72,8 @@ def _read_call(count: int, device: torch.device) -> Callable[[], Call]:
 
 def _float_call(name: str, side: int, device: torch.device) -> Callable[[], Call]:
     def build() -> Call:
-        x, weight = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
+        g = torch.Generator(device=device).manual_seed(0)
+        x, weight = (torch.randn(side, side, generator=g, device=device).to(getattr(torch, name)) for _ in range(2))
         return lambda: torch.nn.functional.linear(x, weight)
 
     return build
@@ -80,7 +81,8 @@ def _float_call(name: str, side: int, device: torch.device) -> Callable[[], Call
 
 def _int_call(sign: torch.dtype, side: int, device: torch.device) -> Callable[[], Call]:
     def build() -> Call:
-        x, weight = (torch.randint(-128, 128, (side, side), dtype=torch.int8, device=device) for _ in range(2))
+        how: dict[str, Any] = {"device": device, "generator": torch.Generator(device=device).manual_seed(0)}
+        x, weight = (torch.randint(-128, 128, (side, side), dtype=torch.int8, **how) for _ in range(2))
         given: Tensor = x.view(sign)
         return lambda: torch.ops.aten._int_mm(given, weight.t())
 

@@ -97,6 +97,13 @@ def test_a_model_in_memory_is_told_by_its_shapes_and_left_as_it_is():
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+def test_the_random_numbers_of_the_caller_stay_where_they_are(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    compress.plan(tmp_path, RTN)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_no_weight_is_read(tmp_path):
     build("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -411,6 +411,25 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--group-size", 64),
         ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", ": 16, 32, -1"),
     ),
+    "statistics in the output": (
+        lambda d: d.gptq(d.tokens, "--keep-statistics", d.output),
+        ("--output and --keep-statistics both name", "a place of its own"),
+    ),
+    "statistics below the output": (
+        lambda d: d.gptq(d.tokens, "--keep-statistics", d.output / "kept"),
+        ("keep_statistics", "kept' is the output", "or lies in it; give another"),
+    ),
+    "figures in the place of the output": (
+        lambda d: d.rtn(d.model, "--json", d.output),
+        ("--output and --json both name", "a place of its own"),
+    ),
+    "statistics in the output of a fit": (
+        lambda d: command(
+            *("fit", d.model, "--bits", 4.5, "--calibration", d.tokens, "--output", d.output, "--quiet"),
+            *("--keep-statistics", d.output.with_name("output.partial")),
+        ),
+        ("keep_statistics", "output.partial' is the output"),
+    ),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
     "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'; allowed: w2a16", "w8a16")),
     "9 bits": (lambda d: d.rtn(d.model, "--scheme", "w9a16"), ("'w9a16'; allowed: w2a16", "w8a16")),

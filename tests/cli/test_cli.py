@@ -433,6 +433,30 @@ def test_a_full_disk_promises_nothing_that_is_not_there_and_leaves_no_half_of_a_
         assert sorted(path.name for path in desk.here.iterdir()) == ["figures.json", "link.json"]
 
 
+def test_a_full_disk_is_said_of_an_export_whose_library_counts_numbers(desk: Desk) -> None:
+    pytest.importorskip("gguf")
+    assert desk.rtn(desk.model).code == 0
+    with files_of_at_most(200_000):
+        outcome = command("export", desk.output, "--to", "gguf", "--output", desk.here / "file")
+    assert outcome.code == 1
+    assert last_line(outcome).endswith(": the disk is full, or takes no larger file")
+
+
+def test_what_a_run_leaves_that_is_killed_once_its_output_has_its_name_goes_with_resume(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = desk.output.with_name("output.partial")
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "_recover", lambda _: None)
+        patch.setattr(Directory, "release", lambda place: place._lock.close())
+        assert desk.rtn(desk.model).code == 0
+    assert (partial / "progress.json").exists()
+    resumed = desk.rtn(desk.model, "--resume")
+    assert resumed.code == 0
+    assert "is complete: nothing of it is left to do" in resumed.err
+    assert not partial.exists()
+
+
 @pytest.fixture
 def stopped(desk: Desk) -> Desk:
     """A run that has finished both blocks and nothing else."""

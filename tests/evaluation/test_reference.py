@@ -1,6 +1,7 @@
 """The reference: asked once, kept, read back bit for bit; never more than a chunk of logits; its own rounding."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import compress
 from compress.evaluation import reference_model
 from compress.evaluation.quality import predictor, reference_states
 from compress.evaluation.tasks import evaluate as answering
+from compress.kernels import private
 from compress.system.progress import Silent
 
 
@@ -98,6 +100,27 @@ def test_what_is_damaged_is_made_anew_with_a_note(
     assert folder.name in notes.said[0]
     compress.evaluate(llama, reference=llama, text=ids[:2])
     assert asked == [2, 2]
+
+
+@pytest.mark.parametrize("file", ["*.states", "*.json"])
+def test_what_another_user_may_have_written_is_made_anew_with_a_note(
+    llama: Path, ids: torch.Tensor, folder: Path, asked: list[int], file: str
+) -> None:
+    compress.evaluate(llama, reference=llama, text=ids[:2])
+    (path,) = folder.glob(file)
+    path.chmod(0o666)
+    notes = Notes()
+    compress.evaluate(llama, reference=llama, text=ids[:2], reporter=notes)
+    assert asked == [2, 2]
+    said = f"what was kept of the reference is made anew: {path} can be written by other users (chmod go-w {path})"
+    assert notes.said[0] == said
+    with pytest.MonkeyPatch.context() as patch:  # as somebody who is neither the owner nor root
+        owner = path.stat().st_uid
+        patch.setattr(private, "ROOT", owner + 1)
+        patch.setattr(os, "geteuid", lambda: owner + 1)
+        compress.evaluate(llama, reference=llama, text=ids[:2], reporter=notes)
+    assert asked == [2, 2, 2]
+    assert any(f"made anew: {path.with_suffix('')}" in said and "belongs to user" in said for said in notes.said)
 
 
 def test_what_a_reference_answers_is_asked_once_and_damage_is_noted(

@@ -75,6 +75,9 @@ def test_a_decoder_is_exported_and_read_back(tmp_path, monkeypatch):
     save_file({**held, "outputs": held["outputs"] + 0.1}, there / "reference.safetensors")
     with pytest.raises(CheckpointError, match=r"differ from ours by up to 0\.1"):
         read_back(there, record["graph"])
+    save_file({**held, "outputs": held["outputs"] + 1e-6}, there / "reference.safetensors")
+    with pytest.raises(CheckpointError, match=r"reference\.safetensors is not what was written"):
+        compress.verify(there)
     (there / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(CheckpointError, match="cannot be run by onnxruntime"):
         read_back(there, record["graph"])

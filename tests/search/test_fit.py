@@ -176,6 +176,15 @@ def test_the_words_say_what_the_figures_do():
     assert "| uniform-w3 | 490 | 3.1 | 0.05 (0.0304 to 0.0696) |" in markdown_of(proof(True, None))
 
 
+def test_names_on_the_page_mean_nothing_to_markdown_or_html():
+    nasty = "<script>alert(1)</script> | [x](http://y)"
+    found = replace(proof(True, None), model=nasty, held_out=nasty, notes=[nasty])
+    page = markdown_of(replace(found, runs=[replace(each, name=nasty) for each in found.runs], chosen=nasty))
+    assert "<script" not in page.replace("\\<", "")
+    assert "[x](" not in page
+    assert {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("|")} == {5, 6}
+
+
 class FakeFitting:
     """A `Fitting` whose recipes were run: which meet the target, and the clock."""
 

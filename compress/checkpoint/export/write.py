@@ -23,7 +23,7 @@ from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError, InputError, why_not_written
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 
@@ -91,7 +91,11 @@ def export(
                 rewrite(directory.model, {"verification": found})
                 for line in found.get("remarks", ()):
                     reporter.note(line)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
+            raise CompressError(
+                f"cannot write {error.filename or directory.output}: {why_not_written(error)}"
+            ) from None
+        except SafetensorError as error:
             raise CompressError(f"cannot write {directory.output}: {error}") from None
         directory.take_name(overwrite)
     before = sum(path.stat().st_size for path in source.weights.paths)

@@ -94,6 +94,18 @@ class Directory:
             with suppress(OSError):  # not empty: the next run has begun, or it holds other files
                 path.rmdir()
 
+    def tidy(self) -> None:
+        """Remove what is left of a run that was killed once the output had its name. An unfinished run stays."""
+        if not self.partial.exists():
+            return
+        with suppress(InputError):  # it holds a person's files, or another run is at work
+            self._refuse_strangers()
+            self._take_lock()
+            try:
+                self._recover()
+            finally:
+                self.release()
+
     def take_name(self, overwrite: bool) -> None:
         """Rename model/ to the output. Raises InputError where something took that name while the run worked."""
         self._refuse_output(overwrite)

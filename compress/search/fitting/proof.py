@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compress.evaluation.document import Figure
+from compress.evaluation.report.markdown import plain
 
 SHOWN = ("kl_mean", "perplexity_ratio")  # figures
 
@@ -99,7 +100,14 @@ def paragraph_of(proof: FitProof) -> str:
 
 def markdown_of(proof: FitProof) -> str:
     """The proof as a page."""
-    lines = [f"# {proof.model}: {proof.target}", "", paragraph_of(proof), "", "## Recipes that were run", ""]
+    lines = [
+        f"# {plain(f'{proof.model}: {proof.target}')}",
+        "",
+        plain(paragraph_of(proof)),
+        "",
+        "## Recipes that were run",
+        "",
+    ]
     lines += _table(
         ("recipe", "bytes", "bits per weight", "KL", "perplexity, times the original's"),
         [
@@ -117,9 +125,10 @@ def markdown_of(proof: FitProof) -> str:
         ("bytes", "bits per weight", "embedding", "KL"),
         [(f"{p.bytes:,}", f"{p.bits_per_weight:.3g}", p.embedding, f"{p.predicted_kl:.4g}") for p in proof.searched],
     )
-    lines += ["", *(f"- {note}" for note in proof.notes)]
+    lines += ["", *(f"- {plain(note)}" for note in proof.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    cells = [[plain(cell) for cell in row] for row in (columns, *rows)]
+    return [f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(columns), *cells[1:])]

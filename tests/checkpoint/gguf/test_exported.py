@@ -84,6 +84,7 @@ def test_gguf_py_reads_what_was_decided(method, dtype, kind, options, tmp_path):
     reader = read(written.output)
     found, types = values_of(reader), types_of(reader)
     layer = "model.layers.0"
+    assert key(reader, "general.name") == "model"  # the one that was quantized, not the folder of its checkpoint
     assert types["blk.0.attn_q.weight"] == types["blk.0.ffn_down.weight"] == kind
     assert torch.equal(found["blk.0.ffn_down.weight"].to(dtype), dense[f"{layer}.mlp.down_proj.weight"])
     assert torch.equal(found["blk.0.attn_q.weight"].to(dtype), in_pairs(dense[f"{layer}.self_attn.q_proj.weight"], 4))

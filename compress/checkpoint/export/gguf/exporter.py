@@ -32,6 +32,8 @@ from compress.checkpoint.read.beside import beside, totals
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in
+from compress.checkpoint.write.directory import is_checkpoint
+from compress.checkpoint.write.manifest import read_record
 from compress.system.version import VERSION
 
 QUANTIZATION_VERSION = 2  # of ggml's blocks (GGML_QNT_VERSION)
@@ -164,12 +166,21 @@ def _file_type(entries: Sequence[Entry]) -> dict[str, int]:
     return {"general.file_type": int(found), "general.quantization_version": QUANTIZATION_VERSION}
 
 
+def _name(source: Source) -> str:
+    """The name of the model that was quantized: of its folder, or on the hub."""
+    own = source.path.name.removesuffix(".checkpoint")
+    original = read_record(source.path).get("model") if is_checkpoint(source.path) else None
+    if not isinstance(original, str) or original in (source.config.get("architectures") or ()):  # it was in memory
+        return own
+    return Path(original).name or own
+
+
 def _metadata(source: Source, family: Architecture) -> dict[str, Any]:
     """{key: value} of the model, its family and its tokenizer."""
     config = read_config(source)
     general: dict[str, Any] = {
         "general.type": "model",
-        "general.name": source.path.name or family.name,
+        "general.name": _name(source) or family.name,
         "general.quantized_by": f"compress {VERSION}",
     }
     own = {f"{family.name}.{key}": value for key, value in family.keys(config).items()}
