@@ -13,7 +13,7 @@ from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
-from compress.evaluation.quality.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
+from compress.evaluation.quality.language import Model, common_vocabulary, config_of, first_tokenizer, loaded, opened
 from compress.evaluation.quality.predictor import predictor
 from compress.evaluation.quality.quality import measure
 from compress.evaluation.quality.reference_states import Note
@@ -46,8 +46,9 @@ def _texts(
     given: list[tuple[Given, Role]] = [(text, "held-out") for text in several]
     given += [] if calibration is None else [(calibration, "calibration")]
     texts = [load_text(text, role, tokenizer, config, **windows) for text, role in given]
-    if theirs is not None:
-        check_vocabulary(config, config_of(theirs))
+    if theirs is not None and (shared := common_vocabulary(ours, theirs)) is not None:
+        texts = [text.among(shared) for text in texts]
+        note(f"one model has more tokens than the other: compared over the {shared} that both have")
     for remark in (remark for text in texts for remark in text.notes):
         note(remark)
     return texts

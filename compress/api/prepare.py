@@ -13,7 +13,7 @@ from compress.api.planned import Planned, planned_work
 from compress.api.request import Request
 from compress.api.shown import Shown, shown_data
 from compress.api.shrunk import CHANGED, check_structural, shrunk, undoing
-from compress.api.teachers import Teachers
+from compress.api.teachers import Teachers, check_tokens
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard, Writer
@@ -31,6 +31,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
     found = _found(request)
     shown = shown_data(request.data, request.passes, found, comm.world)
+    shown = replace(shown, remarks=check_tokens(request.passes, found, shown, request.trust_remote_code))
     opened = shrunk(request, opened_model(found, request.work.dtype, comm), shown, comm, reporter)
     with undoing(opened, request.work.restore):
         planned = planned_work(request, opened, shown, place, comm)

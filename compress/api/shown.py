@@ -41,6 +41,7 @@ class Shown:
     rows: all samples that the model is trained on, if it is.
     cached: what files hold of teachers, by their names.
     file: the file that the batches are from.
+    remarks: on its tokens and those of teachers.
     """
 
     tokens: Tokens | None
@@ -49,11 +50,13 @@ class Shown:
     cached: Mapping[str, TopKRows] = field(default_factory=dict)
     pictures: Pictures | None = None
     file: str | None = None
+    remarks: Sequence[str] = ()
 
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on how the calibration data was read."""
-        return [note for data in (self.tokens, self.pictures) if data is not None for note in data.notes]
+        read = [note for data in (self.tokens, self.pictures) if data is not None for note in data.notes]
+        return [*read, *self.remarks]
 
     def described(self) -> dict[str, Any] | None:
         """The entry about the calibration data in the record of a run; None for ready-made batches."""

@@ -10,19 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from compress.api.opened import fingerprint_of
+from compress.api.opened import FoundModel, fingerprint_of
+from compress.api.shown import Shown, learning_of
 from compress.checkpoint.read.content import content_of
-from compress.checkpoint.read.pretrained import load_dense
+from compress.checkpoint.read.pretrained import load_dense, read_config, tokens_of
 from compress.checkpoint.read.source import Source, find_source
 from compress.errors import InputError
 from compress.model.layers import find_stacks
+from compress.model.vocabulary import check_common, common_tokens
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.run.residency import is_narrow, shard
 from compress.runtime.load.dequantized import load_as_original
 from compress.runtime.load.loading import load_source
 from compress.system.comm import Comm
-from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.offline import TopKRows, check_offline
 from compress.train.losses.options import ORIGINAL
 
 
@@ -34,6 +36,36 @@ def fingerprints(passes: Sequence[Pass], trust_remote_code: bool, comm: Comm) ->
     others = {options.teacher for options in asked if options.taught} - files - {ORIGINAL}
     found = {name: content_of(Path(name)) for name in sorted(files)}
     return found | {name: fingerprint_of(find_source(name, trust_remote_code), comm) for name in sorted(others)}
+
+
+def check_tokens(passes: Sequence[Pass], found: FoundModel, shown: Shown, trust_remote_code: bool) -> list[str]:
+    """Remarks on teachers whose vocabulary is padded to another length than the student's. Raises InputError for other
+    vocabularies, and for training data with token ids that only one of both models has."""
+    size, notes = getattr(found.config, "vocab_size", None), []
+    ids = None if shown.rows is None else shown.rows.tensors.get("input_ids")
+    if not isinstance(size, int) or ids is None:
+        return []
+    for said in shown.cached.values():
+        check_offline(said, size)
+    taught = {o.teacher: "logits" in o.weights for o in learning_of(passes) if o.taught and not o.offline}
+    for name, by_logits in sorted(taught.items()):
+        if name == ORIGINAL:
+            continue
+        source = find_source(name, trust_remote_code)
+        other = getattr(read_config(source), "vocab_size", None)
+        if not isinstance(other, int) or other == size:
+            continue
+        check_common(ids, "training data", min(size, other))
+        if not by_logits:
+            continue
+        vocabularies = {"the student": tokens_of(found.source), f"teacher {name!r}": tokens_of(source)}
+        sizes = dict(zip(vocabularies, (size, other), strict=True))
+        known = {model: each for model, each in vocabularies.items() if each is not None}
+        shared = common_tokens(sizes, known, "training by logits")
+        notes.append(
+            f"teacher {name!r} has {other} tokens, the student {size}: it is taught the {shared} of both alone"
+        )
+    return notes
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ def read_documents(source: str, what: str) -> Documents:
         raise InputError(f"{source} cannot be read: {error.strerror}") from None
     if path.suffix == ".txt":
         return Documents(source, [(source, text)])
-    return _documents(source, _array(text, source) if _is_array(text) else _jsonl(text, source))
+    return _documents(
+        source, _array(text, source) if path.suffix == ".json" and _is_array(text) else _jsonl(text, source)
+    )
 
 
 def read_folder(source: str) -> list[Documents]:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.checkpoint.read.pretrained import read_config, tokenizer_of
+from compress.checkpoint.read.pretrained import read_config, tokenizer_of, tokens_of
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError
+from compress.model.vocabulary import common_tokens
 from compress.runtime.load.loading import load_source
 
 Model = nn.Module | Source
@@ -51,10 +52,11 @@ def loaded(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any
     return network
 
 
-def check_vocabulary(config: Any, original: Any) -> None:
-    """Refuse a reference that predicts other tokens."""
-    if original.vocab_size != config.vocab_size:
-        raise InputError(
-            f"the reference has a vocabulary of {original.vocab_size}, the model of {config.vocab_size}; KL needs the "
-            "same one"
-        )
+def common_vocabulary(model: Model, reference: Model) -> int | None:
+    """The number of tokens that a model and its reference have in common; None where that is all of both. Raises
+    InputError for other vocabularies."""
+    sizes = {"the model": config_of(model).vocab_size, "the reference": config_of(reference).vocab_size}
+    if len({*sizes.values()}) == 1:
+        return None
+    found = {name: tokens_of(m) for name, m in zip(sizes, (model, reference), strict=True) if isinstance(m, Source)}
+    return common_tokens(sizes, {name: each for name, each in found.items() if each is not None}, "KL")

@@ -105,9 +105,13 @@ def chunked(model: Says, reference: Says | None, batch: Batch, vocabulary: int) 
     tokens = max(1, CHUNK_VALUES // vocabulary)
     for first in range(0, len(targets_P), tokens):
         part = slice(first, first + tokens)
-        log_q = functional.log_softmax(model.logits(states[part]), -1)
-        log_p = None
+        logits, log_p = model.logits(states[part]), None
         if reference is not None and expected is not None:
-            log_p = functional.log_softmax(reference.logits(expected[part]), -1).to(log_q.device)
+            theirs = reference.logits(expected[part])
+            shared = min(logits.shape[-1], theirs.shape[-1])  # tokens that both have, where one is padded further
+            logits, theirs = logits[:, :shared], theirs[:, :shared]
+            log_p = functional.log_softmax(theirs, -1).to(logits.device)
+            del theirs
+        log_q = functional.log_softmax(logits, -1)
         yield dict(compared(log_q, log_p, targets_P[part]))
-        del log_q, log_p
+        del logits, log_q, log_p

@@ -1,6 +1,6 @@
 """The texts that a model is measured on: read, tokenized and cut into windows before any weight is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from compress.errors import InputError
 from compress.evaluation.document import Figure, TextResult
 from compress.evaluation.quality.quality import Quality
 from compress.evaluation.quality.windows import Windows, rows_of, strided
+from compress.model.vocabulary import check_common
 
 Role = Literal["held-out", "calibration"]
 COMPARED = ("perplexity", "log_perplexity_ratio", "kl_mean", "same_top")  # of two texts
@@ -24,12 +25,19 @@ COMPARED = ("perplexity", "log_perplexity_ratio", "kl_mean", "same_top")  # of t
 
 @dataclass(frozen=True)
 class Text:
-    """A text, its role for the model, and its windows. notes: remarks for the user."""
+    """A text, its role for the model, and its windows. notes: remarks for the user. shared: the number of tokens that
+    both models have, where one is padded further."""
 
     name: str
     role: Role
     windows: Windows
     notes: tuple[str, ...] = ()
+    shared: int | None = None
+
+    def among(self, shared: int) -> "Text":
+        """The text for two models of which one has more tokens. Raises InputError for tokens that only one has."""
+        check_common(self.windows.ids_N, self.name, shared)
+        return replace(self, shared=shared)
 
     def result(self, found: Quality, noise: dict[str, Figure] | None) -> TextResult:
         """The figures on the text, with its description."""
@@ -38,7 +46,8 @@ class Text:
             name=shown(self.name),
             sha256=checksum(windows.ids_N),
             role=self.role,
-            protocol=windows.protocol,
+            protocol=windows.protocol
+            + ("" if self.shared is None else f"; over the {self.shared} tokens that both models have"),
             windows=len(windows.spans),
             length=windows.length,
             stride=windows.stride,

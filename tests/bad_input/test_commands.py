@@ -314,9 +314,9 @@ TEXTS: dict[str, Case] = {
         lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n{"txt": "b"}\n')),
         ("t.jsonl line 2 has no string field 'text'",),
     ),
-    "jsonl of numbers": (
+    "jsonl of lists": (
         lambda d: d.gptq(d.file("t.jsonl", "[1]\n")),
-        ("t.jsonl row 1 has no string field 'text'", "prompt + completion", "instruction + input + output"),
+        ("t.jsonl line 1 has no string field 'text'", "prompt + completion", "instruction + input + output"),
     ),
     "json of one object": (
         lambda d: d.gptq(d.file("t.json", '{\n"data": []}')),

@@ -243,6 +243,44 @@ def test_a_model_that_predicts_no_next_token_is_refused_in_one_line(tmp_path: Pa
         compress.evaluate(torch.nn.Linear(2, 2), text=ids)
 
 
+def padded(model: torch.nn.Module, size: int) -> torch.nn.Module:
+    """A model with rows of noise behind its embedding and its head, as padding of a vocabulary is."""
+    made = make_llama(vocab_size=size)
+    state = made.state_dict()
+    for name, value in model.state_dict().items():
+        state[name][: len(value)] = value
+    made.load_state_dict(state)
+    return made
+
+
+def test_a_reference_that_is_padded_further_is_compared_over_the_common_tokens(
+    llama: Path, llama_w4: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    original = compress.load(llama, torch.float32)
+    longer = save(padded(original, VOCABULARY + 64), tmp_path / "longer")
+    plain = compress.evaluate(llama_w4, reference=llama, text=ids)
+    for model, reference in ((llama_w4, longer), (longer, llama_w4)):
+        for _ in ("made", "kept"):
+            found = compress.evaluate(model, reference=reference, text=ids)
+            assert found.texts[0].protocol.endswith(f"; over the {VOCABULARY} tokens that both models have")
+            if model == llama_w4:
+                assert found.perplexity == pytest.approx(plain.perplexity, rel=1e-6)
+                assert found.kl_mean == pytest.approx(plain.kl_mean, rel=1e-5)
+            else:
+                assert found.perplexity == pytest.approx(plain.texts[0].figures["reference_perplexity"].value, rel=1e-6)
+    foreign = ids.clone()
+    foreign[0, 0] = VOCABULARY
+    with pytest.raises(InputError, match=f"holds token id {VOCABULARY}, which only one of the two models has"):
+        compress.evaluate(longer, reference=llama, text=foreign)
+    tokenizer = json.loads((longer / "tokenizer.json").read_text(encoding="utf-8"))
+    first, second, *_ = (token for token, i in tokenizer["model"]["vocab"].items() if i in (600, 601))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (longer / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(InputError, match=r"token 600 is '.*' of the model, and '.*' of the reference"):
+        compress.evaluate(llama, reference=longer, text=ids)
+
+
 def test_a_reference_of_another_vocabulary_is_refused(llama: Path, tmp_path: Path) -> None:
     other = save(make_llama(vocab_size=512).half(), tmp_path / "other")
     with pytest.raises(InputError, match="the reference has a vocabulary of 512, the model of 2048"):

@@ -77,6 +77,33 @@ def test_logits_that_nobody_makes_give_the_same_losses_and_gradients(monkeypatch
     assert all(p.grad is None for p in pair[1].parameters())
 
 
+@every("sizes", [(96, 100), (100, 96)])
+@every("whole", [False, True])
+def test_a_vocabulary_that_is_padded_further_is_cut_for_a_student_and_forbidden_to_it(monkeypatch, sizes, whole):
+    """Of a larger teacher the student is taught its own tokens; tokens that a smaller teacher lacks lose their mass."""
+    import transformers
+
+    monkeypatch.setattr(chunked, "CHUNK_VALUES", 5 * 96)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    student, teacher = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=size, **shape)).double().eval()
+        for size in sizes
+    )
+    objective, given = Objective(Train(), student, teacher), batch()
+    objective.begin(Rows(given))
+    assert all(objective.heads)
+    objective.heads = (None, None) if whole else objective.heads
+    totals, gradients = found(objective, given)
+    with torch.no_grad():
+        theirs, own = (model(input_ids=IDS).logits[:, :-1] for model in (teacher, student))
+        log_p, log_q = theirs[..., : sizes[0]].log_softmax(-1), own.log_softmax(-1)[..., : sizes[1]]
+        expected = (log_p.exp() * (log_p - log_q)).sum()
+    torch.testing.assert_close(totals["logits"], expected, rtol=1e-9, atol=0)
+    beyond = torch.autograd.grad(student(input_ids=IDS).logits[..., 96:].exp().sum(), student.lm_head.weight)[0]
+    assert float((beyond * gradients["lm_head.weight"])[96:].sum()) >= (1e-6 if sizes[0] > 96 else 0)
+
+
 def test_logits_are_never_whole():
     """Of neither model, forward and backward: nothing is as large as tokens times vocabulary."""
     import transformers

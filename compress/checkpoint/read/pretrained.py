@@ -253,6 +253,14 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         ) from None
 
 
+def tokens_of(source: Source | None) -> dict[str, int] | None:
+    """{token: id} of a model's tokenizer; None where it has none."""
+    try:
+        return None if source is None else dict(load_tokenizer(source).get_vocab())
+    except InputError:
+        return None
+
+
 def tokenizer_of(source: Source | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises InputError where there is none, and for a model in memory (source None)."""
     if source is None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.errors import InputError
+from compress.model.vocabulary import padded_alike
 from compress.train.inputs.samples import NUMBER
 from compress.train.losses.top_k import TopK
 
@@ -25,3 +27,14 @@ class TopKRows:
         numbers = batch[NUMBER]
         indices = self.indices_NTk[numbers].long()
         return TopK(self.log_probs_NTk[numbers].to(device), indices.to(device), self.temperature)
+
+
+def check_offline(said: TopKRows, vocabulary: int) -> None:
+    """Raises InputError for a teacher whose tokens are not those of a student's vocabulary, however far each is
+    padded."""
+    last = int(said.indices_NTk.max())
+    if not padded_alike(said.vocabulary, vocabulary) or last >= vocabulary:
+        raise InputError(
+            f"tokens of the vocabulary: {vocabulary} of the student, {said.vocabulary} of the cached teacher (up to id "
+            f"{last}); cache the logits of a teacher with the same tokens"
+        )

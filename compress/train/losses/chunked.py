@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from compress.errors import InputError
+from compress.model.vocabulary import over_vocabulary
 from compress.train.losses.logits import LogitsLoss, Teacher, check, teacher_rows, token_losses
 from compress.train.losses.summed import Summed, rows_of, valid_rows, wide
 
@@ -51,10 +52,12 @@ class Head(NamedTuple):
 
 
 class HiddenTeacher(NamedTuple):
-    """A teacher by its last hidden states [..., E] and its head; its logits, too, are made chunk by chunk."""
+    """A teacher by its last hidden states [..., E] and its head; its logits, too, are made chunk by chunk. vocabulary:
+    the student's, where it is padded to another length."""
 
     hidden_TE: Tensor
     head: Head
+    vocabulary: int | None = None
 
 
 def chunked_logits_loss(
@@ -100,14 +103,16 @@ def _check(
     if not isinstance(teacher, HiddenTeacher):
         check(meta, teacher, labels_T, how)
         return
-    theirs = torch.empty(*teacher.hidden_TE.shape[:-1], len(teacher.head.weight_VD), device="meta")
+    width = teacher.vocabulary or len(teacher.head.weight_VD)
+    theirs = torch.empty(*teacher.hidden_TE.shape[:-1], width, device="meta")
     check(meta, theirs, labels_T, how)
 
 
 @torch.no_grad()
 def _teacher_of(teacher: Teacher | HiddenTeacher | None, rows: Tensor) -> Teacher | None:
     if isinstance(teacher, HiddenTeacher):
-        return teacher.head.finish(teacher.head.product(rows_of(teacher.hidden_TE, rows)))
+        logits_TV = teacher.head.finish(teacher.head.product(rows_of(teacher.hidden_TE, rows)))
+        return logits_TV if teacher.vocabulary is None else over_vocabulary(logits_TV, teacher.vocabulary)
     return teacher_rows(teacher, rows)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import InputError
+from compress.model.vocabulary import over_vocabulary, padded_alike
 from compress.system.comm import Comm
 from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
-from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.offline import TopKRows, check_offline
 from compress.train.inputs.samples import Rows
 from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remembered
@@ -53,6 +54,7 @@ class Objective(nn.Module):
         self.projectors = nn.ModuleList()
         self.embedder: nn.Module = nn.Identity()
         self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
+        self.vocabulary: int | None = None  # the student's, where the teacher's is padded to another length
         self.step: StepEmbeddings | None = None
         self.negatives: Memory | None = None
         self.samples = 0
@@ -105,12 +107,15 @@ class Objective(nn.Module):
 
         def take(hidden: Tensor) -> None:
             assert head is not None
-            found.append(HiddenTeacher(hidden[:, :-1], head.whole))
+            found.append(HiddenTeacher(hidden[:, :-1], head.whole, self.vocabulary))
 
         theirs = look(teacher, batch, self.options, head, take)
         if found:
             return theirs, found[0]
-        return theirs, None if theirs.logits is None else shifted_logits(theirs.logits, batch)
+        if theirs.logits is None:
+            return theirs, None
+        logits = shifted_logits(theirs.logits, batch)
+        return theirs, logits if self.vocabulary is None else over_vocabulary(logits, self.vocabulary)
 
     def _on_logits(self, loss: Of, batch: Batch, says: Teacher | HiddenTeacher | None, device: torch.device) -> Totals:
         """The losses on logits. loss: `logits_loss` on the student's logits, or a function that needs none."""
@@ -216,19 +221,19 @@ class Objective(nn.Module):
         vocabularies."""
         student, teacher = self.models
         head, why, logits = output_head(student, inputs)
-        if logits is not None and self.offline is not None and self.offline.vocabulary != logits.shape[-1]:
-            raise InputError(
-                f"tokens of the vocabulary: {logits.shape[-1]} of the student, {self.offline.vocabulary} of the cached "
-                "teacher; cache the logits of a teacher with the same tokens"
-            )
+        size = None if logits is None or logits.ndim != len("BTV") else logits.shape[-1]
+        if size is not None and self.offline is not None:
+            check_offline(self.offline, size)
+        theirs, other, logits = None, "", None
+        if teacher is not None and "logits" in self.weights:
+            theirs, other, logits = output_head(teacher, inputs)
+            if size is not None and logits is not None and logits.shape[-1] != size:
+                self.vocabulary = size if padded_alike(size, logits.shape[-1]) else None
         if head is None:
             self.notes.append(f"logits of {type(student).__name__} are made as a whole: {why}")
             return
-        theirs = None
-        if teacher is not None and "logits" in self.weights:
-            theirs, why, _ = output_head(teacher, inputs)
-            if theirs is None:
-                self.notes.append(f"the teacher's logits ({type(teacher).__name__}) are made as a whole: {why}")
+        if other:
+            self.notes.append(f"the teacher's logits ({type(teacher).__name__}) are made as a whole: {other}")
         self.heads = (head, theirs)
 
 

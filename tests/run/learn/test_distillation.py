@@ -54,6 +54,31 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
     assert 0 < history(desk.here / "few")["steps"][0]["logits"] < live["steps"][0]["logits"]  # coarser, hence less
 
 
+def test_a_teacher_that_is_padded_further_teaches_the_tokens_of_both(desk):
+    """Live, and cached; what only one of them has is refused before any work."""
+    longer, beyond = save(make_llama(vocab_size=2112), desk.here / "longer"), desk.here / "beyond.pt"
+    torch.save(torch.full((12, 16), 2048), beyond)
+
+    def taught(student: Path, teacher: Path, output: str, data: Path = desk.tokens):
+        words = ["--student", student, "--training", data, "--train", f"teacher={teacher}", "--steps", 1]
+        options = ["--rows", 4, "--learning-rate", 1e-3, "--train", "held_out=0"]
+        return command("distill", longer, "--output", desk.here / output, *words, *options)
+
+    done = taught(desk.model, longer, "live")
+    assert done.code == 0, done.err
+    assert "has 2112 tokens, the student 2048: it is taught the 2048 of both alone" in done.err
+    few, all_tokens = desk.here / "few.safetensors", desk.here / "all.safetensors"
+    for model, file, k in ((desk.model, few, 8), (longer, all_tokens, 2112)):
+        words = ["--output", file, "--calibration", desk.tokens, "--top-k", k, "--quiet"]
+        assert command("cache-logits", model, *words).code == 0
+    assert taught(longer, few, "cached").code == 0
+    for done, says in (
+        (taught(desk.model, all_tokens, "no"), "2048 of the student, 2112 of the cached teacher (up to id 2111)"),
+        (taught(longer, desk.model, "no", beyond), "training data holds token id 2048, which only one of the two"),
+    ):
+        assert (done.code, says in done.err) == (2, True), done.err
+
+
 def test_a_student_without_masks_is_called_trained_and_not_pruned(desk):
     """A layer that training prunes is called pruned as before."""
     words = [desk.model, "--student-layers", 1, "--calibration", desk.tokens, "--steps", 1, "--train", "held_out=0"]
