@@ -48,8 +48,8 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
         assert line["logits"] == pytest.approx(other["logits"], rel=1e-4)
     assert cached["held_out"][-1]["logits"] == pytest.approx(live["held_out"][-1]["logits"], rel=1e-3)
     few = desk.here / "few.safetensors"
-    # The words of the former release.
-    command("distill", desk.model, f"--cache-logits={few}", "--training", desk.tokens, "--top-k", 8, "--quiet")
+    asked = command("cache-logits", desk.model, "--output", few, "--calibration", desk.tokens, "--top-k", 8, "--quiet")
+    assert asked.code == 0, asked.err
     assert distill(desk, desk.model, *common, "--train", f"teacher={few}", output="few").code == 0
     assert 0 < history(desk.here / "few")["steps"][0]["logits"] < live["steps"][0]["logits"]  # coarser, hence less
 
