@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.weights.rounded_zeros import evidence, explained
 
 # The score of a weight that is zero already: below any other.
 PRUNED = -1.0
-# A layer counts as pruned where a larger share of its weights is exactly zero.
+# A layer counts as pruned where a larger share of its weights is exactly zero, and no grid explains that.
 FEW_ZEROS = 0.05
 # Relative rounding of a recorded share.
 ROUNDING = 1e-6
@@ -134,16 +135,19 @@ class Earlier:
     kept: bool = True
     recorded: Mapping[str, float] = field(default_factory=dict)
 
-    def share(self, layer: str, zeros: int, weights: int) -> float | None:
-        """The share of zeros of a pruned layer, one above `FEW_ZEROS` or with the recorded share. None for any other
-        layer, and where zeros are not kept."""
+    def share(self, layer: str, zeros: int, weights: int, of_a_grid: bool = False) -> float | None:
+        """The share of zeros of a pruned layer, one above `FEW_ZEROS` that no grid explains, or the recorded one. None
+        for any other layer, and where zeros are not kept."""
         share = zeros / weights if weights else 0.0
-        pruned = share > FEW_ZEROS or 0 < self.recorded.get(layer, math.inf) <= share * (1 + ROUNDING)
+        recorded = 0 < self.recorded.get(layer, math.inf) <= share * (1 + ROUNDING)
+        pruned = recorded or (share > FEW_ZEROS and not of_a_grid)
         return share if pruned and self.kept else None
 
     def mask(self, layer: str, weight_NK: Tensor) -> Tensor | None:
         """Bool [N, K], True for the kept weights of a layer; None for one that was not pruned."""
-        return None if self.share(layer, *zeros_in(weight_NK)) is None else weight_NK != 0
+        zeros, weights = zeros_in(weight_NK)
+        of_a_grid = zeros > FEW_ZEROS * weights and explained(evidence(weight_NK))
+        return None if self.share(layer, zeros, weights, of_a_grid) is None else weight_NK != 0
 
     def problem(self, layer: str, share: float, method: str, instead: str = OTHERS) -> str:
         """The message for a method that keeps no zeros and a pruned layer. instead: the advice that keeps them."""

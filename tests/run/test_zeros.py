@@ -13,7 +13,9 @@ import compress
 from compress.errors import CompressError, InputError
 from compress.model.layers import Layer
 from compress.passes.protocol.base import Pass
+from compress.weights.grid import quantize
 from compress.weights.masks import Earlier, zeros_in
+from compress.weights.rounded_zeros import evidence, explained
 
 CAME = "zeros_before"
 FEW = {"steps": 2, "rows": 4, "warmup": 0}
@@ -144,7 +146,7 @@ def test_few_zeros_padding_and_layers_that_are_not_treated_are_no_pruning() -> N
 
 
 def test_a_share_is_of_the_rows_that_hold_something() -> None:
-    weight = torch.ones(4, 10)
+    weight = torch.rand(4, 10, generator=torch.Generator().manual_seed(0)) + 1
     weight[0] = 0
     weight[1, :3] = 0
     assert zeros_in(weight) == (3, 30)
@@ -157,6 +159,34 @@ def test_a_share_is_of_the_rows_that_hold_something() -> None:
     assert torch.equal(Earlier().mask("a", weight), weight != 0)
 
 
+def test_zeros_of_a_grid_are_no_pruning_and_those_beside_them_are(llama: Path, tmp_path: Path) -> None:
+    """A plain model with the values of 4 bits can be rounded by any method; pruned, its zeros stay."""
+    rounded = compress.quantize(compress.load(llama), compress.RTN(scheme="w4a16", group_size=32)).model
+    assert all(0.05 < (weight == 0).float().mean() < 0.2 for weight in matrices(rounded).values())
+    rounded.save_pretrained(tmp_path / "plain")
+    for one in (compress.SpQR(group_size=8, tile_rows=8, refit=0, sweeps=0), compress.RTN(group_size=32)):
+        done = compress.quantize(tmp_path / "plain", one, calibration=tokens(16, 16) if one.calibrated else None)
+        assert not [layer.name for layer in done.record.layers if CAME in layer.figures]
+    compress.quantize(rounded, compress.Magnitude(sparsity=0.5))
+    with pytest.raises(InputError, match="q_proj comes pruned"):
+        compress.quantize(rounded, compress.Binary(**BARE), calibration=tokens(16, 16))
+
+
+@pytest.mark.parametrize("scheme", ["w2a16", "w3a16", "w4a16", "nvfp4a16", "mxfp4a16", "nf4a16"])
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_what_a_grid_explains(scheme: str, group_size: int) -> None:
+    weight_NK = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    sized = {} if "f" in scheme else {"group_size": group_size}
+    codes = quantize(weight_NK, compress.RTN(scheme=scheme, **sized).weight_grid(), torch.bfloat16)
+    of_a_grid, halves = codes.dequantize().bfloat16(), weight_NK.view(64, -1, 4).abs().argsort(-1).argsort(-1) > 1
+    assert explained(evidence(of_a_grid))
+    assert not explained(evidence(of_a_grid * halves.view(64, 256)))
+    for dtype in (torch.float32, torch.bfloat16):
+        pruned = torch.where(weight_NK.abs() > 0.1, weight_NK, 0).to(dtype)
+        assert 0.05 < (pruned == 0).float().mean() < 0.1
+        assert not explained(evidence(pruned))
+
+
 def test_layers_are_counted_where_they_are_stored_transposed() -> None:
     from transformers.pytorch_utils import Conv1D
 
@@ -165,4 +195,4 @@ def test_layers_are_counted_where_they_are_stored_transposed() -> None:
     module = Conv1D(6, 4)
     module.weight.data[:, 0] = 0
     module.weight.data[:2, 1] = 0
-    assert _counted(Layer("a", module), 64) == (2, 20)
+    assert _counted(Layer("a", module), 64) == (2, 20, False)

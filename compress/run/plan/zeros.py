@@ -26,6 +26,7 @@ from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.masks import CAME, OTHERS, Earlier, zeros_in
+from compress.weights.rounded_zeros import evidence, explained
 
 # Rows of a layer that are looked at before any work.
 LOOKED_AT = 64
@@ -98,18 +99,20 @@ def told(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def _counted(layer: Layer, rows: int) -> tuple[int, int]:
-    """(Zeros, weights) in rows that hold anything else, of so many rows. A collective of a sharded layer."""
+def _counted(layer: Layer, rows: int) -> tuple[int, int, bool]:
+    """(Zeros, weights) in rows that hold anything else, of so many rows; whether a grid explains the zeros. A
+    collective of a sharded layer."""
     parameter: Tensor = layer.parameter.data
     sharded = isinstance(parameter, DTensor)
     weight_NK = _local(layer, parameter) if isinstance(parameter, DTensor) else layer.matrix(parameter)
     wanted = min(rows, len(weight_NK))
     first = torch.arange(wanted) * len(weight_NK) // max(wanted, 1)
-    counts = torch.tensor(zeros_in(weight_NK[first.to(weight_NK.device)]))
+    looked_at = weight_NK[first.to(weight_NK.device)]
+    counts = torch.cat([torch.tensor(zeros_in(looked_at)), evidence(looked_at).cpu()])
     if sharded:
         counts = Comm().all_reduce(counts.to(parameter.device)).cpu()
-    zeros, weights = counts.tolist()
-    return zeros, weights
+    zeros, weights = counts[:2].tolist()
+    return zeros, weights, explained(counts[2:])
 
 
 def _local(layer: Layer, parameter: DTensor) -> Tensor:
