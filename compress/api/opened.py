@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from compress.checkpoint.read.beside import (
     predicts_ahead,
     without_heads,
 )
+from compress.checkpoint.read.names import names_in
 from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.stored import stored_in
@@ -27,7 +29,7 @@ from compress.checkpoint.saving import bytes_before
 from compress.checkpoint.write.describe import differences
 from compress.errors import CompressError, InputError
 from compress.model.experts_apart import split_experts
-from compress.model.finite import check_finite
+from compress.model.finite import DAMAGED, check_finite
 from compress.model.layers import Stack
 from compress.model.sharing import check_apart
 from compress.run.plan.matching import check_untouched
@@ -156,10 +158,28 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
         assert found.given is not None
         model = found.given
     _check_no_codes(model)
-    check_finite(model, comm)
+    check_finite(model, comm, partial(_why_not_finite, found.source, model))
     before = bytes_before(found.source, model)
     device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
     return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes, beside=kept)
+
+
+def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
+    """The cause of a tensor that is not finite, and what to do: it may be so in the files, or in the dtype alone that
+    the configuration asks for."""
+    held = None if source is None else names_in(source).on_disk(name)
+    if (
+        source is None
+        or held not in source.weights
+        or not bool((stored := source.weights.tensor(held)).isfinite().all())
+    ):
+        return DAMAGED
+    own = str(model.state_dict()[name].dtype).removeprefix("torch.")
+    fits = str(stored.dtype).removeprefix("torch.")
+    return (
+        f"its files are finite, in {fits}, and the dtype {own} of config.json has no room for such numbers: write "
+        f'"dtype": "{fits}" there'
+    )
 
 
 def residency_of(

@@ -1,5 +1,7 @@
 """Finds NaN and infinite weights before any work."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,9 +14,13 @@ from compress.system.comm import Comm
 AT_ONCE = 2**24  # values checked at a time
 
 
-def check_finite(model: nn.Module, comm: Comm) -> None:
+DAMAGED = "the model is damaged: fetch it again"
+
+
+def check_finite(model: nn.Module, comm: Comm, why: Callable[[str], str] = lambda name: DAMAGED) -> None:
     """Raises InputError, which names the first parameter with a NaN or infinite value, or the first stored buffer with
-    a NaN (masks hold infinities). Each rank checks a part of the tensors. A collective.
+    a NaN (masks hold infinities). why: the cause and what to do, for the tensor of a name. Each rank checks a part of
+    the tensors. A collective.
     """
     problem = None
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
@@ -26,7 +32,7 @@ def check_finite(model: nn.Module, comm: Comm) -> None:
             problem = (i, name) if _damaged(held.detach(), finite) else None
     found = min((each for each in comm.gather_objects(problem) if each is not None), default=None)
     if found is not None:
-        raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); the model is damaged: fetch it again")
+        raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); {why(found[1])}")
 
 
 def _is_readable(tensor: Tensor) -> bool:

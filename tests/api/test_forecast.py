@@ -87,6 +87,7 @@ def test_bytes_and_layers_are_those_that_a_run_writes(case, tmp_path):
     done = {layer.name for layer in record.layers}
     assert {layer.name for layer in found.layers} <= done
     assert record.left_alone.items() <= found.dense.items()
+    assert done.isdisjoint(found.dense.keys() - {name for name, why in found.dense.items() if "stored dense" in why})
 
 
 def test_a_model_in_memory_is_told_by_its_shapes_and_left_as_it_is():

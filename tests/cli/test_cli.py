@@ -140,13 +140,22 @@ def test_overwriting_takes_nothing_but_what_a_run_wrote(desk: Desk) -> None:
 # --- work that fails -----------------------------------------------------------------------------------------------
 
 
-def damaged(desk: Desk, tensor: str, value: float) -> Path:
+def damaged(desk: Desk, tensor: str, value: float, **other: Callable[[Path], None]) -> Path:
     def edit(path: Path) -> None:
         tensors = load_file(path)
+        tensors[tensor] = tensors[tensor].float()
         tensors[tensor][0] = value
         save_file(tensors, path, metadata={"format": "pt"})
 
-    return desk.copy(model__safetensors=edit)
+    return desk.copy(model__safetensors=edit, **other)
+
+
+def test_finite_weights_for_which_the_dtype_has_no_room_are_no_damage(desk: Desk) -> None:
+    model = damaged(desk, "model.layers.1.mlp.up_proj.weight", 1e7, config__json=configured(dtype="float16"))
+    outcome = desk.rtn(model)
+    assert (outcome.code, desk.output.exists()) == (2, False)
+    assert "its files are finite, in float32, and the dtype float16 of config.json has no room" in outcome.err
+    assert "damaged" not in outcome.err
 
 
 @pytest.mark.parametrize(

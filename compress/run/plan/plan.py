@@ -129,9 +129,11 @@ class Plan:
 
     def left_alone(self, model: nn.Module) -> dict[str, str]:
         """{name: reason} of the weights that no pass treats."""
+        tables = {name for table in self.tables for name in (table.name, *table.shared)}
         treated = self.treated
         experts = {*treated, *self.ignored} if self.experts else None
-        return {**left_alone(model, treated, self.convolutions, experts), **self.ignored, **matrices(self.beside)}
+        found = {**left_alone(model, treated, self.convolutions, experts), **self.ignored, **matrices(self.beside)}
+        return {name: why for name, why in found.items() if name not in tables}
 
     @property
     def halved(self) -> frozenset[str]:

@@ -15,8 +15,6 @@ from compress.train.rounding.latents import places_of
 def round_tables(run: Run) -> None:
     """Round the tables of a plan: before the blocks run, so that they are calibrated on what they will be given."""
     plan, p = run.plan, run.plan.embeddings
-    for name in (n for table in plan.tables for n in (table.name, *table.shared)):
-        run.record.left_alone.pop(name, None)
     done = {layer.name for layer in run.record.layers}  # by a first try, whose blocks were no chain
     tables = [table for table in plan.tables if table.name not in done]
     run.steps.done = len(plan.tables) - len(tables)
