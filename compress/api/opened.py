@@ -167,12 +167,11 @@ def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Op
 def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
     """The cause of a tensor that is not finite, and what to do: it may be so in the files, or in the dtype alone that
     the configuration asks for."""
-    held = None if source is None else names_in(source).on_disk(name)
-    if (
-        source is None
-        or held not in source.weights
-        or not bool((stored := source.weights.tensor(held)).isfinite().all())
-    ):
+    held = "" if source is None else names_in(source).on_disk(name)
+    if source is None or held not in source.weights:
+        return DAMAGED
+    stored = source.weights.tensor(held)
+    if not bool(stored.isfinite().all()):
         return DAMAGED
     own = str(model.state_dict()[name].dtype).removeprefix("torch.")
     fits = str(stored.dtype).removeprefix("torch.")
