@@ -31,6 +31,7 @@ from compress.errors import CompressError, InputError
 from compress.passes.protocol.base import Pass
 from compress.passes.rtn import RTN
 from compress.run.plan.plan import plan
+from compress.runtime.check.opening import NOT_LOADED
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 
@@ -77,6 +78,12 @@ def quantize_for(
         result = quantize(model, passes, output=output, **how)
         assert result.output is not None
         _note(result.output, engine, notes)
+        seen = result.verification or {}
+        if engine == "transformers" and seen.get("loader") == NOT_LOADED:
+            raise CompressError(
+                f"transformers does not open {output} ({seen['transformers']}); the checkpoint is complete: run it "
+                "with compress.load"
+            )
         return ForEngine(result.output, result, None)
     given = next((word for word in ("fsdp", "store") if options.get(word)), None)
     if given is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compress.checkpoint.export.reading import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checked import check_tensors
-from compress.checkpoint.read.fused import mixed_experts, unlike_numbers
+from compress.checkpoint.read.fused import unlike_numbers
 from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
@@ -30,14 +30,17 @@ from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError, CompressError, InputError, first_line, install
-from compress.model.experts import Experts, SortedExperts
-from compress.model.experts_apart import joins
-from compress.model.layers import transposed_weights
+from compress.model.experts import SortedExperts
 from compress.runtime.check.by_transformers import (
     decompressed_by_block,
-    initializes_codes,
-    load_with_transformers,
-    misread_experts,
+)
+from compress.runtime.check.opening import (
+    NOT_LOADED,
+    NotComparedError,
+    NotLoadedError,
+    UnknownInputsError,
+    only_loaded,
+    opened_by_transformers,
 )
 from compress.runtime.check.streamed import streamed
 from compress.runtime.check.twin import compared, watched
@@ -46,7 +49,7 @@ from compress.runtime.load.caches import rounded_cache
 from compress.system.comm import Comm
 from compress.system.fresh_process import fresh
 from compress.system.progress import Reporter, without_bars
-from compress.weights.compressed_tensors import decompressed_in, needs_dequantizing
+from compress.weights.compressed_tensors import decompressed_in
 from compress.weights.formats.registry import folder_of
 from compress.weights.own_words import is_own
 
@@ -60,10 +63,6 @@ ACTIVE_TOLERANCE = 0.05
 ORDER_TOLERANCE = 1e-3
 # Dimensions of an input whose tokens compressed-tensors rounds one by one; those of others get one scale together.
 BATCHED = 3
-
-
-class NotComparedError(Exception):
-    """The reason why a checkpoint is not compared in transformers."""
 
 
 def check_record(source: Source) -> int:
@@ -138,39 +137,16 @@ def exact_caches(model: nn.Module) -> Iterator[None]:
             hook.active = True
 
 
-def _unknown_mix(source: Source, model: nn.Module) -> bool:
-    """True if transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
-    packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
-    if len((source.quantization or {}).get("config_groups") or ()) < 2:
-        return False
-    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return any(needs_dequantizing(stored.scheme, name in tables) for name, stored in stored_in(source).layers.items())
-
-
-def _unknown_layers(source: Source) -> str:
-    """Words for the layers of a checkpoint that transformers loads of some families and schemes only."""
-    empty = empty_model(source)
-    if any(isinstance(module, Experts) for module in empty.modules()):
-        return "single experts"
-    if transposed_weights(empty):
-        return "a Conv1D"
-    return "a model whose weights it joins or splits while it loads them" if joins(empty) else ""
-
-
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Our own model's outputs for the probe. uncached: with keys and values as they are. unknown_mix: whether
-    transformers cannot load its schemes together. unknown_layers: words for layers that transformers does not
-    load from every checkpoint; empty where there are none."""
+    """Our own model's outputs for the probe. uncached: with keys and values as they are."""
 
     outputs: Tensor
     uncached: Tensor
-    unknown_mix: bool
-    unknown_layers: str
 
 
 @without_bars()
@@ -183,9 +159,9 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     `checkpoint.export.exporter`. Returns then {layers, reader, ...}.
 
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
-    compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
-    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too
-    (ORDER_TOLERANCE where only the order of sums differs).
+    compared (and why not), how it loads the checkpoint ("none": not, or as something else), in which dtype, and the
+    largest difference of its logits from ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs
+    or key-value caches are quantized too (ORDER_TOLERANCE where only the order of sums differs).
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
     was compared, too. remarks, if any: documents that were edited, what records of earlier versions cannot show, and
     layers of which vLLM computes something else.
@@ -210,7 +186,11 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         if sums:
             raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
-        theirs, result["loader"] = _loaded_by_transformers(source, dtype, ours)
+        theirs, result["loader"] = opened_by_transformers(source, dtype)
+    except UnknownInputsError as why:
+        return {**result, **only_loaded(source, why)}
+    except NotLoadedError as why:
+        return {**result, "transformers": f"not compared: {why}", "loader": NOT_LOADED}
     except NotComparedError as why:
         result["transformers"] = f"not compared: {why}"
         return result
@@ -275,7 +255,7 @@ def comparable_probe(source: Source) -> Tensor:
             raise NotComparedError(install("hf")) from None
     ids = probe_of(source.config)
     if ids is None:
-        raise NotComparedError("the configuration names neither vocab_size nor num_channels")
+        raise UnknownInputsError("the configuration names neither vocab_size nor num_channels")
     return ids
 
 
@@ -296,7 +276,7 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
                 uncached = run_by_block(model, openings, lambda: outputs(model, ids)) if again else found
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = "images" if ids.is_floating_point() else "token ids"
-        raise NotComparedError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
+        raise UnknownInputsError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
     for name, difference in (worst | outside).items():
         if difference > 1:
             raise CompressError(
@@ -308,25 +288,7 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
             f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
             "nothing can be compared with them"
         )
-    return Sight(found, uncached, _unknown_mix(source, model), _unknown_layers(source))
-
-
-def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
-    if mixed := mixed_experts({name: layer.scheme for name, layer in stored_in(source).layers.items()}):
-        raise NotComparedError(f"it reads all experts of a block by one scheme, and those of {mixed[0]} have several")
-    schemes = {name: layer.scheme for name, layer in stored_in(source).layers.items()}
-    if (why := misread_experts(empty_model(source), schemes)) is not None:
-        raise NotComparedError(why)
-    try:
-        return load_with_transformers(source, dtype)
-    except CheckpointError as error:
-        if ours.unknown_layers:
-            raise NotComparedError(f"it cannot load {ours.unknown_layers} of this scheme ({error})") from None
-        if ours.unknown_mix:
-            raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None
-        if initializes_codes(error):
-            raise NotComparedError("before 5.23 its initialization reads weights of compressed layers") from None
-        raise
+    return Sight(found, uncached)
 
 
 def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:

@@ -122,8 +122,10 @@ def of_verification(run: FinishedRun) -> Iterator[str]:
         yield "not verified: run `compress verify` on the output"
         return
     text = f"verified in a fresh process: {seen['layers']} layers bit for bit"
+    loader = seen.get("loader", "default")
     if seen["transformers"] != "compared":
-        yield f"{text}; transformers {seen['transformers']}"
+        with_ = {"dequantize=True": "; it loads with CompressedTensorsConfig(dequantize=True)"}
+        yield f"{text}; transformers {seen['transformers']}{with_.get(loader, '')}"
     elif seen.get("cache", "compared") != "compared":
         yield f"{text}, logits in transformers equal; key-value cache {seen['cache']}"
     else:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from commands import Desk, command, make_llama, save
 from mixtures import made, tokens
+from transformers import CompressedTensorsConfig
 
 import compress
 from compress.errors import CompressError
 from compress.passes.protocol.recipe import load_recipe, make_pass
+from compress.runtime.load.loading import transformers_alone
 
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
@@ -124,6 +127,46 @@ def test_layers_that_become_one_have_one_scheme(pattern: str, tmp_path: Path) ->
     # Without --for the same recipe runs, and says for whom its result is not.
     alone = compress.quantize(tmp_path / "model", load_recipe(recipe), output=tmp_path / "out", verify=False)
     assert any("vLLM" in note for note in alone.record.notes), alone.record.notes
+
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+TEXT = {**TINY, "vocab_size": 128, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+
+
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
+def test_a_tower_that_transformers_opens_dequantized_is_said_to_be_one(tmp_path: Path) -> None:
+    """Its initialization reads weights, and nothing can be computed without pictures: it is opened all the same."""
+    config = transformers.Gemma3Config(
+        text_config=TEXT,
+        vision_config={**TINY, "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=127,
+        boi_token_index=125,
+        eoi_token_index=126,
+    )
+    kind = transformers.AutoModelForImageTextToText
+    kind.from_config(config).bfloat16().save_pretrained(tmp_path / "model")
+    words = ("--method", "rtn", "--scheme", "w8a16", "--for", "transformers", "--output", tmp_path / "out")
+    done = command("quantize", tmp_path / "model", *words)
+    assert done.code == 0, done
+    said = " ".join(done.out.split())  # wrapped at 80 columns
+    assert "neither vocab_size nor num_channels; it loads with CompressedTensorsConfig(dequantize=True)" in said
+    with transformers_alone():
+        with pytest.raises(AttributeError, match="weight"):
+            kind.from_pretrained(tmp_path / "out")
+        kind.from_pretrained(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True))
+
+
+def test_what_transformers_does_not_open_is_not_promised(tmp_path: Path) -> None:
+    kind = transformers.AutoModelForSequenceClassification
+    config = transformers.ModernBertConfig(**TINY, vocab_size=128, pad_token_id=0, num_labels=3)
+    kind.from_config(config).bfloat16().save_pretrained(tmp_path / "model")
+    words = ("--method", "rtn", "--scheme", "w8a16", "--embeddings", "w8a16", "--output", tmp_path / "out")
+    failed = command("quantize", tmp_path / "model", "--for", "transformers", *words)
+    assert failed.code == 1
+    assert f"transformers does not open {tmp_path / 'out'} (not compared: it cannot load this: its init" in failed.err
+    assert "before 5.23" not in failed.err
+    assert compress.verify(tmp_path / "out")["loader"] == "none"
 
 
 def test_fit_offers_an_engine_no_experts_of_several_schemes(tmp_path: Path) -> None:

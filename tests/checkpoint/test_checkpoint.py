@@ -23,13 +23,14 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress.api import verify as verification
-from compress.api.verify import load_with_transformers, outputs, probe
+from compress.api.verify import outputs, probe
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import read_tensors
 from compress.checkpoint.write import shards, writer
 from compress.checkpoint.write.block_file import write_tensors
 from compress.checkpoint.write.shards import pieces_of
 from compress.errors import CheckpointError, CompressError, InputError
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.system.progress import Silent
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)

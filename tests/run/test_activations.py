@@ -11,11 +11,12 @@ from models import build, tokens
 from safetensors.torch import load_file
 
 import compress
-from compress.api.verify import load_with_transformers, outputs, probe
+from compress.api.verify import outputs, probe
 from compress.calibration.calibrators import OPTIONS, calibrator, scale_and_zero_point
 from compress.checkpoint.read.source import find_source
 from compress.errors import CompressError, InputError
 from compress.kernels import reference
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.runtime.layers.linear import Int8Linear, PackedLinear
 from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import Grid, quantize

@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api.verify import load_with_transformers, outputs, probe, verify
+from compress.api.verify import outputs, probe, verify
 from compress.calibration.calibrators import calibrator
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
 from compress.kernels.operators import fp8
 from compress.kernels.routes import fp8_route
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.runtime.layers.fused import FusedLinear, why_not_fuse
 from compress.runtime.layers.linear import Fp8Linear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import compress
-from compress.api.verify import load_with_transformers, outputs, probe, verify
+from compress.api.verify import outputs, probe, verify
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels.operators.fp8_blocks import quantize_token_blocks
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.runtime.check.twin import compared
 from compress.runtime.layers.fused import FusedLinear, why_not_fuse
 from compress.runtime.layers.linear import Fp8BlockLinear, QuantLinear

@@ -27,11 +27,12 @@ from transformers import (
 )
 
 import compress
-from compress.api.verify import load_with_transformers, outputs, probe
+from compress.api.verify import outputs, probe
 from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.model.attention import attentions
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.runtime.load.caches import RoundCache, rounded_cache
 from compress.weights.caches import CacheScheme, bytes_of_token, decode_states, encode_states
 from compress.weights.grid import Grid, fake_quantize
@@ -336,7 +337,7 @@ def test_a_loader_that_leaves_the_cache_alone_does_not_verify(tmp_path, monkeypa
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
         return load_with_transformers(find_source(str(given.path)), dtype)
 
-    monkeypatch.setattr(sys.modules["compress.api.verify"], "load_with_transformers", unrounded)
+    monkeypatch.setattr(sys.modules["compress.runtime.check.opening"], "load_with_transformers", unrounded)
     with pytest.raises(compress.CompressError, match="without a rounded key-value cache"):
         compress.verify(tmp_path / "out")
 

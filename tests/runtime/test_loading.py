@@ -25,13 +25,14 @@ from transformers import (
 from transformers.quantizers.base import HfQuantizer
 
 import compress
-from compress.api.verify import load_with_transformers, outputs, probe
+from compress.api.verify import outputs, probe
 from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.model.experts_apart import joins_experts, loading_steps
 from compress.recipes.studies.models.small import small
+from compress.runtime.check.by_transformers import load_with_transformers
 from compress.runtime.layers.fused import FusedLinear
 from compress.runtime.layers.linear import PackedLinear, QuantLinear
 from compress.runtime.layers.walk import compressed_layers

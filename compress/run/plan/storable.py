@@ -202,7 +202,7 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Modul
 
 
 def _notes_on_merged(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Module) -> Iterator[str]:
-    """What readers that make one layer of several cannot read."""
+    """Notes on layers of which readers make one, and which they then refuse or compute otherwise."""
     if mixed := mixed_experts(schemes):
         yield (
             f"the experts of {len(mixed)} blocks have several schemes, like those of {mixed[0]}: transformers and "
