@@ -90,7 +90,8 @@ def quantize_for(
         raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
     check_apart(output, keep_statistics=options.get("keep_statistics"), spill=options.get("spill"))
     checkpoint = Path(f"{output}.checkpoint")
-    source = None if isinstance(model, nn.Module) else find_source(str(model), bool(options.get("trust_remote_code")))
+    trusted = bool(options.get("trust_remote_code"))
+    source = None if isinstance(model, nn.Module) else find_source(str(model), trusted)
     exporter = exporter_named(to)
     if source is not None:
         _check_model(source, engine, exporter, passes, options.get("ignore", ()))
@@ -99,7 +100,8 @@ def quantize_for(
     result = quantize(model, passes, output=checkpoint, **how)
     reporter.note(f"writing {output} for {engine} from {checkpoint}")
     try:
-        made = export(checkpoint, output, exporter, overwrite=overwrite, reporter=reporter)
+        asked = {"overwrite": overwrite, "trust_remote_code": trusted}
+        made = export(checkpoint, output, exporter, **asked, reporter=reporter)
     except CompressError as error:
         raise CompressError(f"{error}; the checkpoint is complete: {checkpoint}") from None
     for folder in (checkpoint, made.output):

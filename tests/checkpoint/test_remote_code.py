@@ -102,12 +102,17 @@ def test_a_trusted_model_is_like_any_other(llama: Path, tmp_path: Path) -> None:
         ["generate", out, "--prompt", "a", "--tokens", 2],
         ["inspect", out, "--kernels"],
         ["verify", out],
+        ["export", out, "--list"],
+        ["export", out, "--to", "dense", "--output", tmp_path / "dense", "--overwrite"],
     ):
         trusted = command(*words, FLAG)
         assert trusted.code == 0, trusted
         refused = command(*words)
         assert refused.code == 2, refused
         assert FLAG in refused.err
+    assert type(compress.load(tmp_path / "dense", trust_remote_code=True)).__name__ == "OwnModel"
+    words = ["--method", "rtn", "--for", "gptqmodel", "--output", tmp_path / "gptq", "--no-verify", FLAG]
+    assert command("quantize", model, *words).code == 0
     for call in (lambda: compress.load(out), lambda: compress.verify(out), lambda: compress.evaluate(out)):
         with pytest.raises(InputError, match=FLAG):
             call()

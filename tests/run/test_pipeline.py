@@ -166,7 +166,7 @@ def test_a_pattern_of_what_stays_dense_anyway_is_remarked_on(pattern):
         ({"ignore": ["*"]}, "no layer is left"),
         ({"passes": ()}, "no pass given"),
         ({"passes": compress.GPTQ(group_size=16)}, "needs calibration"),
-        ({"samples": 4}, "samples and length are of calibration data"),
+        ({"samples": 4}, "samples, length and bos are of calibration data"),
         ({"passes": compress.RTN(group_size=24)}, "does not divide the 32 inputs.*sizes that work: 16, 32, -1"),
         ({"passes": (compress.RTN(group_size=16), compress.RTN(group_size=16))}, "has quantized before it"),
         ({"passes": compress.only(compress.RTN(), "nothing")}, "matches no layer"),

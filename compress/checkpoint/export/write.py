@@ -56,6 +56,7 @@ def export(
     *,
     overwrite: bool = False,
     verify: bool = True,
+    trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Exported:
     """Write a checkpoint another way.
@@ -63,14 +64,15 @@ def export(
     model: directory or hub id. output: a directory to make; one that is there is replaced with `overwrite` only, and
     only if this tool wrote it. to: a word of `EXPORTERS`, or an exporter. verify: read an output that is no checkpoint
     with the package of its readers, in a process of its own, and compare it with what was decided; the record says by
-    which version. What the output lacks, or keeps as it was, goes to the reporter, into the record and into what is
-    returned. Formats of a plugin are known once its module is imported.
+    which version. trust_remote_code: run Python code that comes with the model, if any does. What the output lacks, or
+    keeps as it was, goes to the reporter, into the record and into what is returned. Formats of a plugin are known once
+    its module is imported.
 
     Raises InputError, having written nothing, for a model that cannot be written so or an output that is in the way;
     CompressError where it cannot be written.
     """
     exporter = exporter_named(to) if isinstance(to, str) else to
-    reporter, source = reporter or Silent(), find_source(str(model))
+    reporter, source = reporter or Silent(), find_source(str(model), trust_remote_code)
     if Path(output).exists() and Path(output).samefile(source.path):
         raise InputError(f"output {str(output)!r} is the model itself; give another directory")
     if reasons := _reasons(exporter, source):
@@ -103,27 +105,39 @@ def export(
 
 
 def export_dense(
-    model: str | Path, output: str | Path, *, overwrite: bool = False, reporter: Reporter | None = None
+    model: str | Path,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
 ) -> Exported:
     """Write a compressed checkpoint as a plain one of transformers, with the dense weights that its codes stand for:
     bit for bit those of `load(model, dequantize=True)`. `export` to "dense": arguments and errors are its."""
-    return export(model, output, "dense", overwrite=overwrite, reporter=reporter)
+    how = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
+    return export(model, output, "dense", **how, reporter=reporter)
 
 
 def export_sparse24(
-    model: str | Path, output: str | Path, *, overwrite: bool = False, reporter: Reporter | None = None
+    model: str | Path,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
 ) -> Exported:
     """Write a checkpoint of this tool with its 2:4 layers stored as such: of every four weights two, and where they
     are. The values are the same; only `compress.load` reads them so.
 
     `export` to "sparse24": arguments and errors are its. model: with the record of its run, which names the layers.
     """
-    return export(model, output, "sparse24", overwrite=overwrite, reporter=reporter)
+    how = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
+    return export(model, output, "sparse24", **how, reporter=reporter)
 
 
-def offers(model: str | Path) -> list[Offer]:
+def offers(model: str | Path, trust_remote_code: bool = False) -> list[Offer]:
     """The exporters that there are, and why some cannot write this checkpoint. Some read its weights to know."""
-    source = find_source(str(model))
+    source = find_source(str(model), trust_remote_code)
     found = ((name, exporter_named(name)) for name in EXPORTERS)
     return [Offer(name, exporter.about, tuple(_reasons(exporter, source))) for name, exporter in found]
 

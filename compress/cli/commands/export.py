@@ -15,6 +15,7 @@ from compress.cli.options import (
     overwrite_option,
     plugin_option,
     quiet_option,
+    trust_option,
     write_report,
 )
 from compress.cli.saving import change, end_of_export
@@ -37,6 +38,7 @@ from compress.system.terminal import visible
     "--template", metavar="FILE", help="Of --to gguf: a GGUF file that llama.cpp's converter made of the dense export."
 )
 @click.option("--no-verify", is_flag=True, help="Do not read the output back with the package of its readers.")
+@trust_option
 @plugin_option
 @json_option
 @quiet_option
@@ -50,6 +52,7 @@ def export(
     allow_little: bool,
     no_verify: bool,
     template: str | None,
+    trust_remote_code: bool,
     json_file: str | None,
     quiet: bool,
 ) -> None:
@@ -74,7 +77,7 @@ def export(
     if listing:
         _check_listing()
         begin()
-        _list(model, json_file, silent)
+        _list(model, trust_remote_code, json_file, silent)
         return
     name, folder = _check(to, output)
     begin()
@@ -86,8 +89,9 @@ def export(
     from compress.checkpoint.saving import Saving
     from compress.cli.progress import reporting
 
+    how = {"overwrite": overwrite, "verify": not no_verify, "trust_remote_code": trust_remote_code}
     with reporting("export", quiet) as reporter:
-        made = compress.export(model, folder, exporter, overwrite=overwrite, verify=not no_verify, reporter=reporter)
+        made = compress.export(model, folder, exporter, **how, reporter=reporter)
     write_report(json_file, asdict(made))
     if not silent:
         said = change(Saving(made.bytes_before, made.bytes))
@@ -115,12 +119,12 @@ def _check(name: str | None, output: str | None) -> tuple[str, str]:
     return name, output
 
 
-def _list(model: str, json_file: str | None, silent: bool) -> None:
+def _list(model: str, trusted: bool, json_file: str | None, silent: bool) -> None:
     """The ways to write a checkpoint, and why some do not fit."""
     from compress.checkpoint.export.write import offers
     from compress.cli import tables as show
 
-    found = offers(model)
+    found = offers(model, trusted)
     write_report(json_file, {"model": model, "exports": [asdict(offer) for offer in found]})
     if not silent:
         show.exports(found)
