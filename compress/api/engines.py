@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from compress.errors import InputError, one_of
+from compress.model.patterns import ignoring
 from compress.passes.protocol.base import Pass
 from compress.weights.scheme import is_float
 
@@ -31,7 +32,8 @@ class Engine:
     that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
     checkpoint itself). tables: compressed embeddings fit in it. table_groups: of those, where nobody says
     otherwise (None: the pass's own). floats: schemes of small floats, whose groups and scales are their own, and what
-    inputs of a layer must be a multiple of. merges: what it makes one layer of as it loads (`api.merged`).
+    inputs of a layer must be a multiple of. several: its layers may have groups of several sizes. merges: what it makes
+    one layer of as it loads (`api.merged`).
     """
 
     scheme: str | None
@@ -48,6 +50,7 @@ class Engine:
     tables: bool = True
     table_groups: int | None = None
     floats: Mapping[str, int] = field(default_factory=dict)
+    several: bool = False
     merges: Merges = "nothing"
 
 
@@ -100,6 +103,7 @@ ENGINES: Mapping[str, Engine] = {
         unit=16,
         to="onnx",
         tables=False,
+        several=True,
     ),
     "ort-genai": Engine(
         "w4a16",
@@ -109,6 +113,7 @@ ENGINES: Mapping[str, Engine] = {
         groups=(16, 32, 64, 128, 256),
         asymmetric=False,
         float16=True,
+        inputs=32,
         to="gptq",
         tables=False,
     ),
@@ -120,6 +125,7 @@ ENGINES: Mapping[str, Engine] = {
         groups=(-1, 16, 32, 64, 128, 256, 512, 1024),
         asymmetric=False,
         float16=True,
+        inputs=32,
         to="gptq",
         tables=False,
     ),
@@ -137,7 +143,8 @@ def picked(
     """(Options of a method, those that the engine needs among them; a line for a person about these). options: those
     that the person gave, which stay. known: the options that the method has."""
     engine = engine_named(name)
-    wanted = {"scheme": engine.scheme, "group_size": engine.group_size}
+    size = "group_up_to" if engine.several and "group_size" not in options else "group_size"
+    wanted = {"scheme": engine.scheme, size: engine.group_size}
     if method in engine.methods:
         wanted = {"group_size": engine.methods[method] or None}
     elif "scheme" in options and str(options["scheme"]) not in engine.schemes:
@@ -231,7 +238,8 @@ def check_inputs(name: str, passes: Sequence[Pass], columns: Mapping[str, int]) 
         wanted = columns if each.writes == "quantized weight" and each.treats == "layers" else {}
         bad = [layer for layer in wanted if each.wants(layer) and columns[layer] % unit]
         if bad:
-            other = "use --method gptq" if engine.methods.get(each.name) else f"leave it out, --ignore '{bad[0]}'"
+            left = ignoring(bad, list(columns))
+            other = "use --method gptq" if engine.methods.get(each.name) else f"leave that out, {left}"
             raise InputError(
                 f"{bad[0]} has {columns[bad[0]]} inputs ({len(bad)} layers in all); blocks of {name} take multiples of "
                 f"{unit}: {other}, or leave --for out"

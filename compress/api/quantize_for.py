@@ -19,7 +19,6 @@ from compress.api.merged import check_merged
 from compress.api.opened import found_model
 from compress.api.quantize import quantize
 from compress.api.request import check_apart, several
-from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
 from compress.checkpoint.read.pretrained import empty_model
@@ -94,7 +93,7 @@ def quantize_for(
     source = None if isinstance(model, nn.Module) else find_source(str(model), trusted)
     exporter = exporter_named(to)
     if source is not None:
-        _check_model(source, engine, exporter, passes, options.get("ignore", ()))
+        check_model(source, engine, passes, options.get("ignore", ()))
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=None if source is None else source.path):
         pass  # an output that is in the way is refused before the run
     result = quantize(model, passes, output=checkpoint, **how)
@@ -109,10 +108,12 @@ def quantize_for(
     return ForEngine(made.output, result, made)
 
 
-def _check_model(
-    source: Source, engine: str, exporter: Exporter, passes: Sequence[Pass], ignore: Sequence[str]
-) -> None:
+def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:
     """Raises InputError for a model of which no codes of these passes can be written for an engine."""
+    to = engine_named(engine).to
+    if to is None:
+        return
+    exporter = exporter_named(to)
     if reasons := exporter.why_not_model(source):
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
     if any(p.removes for p in passes):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from compress.data.bos import PLACES
 from compress.errors import InputError, one_of
 from compress.model.layers import FLOATS
+from compress.model.patterns import compiled
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.patterns import compiled
 from compress.passes.protocol.recipe import describe
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 

@@ -42,6 +42,7 @@ from torch import Tensor
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError, one_of
 from compress.kernels.layouts.k_quants import BLOCK
+from compress.model.patterns import ignoring
 from compress.passes.gptq import GPTQ
 from compress.passes.options.k_mixes import K_SCHEMES, MIXES, blocks_of_names, type_in, types_of
 from compress.passes.options.second_order import Relied, SecondOrder
@@ -126,7 +127,8 @@ class KQuants(SecondOrder):
         if bad:
             raise InputError(
                 f"{self.scheme} needs inputs in multiples of {FALLBACK_GROUP}: {bad[0]} has {shapes[bad[0]][1]} "
-                f"({len(bad)} layers in all); leave those out (`but`, ignore), or give them another method"
+                f"({len(bad)} layers in all); give those another method, or leave them out: "
+                f"{ignoring(bad, list(shapes))}"
             )
 
     @property

@@ -34,6 +34,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
+from compress.model.patterns import ignoring
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
@@ -96,7 +97,8 @@ class Trellis(SecondOrder):
         if bad:
             raise InputError(
                 f"trellis needs inputs in multiples of {INPUTS}: {bad[0]} has {shapes[bad[0]][1]} "
-                f"({len(bad)} layers in all); leave those out (`but`, ignore), or give them another method"
+                f"({len(bad)} layers in all); give those another method, or leave them out: "
+                f"{ignoring(bad, list(shapes))}"
             )
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,15 +21,15 @@ from compress.checkpoint.files import write_whole
 from compress.checkpoint.ours import MARK
 from compress.checkpoint.sensitivity import Sensitivity, Tried
 from compress.errors import InputError
+from compress.model.patterns import patterns_of
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.patterns import matches
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
 from compress.solvers.allocation import UnitOption, choose
 
 By = Literal["kl", "fisher", "loss"]
 SCORES: tuple[By, ...] = get_args(By)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB (the weight files)"
+FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB, 5714544 (bytes of the weight files)"
 TINY = 1e-30
 
 
@@ -77,8 +76,9 @@ class Allocation:
 
 
 def parse_budget(words: str) -> Budget:
-    """Parses a budget like 3.5bpw or 2.1GB. Raises InputError."""
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
+    """Parses a budget like 3.5bpw or 2.1GB; a whole number alone is bytes. Raises InputError."""
+    words = f"{words}B" if re.fullmatch(r"\s*[0-9]{1,18}\s*", words) else words
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
     if found is None or not float(found[1]):
         raise InputError(f"budget {words!r}; allowed: {FORM}")
     number, unit = float(found[1]), found[2].upper()
@@ -232,7 +232,7 @@ def recipe_of(found: Sensitivity, chosen: Mapping[str, str]) -> dict[str, Any]:
     steps = []
     for name, passes in found.candidates.items():
         if name in layers:
-            only = patterns(layers[name], everything)
+            only = patterns_of(layers[name], everything)
             steps += [{**_short(step), "only": only} for step in passes]
     return {"passes": steps}
 
@@ -243,19 +243,6 @@ def _short(step: Mapping[str, Any]) -> dict[str, Any]:
     known = options_of(pass_class(name))
     kept = {key: value for key, value in options.items() if key == "scheme" or value != known[key].default}
     return {name: kept}
-
-
-def patterns(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
-    """Shell-style patterns that match exactly these layers. Layers whose names differ in numbers only share a pattern
-    when all of them are meant; every other layer has its own."""
-    meant, found = set(layers), []
-    for layer in layers:
-        pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
-        matched = {other for other in everything if matches(other, pattern)}
-        word = pattern if matched <= meant else escape(layer)
-        if word not in found:
-            found.append(word)
-    return found
 
 
 def write_recipe(path: str | Path, allocation: Allocation, about: str) -> None:

@@ -1,5 +1,6 @@
 """What an engine cannot run, or a layout cannot hold exactly: one line that names the alternative, before any work."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ASKED: dict[str, tuple[str, str]] = {
     "floats that ONNX lacks": ("--for ort --scheme nvfp4a16", "ort does not run nvfp4a16; it runs w2a16, w4a16"),
     "floats of few inputs": (
         "--for llama.cpp --scheme nvfp4a16",
-        "blocks of llama.cpp take multiples of 64: leave it out, --ignore",
+        "blocks of llama.cpp take multiples of 64: leave that out, --ignore",
     ),
     "a width without a kernel": ("--for ort --scheme w3a16", "ort does not run w3a16; it runs w2a16, w4a16, w8a16"),
     "a width without words": ("--for gptqmodel --scheme w5a16", "it runs w2a16, w3a16, w4a16, w8a16"),
@@ -92,8 +93,27 @@ def test_inputs_that_fill_no_block_are_refused_before_the_run(tmp_path: Path) ->
     outcome = command(*words)
     assert outcome.code == 2
     assert "down_proj has 80 inputs (2 layers in all); blocks of llama.cpp take multiples of 32: leave" in outcome.err
+    assert "that out, --ignore 'model.layers.*.mlp.down_proj', or leave --for out" in outcome.err
     assert not list(tmp_path.glob("out*"))
     assert command(*words, "--ignore", "*.down_proj").code == 0
+    for engine in ("llama.cpp", "gptqmodel", "ort-genai"):
+        planned = command("plan", model, "--method", "rtn", "--for", engine)
+        assert (planned.code, f"blocks of {engine} take multiples of 32" in planned.err) == (2, True), planned
+
+
+def test_groups_are_chosen_that_an_engine_and_a_layout_have(tmp_path: Path) -> None:
+    model = save(make_llama(intermediate_size=80).half(), tmp_path / "model")
+    planned = command("plan", model, "--method", "rtn", "--for", "ort", "--json", tmp_path / "plan.json")
+    assert planned.code == 0, planned
+    schemes = {each["scheme"] for each in json.loads((tmp_path / "plan.json").read_text())["layers"]}
+    assert schemes == {"w4a16 g32 symmetric", "w4a16 channel symmetric"}
+    compress.quantize(model, make_pass("rtn", {}), output=tmp_path / "usual", verify=False)
+    refused = command("export", tmp_path / "usual", "--to", "awq", "--output", tmp_path / "out")
+    assert "quantize with --group-size 16" in refused.err
+    compress.quantize(model, make_pass("rtn", {"group_size": 16}), output=tmp_path / "alike", verify=False)
+    assert command("export", tmp_path / "alike", "--to", "awq", "--output", tmp_path / "out").code == 0
+    refused = command("export", tmp_path / "alike", "--to", "gptq", "--output", tmp_path / "no")
+    assert "allowed: multiples of 32; leave that out, --ignore 'model.layers.*.mlp.down_proj'" in refused.err
 
 
 MIXED = """passes:

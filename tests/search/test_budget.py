@@ -11,8 +11,9 @@ from commands import command, make_llama, save
 import compress
 from compress.checkpoint.sensitivity import Sensitivity, Tried, Unit
 from compress.errors import InputError
+from compress.model.patterns import patterns_of
 from compress.passes.protocol.recipe import parse_recipe
-from compress.search.budget import Budget, allocate, parse_budget, patterns, prediction
+from compress.search.budget import Budget, allocate, parse_budget, prediction
 
 WEIGHTS = 1000
 
@@ -102,10 +103,10 @@ def test_a_recipe_names_each_layer_once_and_only_options_that_are_not_usual():
 def test_patterns_stand_for_all_layers_of_a_kind():
     everything = [f"model.layers.{i}.{kind}" for i in range(12) for kind in ("q", "gate", "gate2")]
     q = [name for name in everything if name.endswith("q")]
-    assert patterns(q, everything) == ["model.layers.*.q"]
-    assert patterns(q[:3], everything) == q[:3]
-    assert patterns([*q, "model.layers.3.gate"], everything) == ["model.layers.*.q", "model.layers.3.gate"]
-    assert patterns(["odd[1].x"], ["odd[1].x", "odd1.x"]) == ["odd[[]1].x"]
+    assert patterns_of(q, everything) == ["model.layers.*.q"]
+    assert patterns_of(q[:3], everything) == q[:3]
+    assert patterns_of([*q, "model.layers.3.gate"], everything) == ["model.layers.*.q", "model.layers.3.gate"]
+    assert patterns_of(["odd[1].x"], ["odd[1].x", "odd1.x"]) == ["odd[[]1].x"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_patterns_stand_for_all_layers_of_a_kind():
         ("2.1GB", Budget(bytes=2_100_000_000)),
         ("1 GiB", Budget(bytes=2**30)),
         ("800kb", Budget(bytes=800_000)),
+        ("5714544", Budget(bytes=5_714_544)),
     ],
 )
 def test_words_of_a_budget(words, budget):

@@ -33,13 +33,13 @@ class GPTQLayout(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """Weight-only codes, symmetric, of one width and group size, whose sizes fill whole words."""
-        if found := why_not_integers(checkpoint, GPTQ_BITS, GROUPS):
+        if found := why_not_integers(checkpoint, GPTQ_BITS, GROUPS, WORD):
             return found
         for name, layer in stored_in(checkpoint).layers.items():
             if not grid_of(layer).symmetric:
                 return ["its codes are asymmetric; `--to awq` takes those of 4 bits"]
             rows, columns = layer.shape
-            if columns % WORD or rows * grid_of(layer).bits % WORD:
+            if rows * grid_of(layer).bits % WORD:
                 return [f"{name} is [{rows}, {columns}], and its codes do not fill words of {WORD} bits both ways"]
         return []
 

@@ -13,10 +13,11 @@ from compress.checkpoint.read.beside import beside, matrices
 from compress.checkpoint.read.pretrained import embeddings_of, empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
+from compress.model.patterns import ignoring
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
 from compress.weights.formats.gptq_awq import GPTQActOrder, WordsFormat
 from compress.weights.formats.levels import LevelCodes
-from compress.weights.grid import Grid, Quantized
+from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def _tensors(
         yield from ((f"{name}.{part}", tensor) for part, tensor in packed.items())
 
 
-def why_not_integers(source: Source, bits: Collection[int], groups: Collection[int]) -> list[str]:
+def why_not_integers(source: Source, bits: Collection[int], groups: Collection[int], unit: int = 1) -> list[str]:
     """Reasons why a layout of integer codes with one width and one group size cannot hold a checkpoint exactly, each
-    the end of a sentence about it. bits, groups: those that the layout has (-1: one scale per output)."""
+    the end of a sentence about it. bits, groups: those that the layout has (-1: one scale per output). unit: what
+    inputs of a layer are multiples of."""
     stored = stored_in(source)
     if not stored.layers:
         return ["it holds no codes"]
@@ -78,12 +80,20 @@ def why_not_integers(source: Source, bits: Collection[int], groups: Collection[i
     for name, layer in stored.layers.items():
         if (why := _why_not(layer)) is not None:
             return [*found, f"{name} {why}"]
+    columns = {name: layer.shape[1] for name, layer in stored.layers.items()}
+    if odd := [name for name in columns if columns[name] % unit]:
+        left = ignoring(odd, list(columns))
+        return [*found, f"{odd[0]} has {columns[odd[0]]} inputs; allowed: multiples of {unit}; leave that out, {left}"]
     grids: dict[Grid, str] = {}
     for name, layer in stored.layers.items():
         grids.setdefault(grid_of(layer), name)
     if len({(grid.bits, grid.group_size, grid.symmetric) for grid in grids}) > 1:
         (one, first), (other, second), *_ = grids.items()
-        return [*found, f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize them alike"]
+        sizes = [size for size in groups if 0 < size <= DEFAULT_GROUP and not any(n % size for n in columns.values())]
+        same = len({(grid.bits, grid.symmetric) for grid in grids}) == 1
+        advice = f"--group-size {max(sizes, default=-1)}" if same else "one scheme and grid for all"
+        found.append(f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize with {advice}")
+        return found
     (grid, name), *_ = grids.items()
     size = grid.group_size or -1
     if grid.bits not in bits:

@@ -1,6 +1,7 @@
 """`compress export`: the same values, stored another way."""
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +22,9 @@ from compress.cli.options import (
 from compress.cli.saving import change, end_of_export
 from compress.errors import InputError, one_of
 from compress.system.terminal import visible
+
+if TYPE_CHECKING:
+    from compress.checkpoint.export.exporter import Exporter
 
 
 @click.command(short_help="Write a checkpoint in another layout, for other readers or in fewer bytes.")
@@ -82,10 +86,7 @@ def export(
     name, folder = _check(to, output)
     begin()
     exporter = exporter_named(name, **({} if template is None else {"template": template}))
-    if given("allow_little") and not exporter.smaller:
-        raise InputError(f"--to {name} promises no smaller checkpoint, and is not held to one; drop --allow-little")
-    if no_verify and not exporter.reads_back:
-        raise InputError(f"--to {name} is not read back; drop --no-verify")
+    _check_options(name, exporter, no_verify)
     from compress.checkpoint.saving import Saving
     from compress.cli.progress import reporting
 
@@ -117,6 +118,14 @@ def _check(name: str | None, output: str | None) -> tuple[str, str]:
     if output is None:
         raise InputError("--output DIR is missing: the directory to write")
     return name, output
+
+
+def _check_options(name: str, exporter: "Exporter", no_verify: bool) -> None:
+    """Refuse options that have no say in an export."""
+    if given("allow_little") and not exporter.smaller:
+        raise InputError(f"--to {name} promises no smaller checkpoint, and is not held to one; drop --allow-little")
+    if no_verify and not exporter.reads_back:
+        raise InputError(f"--to {name} is not read back; drop --no-verify")
 
 
 def _list(model: str, trusted: bool, json_file: str | None, silent: bool) -> None:

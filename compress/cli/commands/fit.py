@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Meet a size or a loss with the best recipe, and show the proof.")
 @click.argument("model")
-@click.option("--size", metavar="SIZE", help="Bytes of all weight files, at most: 85MB, 1.5GiB.")
+@click.option("--size", metavar="SIZE", help="Bytes of all weight files, at most: 85MB, 1.5GiB, or a number.")
 @click.option(
     "--bits", type=float, help="Bits per weight of the layers, at most, like 3.4. Embeddings stay as they are."
 )

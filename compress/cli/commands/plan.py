@@ -70,6 +70,11 @@ def plan(
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
     passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     begin()
+    if engine is not None:
+        from compress.api.quantize_for import check_model
+        from compress.checkpoint.read.source import find_source
+
+        check_model(find_source(model, options["trust_remote_code"]), engine, passes, options["ignore"])
     found = compress.plan(model, passes, **options)
     if engine is not None and (why := found.engines[engine]) is not None:
         raise InputError(why)

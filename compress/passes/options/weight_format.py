@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, get_args
 
 from compress.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
+from compress.model.patterns import ignoring
 from compress.passes.protocol.base import Aspect, Pass
 from compress.weights.grid import (
     DEFAULT_GROUP,
@@ -170,7 +171,7 @@ class WeightFormat(Pass):
         if self.scheme == BLOCKWISE and narrow:
             raise InputError(
                 f"{self.scheme} has blocks of {BLOCK} inputs, which compressed-tensors does not cut short: {narrow[0]} "
-                f"has {shapes[narrow[0]][1]} ({len(narrow)} layers in all); leave those out or give fp8"
+                f"has {shapes[narrow[0]][1]}; give fp8, or leave those out: {ignoring(narrow, list(shapes))}"
             )
         if self.per_tensor or self.group_size <= 0:
             return
@@ -178,7 +179,8 @@ class WeightFormat(Pass):
         if bad and self.scheme in LEVELS:
             raise InputError(
                 f"{self.scheme} has groups of {self.group_size}, which does not divide the {shapes[bad[0]][1]} inputs "
-                f"of {bad[0]} ({len(bad)} layers in all); leave those out, or give a scheme of integers"
+                f"of {bad[0]} ({len(bad)} layers in all); give a scheme of integers, or leave those out: "
+                f"{ignoring(bad, list(shapes))}"
             )
         if bad:
             widths = {columns for _, columns in shapes.values()}

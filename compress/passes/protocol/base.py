@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 from compress.calibration.stats import StatisticFactory
-from compress.passes.protocol.patterns import compiled, matches
+from compress.model.patterns import compiled, matches
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import (
     Decide,
@@ -37,7 +37,7 @@ Treats = Literal["layers", "embeddings", "caches"]
 
 @dataclass(frozen=True)
 class Filter:
-    """Patterns (`passes.protocol.patterns`), of which a layer's full name has to match one (`only`) or none (`but`)."""
+    """Patterns (`model.patterns`), of which a layer's full name has to match one (`only`) or none (`but`)."""
 
     kind: Literal["only", "but"]
     patterns: tuple[str, ...]

@@ -10,8 +10,8 @@ from compress.errors import InputError
 from compress.model.apart.split import ADVICE
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head
+from compress.model.patterns import matches
 from compress.model.sharing import shared_parameters
-from compress.passes.protocol.patterns import matches
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.swapped_layers import Quantizing

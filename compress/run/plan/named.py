@@ -7,8 +7,8 @@ from torch import nn
 from compress.errors import InputError
 from compress.model.layers import Layer, token_tables
 from compress.model.left_alone import left_alone
+from compress.model.patterns import FORMS, matches
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.patterns import FORMS, matches
 from compress.run.plan.matching import Ignored
 
 

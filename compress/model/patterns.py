@@ -1,13 +1,16 @@
 """Patterns of layers' names, as `only`, `but` and `ignore` take them."""
 
 import re
+from collections.abc import Sequence
 from fnmatch import translate
 from functools import cache
+from glob import escape
 
 from compress.errors import InputError
 
 # What compressed-tensors and vLLM write before a regular expression, which has to match from a name's beginning.
 REGULAR = "re:"
+SHOWN = 4  # patterns in a message
 FORMS = "patterns are shell-style and match whole names ('*.down_proj'), or regular expressions ('re:.*down_proj')"
 
 
@@ -25,3 +28,22 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix(REGULAR))
     except (re.error, OverflowError, RecursionError) as error:
         raise InputError(f"pattern {pattern!r} is no regular expression ({error}); {FORMS}") from None
+
+
+def patterns_of(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
+    """Shell-style patterns that match exactly these layers. Layers whose names differ in numbers only share a pattern
+    when all of them are meant; every other layer has its own."""
+    meant, found = set(layers), []
+    for layer in layers:
+        pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
+        matched = {other for other in everything if matches(other, pattern)}
+        word = pattern if matched <= meant else escape(layer)
+        if word not in found:
+            found.append(word)
+    return found
+
+
+def ignoring(layers: Sequence[str], everything: Sequence[str]) -> str:
+    """The options by which a command line leaves exactly these layers alone; of many, the first with an ellipsis."""
+    found = [f"--ignore '{pattern}'" for pattern in patterns_of(layers, everything)]
+    return " ".join(found[:SHOWN]) + (f" ... ({len(found)} patterns)" if len(found) > SHOWN else "")
