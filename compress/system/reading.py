@@ -71,13 +71,17 @@ def parse_json(path: Path) -> Any:
 
 
 def json_line(text: str, where: str, must: str = "") -> Any:
-    """The value of a line of a JSONL file. Raises InputError, in one line that ends in `must`, for a line that is not
-    JSON. where: names the line in the message."""
+    """The value of a line of a JSONL file. Raises InputError, in one line, for a line that is not JSON (ends in `must`)
+    and for one that no reader here takes. where: names the line in the message."""
     try:
         found = json.loads(text)
         check_nesting(found)
-    except (ValueError, RecursionError):
+    except json.JSONDecodeError:
         raise InputError(f"{where} is not JSON{must}") from None
+    except RecursionError:
+        raise InputError(f"{where} cannot be read: nested deeper than {DEEPEST} levels") from None
+    except ValueError as error:
+        raise InputError(f"{where} cannot be read: {error}") from None
     return found
 
 
@@ -98,8 +102,17 @@ def check_nesting(value: Any, most: int | None = None) -> None:
         if isinstance(each, int) and each.bit_length() > MOST_BITS:
             raise ValueError(f"a number of about {each.bit_length() * 3 // 10} digits")
         if isinstance(each, str):
-            _ = each.isascii() or each.encode()
+            _check_encodes(each)
         elif isinstance(each, list | tuple | dict):
             if len(waiting) > DEEPEST:
                 raise ValueError(f"nested deeper than {DEEPEST} levels")
             waiting.append(iter([*each, *each.values()] if isinstance(each, dict) else each))
+
+
+def _check_encodes(text: str) -> None:
+    """Raises ValueError for a string with half of a surrogate pair, which JSON and YAML can hold and no file does."""
+    try:
+        _ = text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ValueError(f"a lone surrogate {half}, half of a character: write all of it, or leave it out") from None

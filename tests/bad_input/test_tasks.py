@@ -15,7 +15,7 @@ BAD = {
     "empty": ("\n \n", "holds no question"),
     "not UTF-8": (GOOD.encode() + b'{"text": "\xff"}', "line 2 is not UTF-8 (its byte 10)"),
     "not JSON": (GOOD + "\n{", "line 3 is not JSON"),
-    "nested": ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", "line 1 is not JSON"),
+    "nested": ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", "line 1 cannot be read: nested deeper"),
     "no object": (GOOD + "[1, 2]", "line 2 is [1, 2]; every line must be a JSON object"),
     "unknown keys": (
         '{"prompt": "a"}',
