@@ -8,19 +8,23 @@ an error.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from compress.data.rows import CHATS
 from compress.errors import InputError, first_line
+from compress.system.limited import Limited, LimitError
 
 Message = dict[str, Any]
+Given = tuple[list[Message], list[Any] | None]  # messages, and tools
+Template = Callable[[Given], str]
 # Names of the field of a message that holds its reasoning, likeliest first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Roles of rows in `conversations`, as ShareGPT names them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
+MOST_WRITTEN, SPARE = 100, 2**20  # characters that a template makes of each that it is given, and more
 MARK = "compress7marker"  # stands for the content of a message, to see whether a template writes it
 
 
@@ -37,6 +41,7 @@ class Conversations:
                 "'text', or put the chat_template.jinja of the chat model beside the tokenizer"
             )
         self.tokenizer = tokenizer
+        self.written = templated(tokenizer)
         self.left_out: Counter[str] = Counter()
         self.roles: set[str] = set()
 
@@ -62,13 +67,15 @@ class Conversations:
 
     def _written(self, messages: Sequence[Message], tools: list[Any] | None, where: str) -> str:
         """The text that the template makes of messages."""
-        problem: Exception | None = None
+        problem: InputError | None = None
         # Arguments of calls are mappings, as transformers says, or strings, as OpenAI says: templates take one of both.
         for given in (_with_mappings(messages), messages):
             try:
-                return str(self.tokenizer.apply_chat_template(list(given), tools=tools, tokenize=False))
-            except Exception as error:  # noqa: BLE001 - templates raise what they want, and what jinja finds
+                return self.written((list(given), tools))
+            except InputError as error:
                 problem = problem or error
+                if isinstance(error, LimitError):
+                    break
         assert problem is not None
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise InputError(
@@ -92,6 +99,22 @@ class Conversations:
             f"calibration {source!r}: the chat template has no place for {what}, which {rows} conversations lose"
             for what, rows in sorted(self.left_out.items())
         ]
+
+
+def templated(tokenizer: Any) -> Template:
+    """A function of (messages, tools) that returns the text which the chat template of a tokenizer or a processor makes
+    of them. The template is code of the model's: it runs with limits. The function raises InputError for what the
+    template raises, and for what goes beyond the limits."""
+
+    def text(given: Given) -> str:
+        messages, tools = given
+        more = {} if tools is None else {"tools": tools}
+        written = str(tokenizer.apply_chat_template(messages, **more, tokenize=False))
+        if len(written) > SPARE + MOST_WRITTEN * len(str(given)):
+            raise InputError(f"it makes {len(written):,} characters of {len(str(given)):,}")
+        return written
+
+    return Limited(text)
 
 
 def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:

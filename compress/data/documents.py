@@ -1,5 +1,6 @@
 """Documents: what text files, datasets and folders of them hold, as texts and as rows of chat messages."""
 
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,12 @@ from compress.system.reading import json_line, regular
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".json", ".parquet"), (".pt", ".npy")
 HOW = "; give an array of rows, or a row on each line"
 FIRST_LINE = 2**20  # characters of a .json file that tell rows from a configuration
+MOST_EXPANDED = 100  # times the size of a file that what it stands for may have ...
+SPARE_BYTES = 2**22  # ... and so many bytes more
+ROW_BYTES = 64  # that a row takes at least
+MANY_ROWS, FEW_ROWS = 2**16, 2**8  # that are read at a time: of texts; of lists, whose texts are repeated in memory
+STRINGS = ("string", "large_string")
+NESTED = 4  # levels of lists and mappings in a file of batches
 USUAL = ("", "text", *CHATS)  # fields that need no remark
 
 
@@ -177,10 +184,40 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
         names = [name for name in pq.read_schema(path).names if name in COLUMNS]
         if "text" in pq.read_schema(path).names or not names:
             names = ["text"]
-        table = pq.read_table(path, columns=names).to_pylist()
+        table = _expanded(path, names)
     except (pa.ArrowException, KeyError, OSError) as error:
         raise InputError(f"{path} is not a parquet file with a column 'text' ({first_line(error)})") from None
     return _numbered(table, str(path))
+
+
+def _expanded(path: Path, names: list[str]) -> list[Mapping[str, Any]]:
+    """The rows of a parquet file. Raises InputError for one that holds far more than its size: a kilobyte can stand for
+    any number of rows, and for texts of any length."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    most = SPARE_BYTES + MOST_EXPANDED * path.stat().st_size
+    too_much = InputError(
+        f"{path} stands for more than {most / 1e6:,.0f} MB of text, {MOST_EXPANDED} times its size; give it as .jsonl"
+    )
+    about, schema = pq.read_metadata(path), pq.read_schema(path)
+    flat = all(str(schema.field(name).type) in STRINGS for name in names)
+    file = pq.ParquetFile(path, read_dictionary=names if flat else None)  # each different text once
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] in names)
+    if held + ROW_BYTES * about.num_rows > most:
+        raise too_much
+    rows: list[Mapping[str, Any]] = []
+    size = 0
+    for batch in file.iter_batches(batch_size=MANY_ROWS if flat else FEW_ROWS, columns=names):
+        for column in batch.columns:
+            lengths = pc.binary_length(column.dictionary).take(column.indices) if flat else None
+            size += column.nbytes if lengths is None else pc.sum(lengths).as_py() or 0
+        if size > most:
+            raise too_much
+        rows += batch.to_pylist()
+    return rows
 
 
 def _numbered(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
@@ -225,10 +262,49 @@ def read_tokens(source: str) -> Any:
         raise InputError(f"token file {source!r} does not exist")
     try:
         if path.suffix == ".pt":
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return _loaded(path)
         return torch.from_numpy(np.load(path, allow_pickle=False))
+    except InputError:
+        raise
     except Exception:  # noqa: BLE001 - pickle and numpy raise anything, and advise to load it unsafely
         writer = "torch.save" if path.suffix == ".pt" else "numpy.save"
         raise InputError(
             f"{source} is damaged or holds no tensor; write integers of shape [samples, length] with {writer}"
         ) from None
+
+
+def _loaded(path: Path) -> Any:
+    """The content of a .pt file. Raises InputError for one that stands for far more than its size: compressed, or of
+    tensors that repeat few values."""
+    size = path.stat().st_size
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if sum(each.file_size for each in file.infolist()) > size:
+                raise InputError(f"{path} is compressed; write it with torch.save")
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    held = 0
+    for tensor in _tensors(found):
+        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise InputError(
+                f"{path} holds a tensor {list(tensor.shape)} that repeats the values of a smaller one (expand); save "
+                "what contiguous() returns"
+            )
+        held += tensor.nbytes if tensor.layout is torch.strided else 0
+        if held > SPARE_BYTES + MOST_EXPANDED * size:
+            raise InputError(
+                f"{path} holds tensors of {held / 1e6:,.0f} MB and more that share values; save them apart"
+            )
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists and mappings. What is nested deeper than batches are is left to their checks."""
+    level = [value]
+    for _ in range(NESTED):
+        yield from (each for each in level if isinstance(each, torch.Tensor))
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level if _holds_values(each))
+        level = [each for values in inner for each in values]
+
+
+def _holds_values(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)

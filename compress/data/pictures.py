@@ -19,6 +19,7 @@ from compress.system.reading import json_line, regular
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 METADATA = "metadata.jsonl"
+MOST_PIXELS = 2**25  # 100 MB as RGB, ten times as much on the way to a model's input; its file may have 4 KB
 LEVELS = ("*", "*/*")  # images of a folder, and of the folders in it, such as one for each class
 # Fields of a part of a message that says where its image is.
 PLACES = ("path", "image", "url", "image_url")
@@ -152,6 +153,8 @@ def read_image(place: str, where: str) -> Any:
         if held is None:
             held = io.BytesIO(base64.b64decode(place.partition(",")[2], validate=True))
         with Image.open(held) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels; at most {MOST_PIXELS:,} are read: shrink it")
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
         at = "" if where == name else f"{where}: "

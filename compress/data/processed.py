@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.portable_names import shown
+from compress.data.chat import Template, templated
 from compress.data.pictures import Sample, read_image, spread
 from compress.data.tokens import Origin
 from compress.errors import InputError, first_line
@@ -48,7 +49,8 @@ def processed(
     """Micro-batches of at most `size` samples. processor: of transformers. texts: whether the model reads them beside
     images. Raises InputError, which names the sample."""
     picked = spread(samples, count)
-    made = [_inputs(sample, processor, texts) for sample in picked]
+    template = templated(processor) if texts and getattr(processor, "chat_template", None) else None
+    made = [_inputs(sample, processor, texts, template) for sample in picked]
     batches = _batches(made, size)
     images = sum(len(sample.images) or sample.image is not None for sample in picked)
     tokens = sum(inputs[IDS].numel() for inputs in made if IDS in inputs)
@@ -64,13 +66,13 @@ def processed(
     return Pictures(source, len(picked), images, tuple(batches), origin, tuple(notes))
 
 
-def _inputs(sample: Sample, processor: Any, texts: bool) -> dict[str, Any]:
+def _inputs(sample: Sample, processor: Any, texts: bool, template: Template | None) -> dict[str, Any]:
     """The inputs of one sample, tensors whose first dimension is 1 or counts its patches."""
     places = sample.images if sample.image is None else (sample.image,)
     images = [read_image(place, sample.where) for place in places]
     given: dict[str, Any] = {"images": images} if images else {}
     if texts:
-        given["text"] = [_text(sample, processor)]
+        given["text"] = [_text(sample, processor, template)]
         bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
         if bos and given["text"][0].startswith(bos):
             given["add_special_tokens"] = False
@@ -84,13 +86,13 @@ def _inputs(sample: Sample, processor: Any, texts: bool) -> dict[str, Any]:
         raise InputError(f"{sample.where}: the model's processor makes no inputs of it: {first_line(error)}") from None
 
 
-def _text(sample: Sample, processor: Any) -> str:
+def _text(sample: Sample, processor: Any, template: Template | None) -> str:
     """The text that goes with images: as the chat template writes it, or else the plain text."""
-    if getattr(processor, "chat_template", None):
+    if template is not None:
         messages = sample.messages or _asked(sample)
         try:
-            return str(processor.apply_chat_template([*messages], tokenize=False))
-        except Exception as error:  # noqa: BLE001 - templates raise what they want
+            return template(([*messages], None))
+        except InputError as error:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise InputError(
                 f"{sample.where}: the processor's chat template cannot write it (roles {roles}): {first_line(error)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.read.source import path_of
+from compress.checkpoint.read.tried import check_on_text
 from compress.data.bos import Bos, bos_of
 from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
 from compress.data.packing import EMPTY, packed_tokens
@@ -31,6 +32,7 @@ def tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos
     texts = documents.texts() if bos.place == "row" else [documents.text()]
     if (size := sum(map(len, texts))) >= LONG:
         LOGGER.info("tokenizing %s: %d million characters", documents.name, round(size / 1e6))
+    check_on_text(tokenizer, documents.name, texts)
     with tokenizing(documents.name):
         rows = tokenizer(texts, verbose=False)["input_ids"]
     return torch.tensor([token for row in rows for token in bos.row(row)], dtype=torch.int64)

@@ -37,8 +37,14 @@ def with_file(desk: Desk, name: str) -> Path:
 
 
 def parquet(desk: Desk, **columns: list[object]) -> Path:
-    pq.write_table(pa.table(columns), desk.here / "given.parquet")
+    pq.write_table(pa.table(columns), desk.here / "given.parquet", compression="zstd")
     return desk.here / "given.parquet"
+
+
+def with_normalizer(pattern: str, content: str) -> Callable[[Path], object]:
+    """An edit of tokenizer.json: this text becomes that before it is tokenized."""
+    change = {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+    return configured(normalizer={"type": "Sequence", "normalizers": [change]})
 
 
 def npy(desk: Desk, value: object) -> Path:
@@ -365,6 +371,36 @@ TEXTS: dict[str, Case] = {
         lambda d: d.gptq(parquet(d, story=["a"])),
         ("given.parquet is not a parquet file with a column 'text'",),
     ),
+    "parquet of one long text": (
+        lambda d: d.gptq(parquet(d, text=["x" * 5_000_000])),
+        ("given.parquet stands for more than 4 MB of text, 100 times its size", "as .jsonl"),
+    ),
+    "parquet of one text many times": (
+        lambda d: d.gptq(parquet(d, text=["x" * 90_000] * 100)),
+        ("given.parquet stands for more than",),
+    ),
+    "parquet of nothing many times": (
+        lambda d: d.gptq(parquet(d, text=[""] * 100_000)),
+        ("given.parquet stands for more than",),
+    ),
+    "template that asks for memory": (
+        lambda d: chat(d, CHAT % "user", "{{ 'x' * 3000000000 }}"),
+        ("t.jsonl line 1: the tokenizer's chat template cannot write it", "more than 1024 MiB of memory"),
+    ),
+    "template that writes and writes": (
+        lambda d: chat(d, CHAT % "user", "{{ 'x' * 3000000 }}"),
+        ("t.jsonl line 1", "it makes 3,000,000 characters of"),
+    ),
+    "tokenizer of many tokens for a letter": (
+        lambda d: d.gptq("demo", model=d.copy(tokenizer__json=with_normalizer("a", "a" * 100_000))),
+        ("has no usable tokenizer (it makes 100,000 tokens of 1 characters)",),
+    ),
+    "tokenizer of many tokens for a word": (
+        lambda d: d.gptq(
+            d.file("t.txt", "zork " * 300), model=d.copy(tokenizer__json=with_normalizer("zork", "a" * 10_000_000))
+        ),
+        ("the tokenizer cannot split", "t.txt (it takes more than 1024 MiB of memory)"),
+    ),
     "not parquet": (lambda d: d.gptq(d.file("t.parquet", "no")), ("t.parquet is not a parquet file",)),
     "missing token file": (lambda d: d.gptq(d.here / "no.pt"), ("no.pt' does not exist",)),
     "tokens of rank 1": (
@@ -384,6 +420,14 @@ TEXTS: dict[str, Case] = {
         ("from 3 to 2048", "0 to 2047"),
     ),
     "tokens below 0": (lambda d: d.gptq(d.ids(torch.tensor([[-1, 5]]))), ("from -1 to 5", "0 to 2047")),
+    "tokens that repeat one": (
+        lambda d: d.gptq(d.ids(torch.zeros(1, dtype=torch.int64).expand(1000, 1000))),
+        ("given.pt holds a tensor [1000, 1000] that repeats the values of a smaller one", "contiguous()"),
+    ),
+    "batches that share their tokens": (
+        lambda d: d.gptq(d.ids([{"input_ids": shared} for shared in [torch.zeros(9, 9999).long()] * 999])),
+        ("given.pt holds tensors of", "that share values"),
+    ),
     "tokens in a dictionary": (lambda d: d.gptq(d.ids({"ids": [1]})), ("given.pt holds dict", "[samples, length]")),
     "no tokens": (lambda d: d.gptq(d.ids(torch.zeros(0, 9, dtype=torch.int64))), ("holds no tokens",)),
     "rows of one token": (lambda d: d.gptq(d.ids(torch.zeros(9, 1, dtype=torch.int64))), ("one token", "2 or more")),
@@ -980,6 +1024,10 @@ RECIPES: dict[str, Case] = {
     "missing recipe": (
         lambda d: command("quantize", d.model, "--recipe", d.here / "no.yaml", "--output", d.output),
         ("no.yaml' cannot be read", "No such file"),
+    ),
+    "merge keys": (
+        lambda d: d.recipe("a: &a {x: 1}\npasses:\n - rtn: {<<: [*a, *a]}\n"),
+        ("recipe.yaml' cannot be read: line 3 has a merge key (<<); write out what it copies",),
     ),
     "not YAML": (lambda d: d.recipe("passes: ["), ("recipe.yaml' is not YAML", "line 1")),
     "number of 6000 digits": (

@@ -29,6 +29,7 @@ from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases, stored_in
+from compress.checkpoint.read.tried import check_tokenizer
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.model.buffers import stored_buffers
@@ -240,6 +241,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         found = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
         if not isinstance(found.model_max_length, int | float):
             raise CheckpointError(f"model_max_length is {found.model_max_length!r}; it must be a number")
+        check_tokenizer(found)
         return found
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         settings = source.path / "tokenizer_config.json"

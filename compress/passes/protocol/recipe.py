@@ -200,6 +200,14 @@ def _step(step: Any, where: str) -> "Pass":
     return result
 
 
+class _Loader(yaml.SafeLoader):
+    """The loader of plain YAML without merge keys (`<<`), each of which may double what it copies."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if merged := next((key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"), None):
+            raise ValueError(f"line {merged.start_mark.line + 1} has a merge key (<<); write out what it copies")
+
+
 def _check_imported(name: str) -> None:
     """Raises InputError for a class whose module nobody has imported. A recipe may be anybody's, and importing runs
     code."""
@@ -217,7 +225,7 @@ def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
     if not file.suffix and file.parent == Path() and not file.is_file():
         file = BUILT_IN[one_of("recipe", str(path), BUILT_IN)]
     try:
-        data = yaml.safe_load(regular(file, "recipe").read_text(encoding="utf-8"))
+        data = yaml.load(regular(file, "recipe").read_text(encoding="utf-8"), _Loader)
         check_nesting(data, MOST_NODES)
     except InputError:
         raise
