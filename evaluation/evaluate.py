@@ -1,10 +1,10 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality.language import Model, common_vocabulary, config_of, first_tokenizer, loaded, opened
+from compress.evaluation.quality.noise import own_dtype
+from compress.evaluation.quality.overflow import watching
 from compress.evaluation.quality.predictor import predictor
 from compress.evaluation.quality.quality import measure
 from compress.evaluation.quality.reference_states import Note
@@ -63,6 +65,13 @@ def _tasks(
     return prepare_tasks(asked, tokenizer(), configs) if asked else None
 
 
+def _arithmetic(dtype: torch.dtype | Literal["stored"] | None, device: torch.device) -> torch.dtype | None:
+    """The dtype of the arithmetic; None for the one that each model is stored in."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else None
+    return None if isinstance(dtype, str) else dtype
+
+
 def _tokenizer(given: Any, *models: Model | None) -> Any:
     """The given tokenizer, or that of the first model given by name."""
     return first_tokenizer(*models) if given is None else given
@@ -84,7 +93,7 @@ def evaluate(
     questions: int | None = None,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["stored"] | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
@@ -99,13 +108,13 @@ def evaluate(
     name, or read them where they are stored, with the stored results of `measure_sensitivity`
     (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`,
     or lm-eval:NAME. questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or
-    tasks are words. dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are
-    taken as they are. trust_remote_code: run Python code that comes with models given by name, if any does.
+    tasks are words. dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU and for "stored"); models
+    in memory are taken as they are. trust_remote_code: run Python code that comes with models given by name.
 
     Raises InputError for models that predict no next token, and for text and tasks that cannot be used.
     """
     target = find_device(device)
-    work = torch.float32 if dtype is None and target.type == "cpu" else dtype
+    work = _arithmetic(dtype, target)
     ours = opened(model, trust_remote_code)
     theirs = None if reference is None else opened(reference, trust_remote_code)
     text = text if text is not None else [] if tasks else "demo"
@@ -173,7 +182,15 @@ def _evaluated(
         tokens = sum(span.end - span.begin for each in texts for span in each.windows.spans)
         tell_tokens(reporter, tokens / sum(len(each.windows.spans) for each in texts))
         counted(0, "windows" if counted.done else "")
-    results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    with ExitStack() as stack:
+        seen = {"model": stack.enter_context(watching(network, own_dtype(ours)))}
+        if original is not None and original.asked is not None:
+            stored = own_dtype(original.model)
+            seen["reference"] = stack.enter_context(watching(original.asked.network, stored))
+        results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    overflows = {f"{who} in float16": each.said for who, each in seen.items() if each.said is not None}
+    for what, why in overflows.items():
+        reporter.note(f"{what}: {why}")
     tell_tokens(reporter, 0)
     sensitive = None if original is None else original.sensitivity
     return Evaluation(
@@ -187,7 +204,7 @@ def _evaluated(
         reference_size=None if original is None else original.size,
         run=run,
         gap=gap(results),
-        missing=_missing(original, size, floors, texts),
+        missing=_missing(original, size, floors, texts) | overflows,
         provenance=circumstances(device),
     )
 
@@ -224,11 +241,11 @@ def _measured(
     step: Callable[[int], None],
 ) -> list[TextResult]:
     """The figures of a model on every text, each with its noise floor."""
-    results = []
+    results, narrow = [], next(network.parameters()).dtype == torch.float16
     with evaluating(network):
         for i, text in enumerate(texts):
             asked = predictor(network, text.windows)
             with nullcontext() if original is None else original.on(i) as says:
-                found = measure(asked, text.windows, vocabulary, says, step)
+                found = measure(asked, text.windows, vocabulary, says, step, narrow)
             results.append(text.result(found, None if floors is None else floors[i]))
     return results

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.read.source import Source
+from compress.errors import CompressError
 from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import noise
@@ -144,5 +145,9 @@ class Original:
             with evaluating(other), self.on(i) as own:
                 beside = predictor(other, text.windows)
                 rounded, expected = (beside, own) if exact else (own, beside)
-                found.append(measure(rounded, text.windows, vocabulary, expected, step).figures)
+                try:
+                    measured = measure(rounded, text.windows, vocabulary, expected, step, narrow == torch.float16)
+                except CompressError as error:
+                    return f"{error}"
+                found.append(measured.figures)
         return found

@@ -284,9 +284,10 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
                 "times what roundings explain"
             )
     if not bool(torch.isfinite(found).all()):
+        half = "; its range ends at 65504: store the model in bfloat16, or give --no-verify"
         raise CompressError(
             f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
-            "nothing can be compared with them"
+            f"nothing can be compared with them{half if found.dtype == torch.float16 else ''}"
         )
     return Sight(found, uncached)
 

@@ -33,8 +33,10 @@ def measure(
     vocabulary: int,
     reference: Says | None = None,
     step: Callable[[int], None] = lambda windows: None,
+    narrow: bool = False,
 ) -> Quality:
-    """Evaluate a model on the windows of a text. step(n) is called after every batch of n windows.
+    """Evaluate a model on the windows of a text. step(n) is called after every batch of n windows. narrow: computed in
+    float16, whose range may be too small.
 
     A few numbers are stored per token, never its distribution. Raises CompressError for logits that are not numbers.
     """
@@ -49,7 +51,8 @@ def measure(
     tokens = {name: torch.cat(parts).numpy() for name, parts in kept.items()}
     for name, whose in (("surprisal", "the model"), ("reference_surprisal", "the reference")):
         if name in tokens and not np.isfinite(tokens[name]).all():
-            raise CompressError(f"{whose} gives logits that are not finite numbers on this text; it is damaged")
+            why = "in float16, whose range ends at 65504; measure it in a wider --dtype" if narrow else "it is damaged"
+            raise CompressError(f"{whose} gives logits that are not finite numbers on this text: {why}")
     stretch_N = torch.cat(stretches).numpy()
     figures = figures_of(tokens, stretch_N)
     if reference is None:

@@ -1162,6 +1162,10 @@ OTHERS: dict[str, Case] = {
         lambda d: command("evaluate", d.model, "--text", d.tokens, "--noise-floor"),
         ("noise floor is the reference's", "give a reference"),
     ),
+    "dtype of what is no language model": (
+        lambda d: command("evaluate", d.model, "--pairs", d.tokens, "--dtype", "stored"),
+        ("--pairs is for encoders; --dtype is for models that generate text", "drop one"),
+    ),
     "evaluate: pairs and text": (
         lambda d: command("evaluate", d.model, "--pairs", d.tokens, "--stride", 4),
         ("--pairs is for encoders", "--stride is for text"),

@@ -1,5 +1,6 @@
 """Every figure of `evaluate` against a plain computation that shares no code with it."""
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import CONTEXT, HIDDEN, INTERMEDIATE, VOCABULARY, make_llama, save
+from commands import CONTEXT, HIDDEN, INTERMEDIATE, VOCABULARY, command, make_llama, save
 from places import SHARED
 from scipy.stats import entropy, sem
 from torch.nn import functional
@@ -230,6 +231,32 @@ def test_bits_per_weight_count_codes_scales_and_zero_points(
     compress.quantize(llama, compress.RTN(**options), ignore=["*.down_proj"], output=output, verify=False)
     expected = bits + LAYERS * 2 * 64 / QUANTIZED
     assert measure_size(find_source(str(output))).bits_per_weight == pytest.approx(expected, rel=1e-12)
+
+
+# --- the stored dtype ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_overflows_in_the_float16_it_is_stored_in_is_told_of(tmp_path: Path, ids: torch.Tensor) -> None:
+    """In float32 nothing shows. The values are inside of an MLP, whose weights and outputs are small."""
+    model = make_llama()
+    mlp = model.model.layers[1].mlp
+    with torch.no_grad():
+        for part, factor in ((mlp.up_proj.weight, 3e3), (mlp.gate_proj.weight, 3e3), (mlp.down_proj.weight.T, 1e-6)):
+            part[0] *= factor
+    half, brain = (save(copy.deepcopy(model).to(d), tmp_path / str(d)) for d in (torch.float16, torch.bfloat16))
+    found = compress.evaluate(half, reference=brain, text=ids)
+    assert "in model.layers.1.mlp.down_proj, and float16 ends at 65504" in found.missing["model in float16"]
+    assert math.isfinite(found.perplexity)
+    turned = compress.evaluate(brain, reference=half, text=ids, cache=False).missing
+    assert "model in float16" not in turned
+    assert "float16 ends at 65504" in turned["reference in float16"]
+    floor = compress.evaluate(brain, reference=half, text=ids, noise_floor=True)
+    assert floor.texts[0].noise is None
+    assert "in float16, whose range ends at 65504" in floor.missing["noise"]
+    assert compress.evaluate(brain, text=ids, dtype="stored").model.dtype == "bfloat16"
+    torch.save(ids, tmp_path / "ids.pt")
+    stored = command("evaluate", half, "--text", tmp_path / "ids.pt", "--dtype", "stored")
+    assert (stored.code, "not finite numbers" in stored.err, "damaged" in stored.err) == (1, True, False)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

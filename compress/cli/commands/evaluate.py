@@ -59,6 +59,11 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     help="Tokens from the start of a window to the next; less than --length: they overlap.  [default: --length]",
 )
 @bos_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["stored", "float32", "bfloat16", "float16"]),
+    help="Dtype of the arithmetic; stored: the one that each model is stored in.  [default: float32; a GPU: stored]",
+)
 @click.option("--samples", type=int, help="Number of windows of each text, spread over it.  [default: all]")
 @click.option(
     "--noise-floor",
@@ -110,7 +115,7 @@ def evaluate(
     conditions = [parse_gate(gate) for gate in gates]
     asked = asked_of(**{name: options.pop(name) for name in OF_GENERATION})
     of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
-    cache = not of_text.pop("no_cache")
+    cache, dtype = not of_text.pop("no_cache"), arithmetic(options.pop("dtype"))
     with reporting("evaluate", quiet) as reporter:
         words = {"reference": reference, "reporter": reporter, **options}
         if pairs is not None:
@@ -122,7 +127,9 @@ def evaluate(
         else:
             from compress.evaluation.on_request import with_asked
 
-            found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
+            found = compress.evaluate(
+                model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
+            )
             found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)
     if keep:
         keep_evaluation(model, found)
@@ -139,6 +146,13 @@ def evaluate(
         fail("; ".join(broken), GATE)
 
 
+def arithmetic(name: str | None) -> Any:
+    """The dtype of that name, as `compress.evaluate` takes it."""
+    import torch
+
+    return name if name in (None, "stored") else getattr(torch, name)
+
+
 def _check(texts: tuple[str, ...], tasks: tuple[str, ...], others: dict[str, str | None]) -> None:
     """Refuse options that have nothing to do with what is measured. others: files for models of other kinds."""
     files = [name for name, file in others.items() if file is not None]
@@ -150,7 +164,7 @@ def _check(texts: tuple[str, ...], tasks: tuple[str, ...], others: dict[str, str
             "--labelled FILE)"
         )
     of_language = {"texts": "text", **dict.fromkeys(OF_TEXT, "text"), **dict.fromkeys(OF_TASKS, "tasks")}
-    of_language |= dict.fromkeys(OF_GENERATION, "models that generate text")
+    of_language |= dict.fromkeys((*OF_GENERATION, "dtype"), "models that generate text")
     for name, about in of_language.items():
         if files and given(name):
             told = SAID.get(name, name).replace("_", "-")
