@@ -84,10 +84,7 @@ def quantize_for(
                 "with compress.load"
             )
         return ForEngine(result.output, result, None)
-    given = next((word for word in ("fsdp", "store") if options.get(word)), None)
-    if given is not None:
-        raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
-    check_apart(output, keep_statistics=options.get("keep_statistics"), spill=options.get("spill"))
+    _check_options(engine, output, options)
     checkpoint = Path(f"{output}.checkpoint")
     trusted = bool(options.get("trust_remote_code"))
     source = None if isinstance(model, nn.Module) else find_source(str(model), trusted)
@@ -106,6 +103,14 @@ def quantize_for(
     for folder in (checkpoint, made.output):
         _note(folder, engine, notes)
     return ForEngine(made.output, result, made)
+
+
+def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) -> None:
+    """Raises InputError for options that do not go with an export, or with where it is written."""
+    given = next((word for word in ("fsdp", "store") if options.get(word)), None)
+    if given is not None:
+        raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
+    check_apart(output, keep_statistics=options.get("keep_statistics"), spill=options.get("spill"))
 
 
 def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:
