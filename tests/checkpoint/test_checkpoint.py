@@ -15,6 +15,7 @@ import torch
 import transformers
 from combinations import each
 from commands import DRIFT_GPTQ, StopAfterOne
+from mixtures import made
 from models import build, tokens
 from packaging.version import Version
 from places import SUPPORT
@@ -92,6 +93,25 @@ def test_other_families_reload_in_transformers(kind, tmp_path):
     assert found["transformers"] == "compared"
     assert found["logits_max_difference"] == 0.0
     assert found["layers"] == len(result.record.layers)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_weights_stay_in_the_dtype_of_their_file(kind, key, tmp_path):
+    """Where config.json says a wider one: what stays dense would become twice as large, and no better."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    (build(kind) if kind == "llama" else made(kind)).bfloat16().save_pretrained(model)
+    said = json.loads((model / "config.json").read_text())
+    del said["dtype"]
+    (model / "config.json").write_text(json.dumps({**said, key: "float32"}))
+    for passes in (compress.RTN(group_size=16), compress.Magnitude(sparsity=0.5)):
+        told = compress.plan(model, passes).saving
+        record = compress.quantize(model, passes, output=out, overwrite=True).record
+        held = load_file(out / "model.safetensors")
+        assert {tensor.dtype for tensor in held.values() if tensor.is_floating_point()} == {torch.bfloat16}
+        assert json.loads((out / "config.json").read_text())[key] == "bfloat16"
+        assert sum(tensor.numel() * tensor.element_size() for tensor in held.values()) == told.after <= told.before
+        assert any("all weights are bfloat16, and stay so" in note for note in record.notes)
 
 
 def test_an_encoder_decoder_is_read_by_transformers(tmp_path):

@@ -26,6 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.checkpoint.files import VARIANT, checksum, read_json
 from compress.checkpoint.read.configuration import check_counts
+from compress.checkpoint.read.narrower import narrower
 from compress.checkpoint.read.room import check_room
 from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, own_code
 from compress.checkpoint.read.stored import idle_biases, stored_in
@@ -39,7 +40,8 @@ from compress.model.experts_apart import join_experts, joins_experts, loading_st
 
 
 def read_config(source: Source) -> PretrainedConfig:
-    """The configuration as transformers reads it. It is read once; every caller gets a copy that it may change.
+    """The configuration as transformers reads it, but for a dtype wider than that of the files (`narrower`). It is read
+    once; every caller gets a copy that it may change.
 
     Raises CheckpointError where transformers cannot read it, or where it asks for more layers than the files can fill;
     InputError for one that needs code which is not trusted.
@@ -56,7 +58,7 @@ def _configuration(source: Source) -> PretrainedConfig:
             "and fill it: compress.load(DIR, into=model)"
         )
     try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         code = source.code.get("AutoConfig")
         if code is not None and not source.trusted:
@@ -64,6 +66,8 @@ def _configuration(source: Source) -> PretrainedConfig:
         raise CheckpointError(
             f"{source.path / 'config.json'} is not a configuration that transformers knows: {first_line(error)}"
         ) from None
+    config.dtype = narrower(source) or config.dtype
+    return config
 
 
 def _model_class(source: Source, notes: list[str] | None) -> Any:
@@ -109,6 +113,10 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
     """
     check_dense(source)
     config, wanted = read_config(source), "auto" if dtype is None else dtype
+    if dtype is None and (kept := narrower(source)) is not None:
+        wanted = kept
+        if notes is not None:
+            notes.append(f"all weights are {kept}, and stay so, where config.json says more".replace("torch.", ""))
     with suppress(CheckpointError):  # said below
         if any(isinstance(module, Experts) for module in empty_model(source).modules()):
             names = disk_names(empty_model(source), source.headers)

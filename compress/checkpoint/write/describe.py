@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.beside import without_heads
+from compress.checkpoint.read.narrower import DTYPE_KEYS, narrower
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.weight_files import NAMING
 from compress.errors import CompressError
@@ -36,6 +37,8 @@ def configuration(
     companions: dict[str, str] = {}
     if source is not None:
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        if (kept := narrower(source)) is not None:
+            config |= {key: str(kept).removeprefix("torch.") for key in DTYPE_KEYS if key in config}
     elif hasattr(model, "config"):
         config = json.loads(model.config.to_json_string(use_diff=True))
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
