@@ -77,12 +77,7 @@ def quantize_for(
         result = quantize(model, passes, output=output, **how)
         assert result.output is not None
         _note(result.output, engine, notes)
-        seen = result.verification or {}
-        if engine == "transformers" and seen.get("loader") == NOT_LOADED:
-            raise CompressError(
-                f"transformers does not open {output} ({seen['transformers']}); the checkpoint is complete: run it "
-                "with compress.load"
-            )
+        _check_opened(engine, result)
         return ForEngine(result.output, result, None)
     _check_options(engine, output, options)
     checkpoint = Path(f"{output}.checkpoint")
@@ -126,6 +121,16 @@ def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Seq
     anything = RTN(scheme="w8a16", group_size=-1)  # takes layers of every width
     found = plan(empty_model(source), (anything,), ignore, valued=False).layers.values()
     check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
+
+
+def _check_opened(engine: str, result: Result) -> None:
+    """Raises CompressError where transformers was to open the result, and verification found that it does not."""
+    seen = result.verification or {}
+    if engine == "transformers" and seen.get("loader") == NOT_LOADED:
+        raise CompressError(
+            f"transformers does not open {result.output} ({seen['transformers']}); the checkpoint is complete: run it "
+            "with compress.load"
+        )
 
 
 def _check_merged(
