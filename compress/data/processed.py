@@ -13,13 +13,14 @@ from torch import Tensor
 
 from compress.checkpoint.portable_names import shown
 from compress.data.chat import Template, templated
-from compress.data.pictures import Sample, read_image, spread
+from compress.data.pictures import MOST_PIXELS, Sample, read_image, spread
 from compress.data.tokens import Origin
 from compress.errors import InputError, first_line
 from compress.model.calls import Batch
 
 QUESTION = "Describe this image."  # goes with an image in models that need a text
 IDS = "input_ids"
+SIZES = ("size", "crop_size", "pad_size")  # of images, in the settings of a processor
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def processed(
 ) -> Pictures:
     """Micro-batches of at most `size` samples. processor: of transformers. texts: whether the model reads them beside
     images. Raises InputError, which names the sample."""
+    _check_sizes(processor, source)
     picked = spread(samples, count)
     template = templated(processor) if texts and getattr(processor, "chat_template", None) else None
     made = [_inputs(sample, processor, texts, template) for sample in picked]
@@ -64,6 +66,21 @@ def processed(
     if not texts and any(sample.text or sample.messages for sample in picked):
         notes.append("the model reads images alone: their texts are left out")
     return Pictures(source, len(picked), images, tuple(batches), origin, tuple(notes))
+
+
+def _check_sizes(processor: Any, source: str) -> None:
+    """Raises InputError for a processor that makes images far larger than any is read."""
+    made = getattr(processor, "image_processor", processor)
+    for name in SIZES:
+        size = getattr(made, name, None)
+        edges = {"shortest_edge": size} if isinstance(size, int) else dict(size or {})
+        height, width = (edges.get(edge) or edges.get("shortest_edge") or 0 for edge in ("height", "width"))
+        # Some give the number of pixels for an edge, and both ends of it.
+        pixels = max(height, width) if "longest_edge" in edges else height * width
+        if pixels > MOST_PIXELS:
+            raise InputError(
+                f"{source}: the model's processor makes images of {pixels:,} pixels ({name}); allowed: {MOST_PIXELS:,}"
+            )
 
 
 def _inputs(sample: Sample, processor: Any, texts: bool, template: Template | None) -> dict[str, Any]:

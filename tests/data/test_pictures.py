@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -208,6 +209,11 @@ def test_images_need_a_model_that_reads_them_and_its_processor(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "PIL", None)
         refused(quantized(models["vit"], shown, tmp_path / "out"), "read by Pillow, which is not", ".[images]")
+    vast = Path(shutil.copytree(models["vit"], tmp_path / "vast"))
+    settings = json.loads((vast / "preprocessor_config.json").read_text())
+    settings["size"] = {"height": 100_000, "width": 100_000}
+    (vast / "preprocessor_config.json").write_text(json.dumps(settings))
+    refused(quantized(vast, shown, tmp_path / "out"), "processor makes images of 10,000,000,000 pixels (size)")
     bare = copy_of(models["vit"])
     (bare / "preprocessor_config.json").unlink()
     refused(quantized(bare, shown, tmp_path / "out"), "has no usable image processor", "preprocessor_config.json")
