@@ -401,9 +401,10 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """`round_scale` for the scales of a grid; a scale of signs may be 0."""
+    """`round_scale` for the scales of a grid; where no code stands for 0, a scale may be 0 (groups of zeros)."""
     rounded = round_scale(scale, dtype, grid.scales, grid.global_scale)
-    return torch.where(scale == 0, scale, rounded) if grid.signs else rounded
+    has_zero = not grid.signs and (grid.levels is None or grid.levels.has_zero)
+    return rounded if has_zero else torch.where(scale == 0, scale, rounded)
 
 
 def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -150,7 +150,7 @@ BUDGETS: dict[str, Case] = {
 FITS: dict[str, Case] = {
     "fit to nothing": (fit, ("0 targets given; give one", "--size 85MB", "--task-loss 1%")),
     "fit to two things": (lambda d: fit(d, "--kl", 0.1, "--bits", 3), ("2 targets given; give one", "--kl 0.05")),
-    "fit to a size without a unit": (lambda d: fit(d, "--size", "85"), ("'85'", "2.1GB")),
+    "fit to a size without a unit": (lambda d: fit(d, "--size", "8.5"), ("'8.5'", "2.1GB")),
     "fit to a size in bits": (lambda d: fit(d, "--size", "3bpw"), ("'3bpw'", "like 85MB", "--bits")),
     "fit to no bits": (lambda d: fit(d, "--bits", 0), ("bits 0.0; allowed: above 0", "like 3.4")),
     "fit to no KL": (lambda d: fit(d, "--kl", 0), ("kl 0.0; allowed: above 0", "0.02")),

@@ -272,3 +272,16 @@ def test_codes_in_a_sweep_are_levels():
     x = torch.tensor([0.3, -5.1, 2.5, 100.0])
     grid = Grid(bits=4, type="float", granularity="group", group_size=4, scales="e8m0")
     assert encode(x, torch.ones(4), torch.zeros(4), grid).tolist() == [0.5, -6.0, 2.0, 6.0]
+
+
+@pytest.mark.parametrize("choice", ["minmax", "mse"])
+@pytest.mark.parametrize("name", LEVEL_FORMATS)
+def test_a_group_of_zeros_stands_for_zeros(name: str, choice: str) -> None:
+    """IQ4_NL has no level 0, so its scale has to be."""
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0], x[1, :64] = 0, 0
+    for dtype in (torch.bfloat16, torch.float16):
+        values = quantize(x, LEVEL_FORMATS[name].on.with_range(choice), dtype).dequantize()
+        assert values.isfinite().all()
+        assert not values[x == 0].any()
+        assert not quantize(torch.zeros(4, 128), LEVEL_FORMATS[name].on, dtype).dequantize().any()

@@ -9,7 +9,7 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
     NVFP4        weight_scale          float8 e4m3 [N, G]       value = code * weight_scale / weight_global_scale
                  weight_global_scale   float32 [1]
     NF4          weight_scale          model dtype [N, G]       the absmax of a group; float32 in NF4Float32
-    IQ4_NL       weight_scale          model dtype [N, G]       of either sign, a number that float16 has, too
+    IQ4_NL       weight_scale          model dtype [N, G]       of either sign or 0 (of zeros), a number of float16, too
 
 Values are computed in float32, whatever dtype the model has. Layers that read one input have one global scale, because
 engines make one layer of some of them (`passes.protocol.sites.Site.reached`).
