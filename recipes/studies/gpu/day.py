@@ -119,7 +119,7 @@ def install(folder: Path, log: IO[str]) -> None:
     """Unpack the wheels that `wheels.py` fetched into a folder; a note where there are none."""
     files = sorted(WHEELS.glob("*.whl"))
     if not files:
-        print(f"no wheels in {WHEELS}: peers are measured only where they are installed", flush=True)
+        print(f"no wheels in {WHEELS}: run wheels.py before, if greenlet or a peer is not installed", flush=True)
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run([*pip, "--target", str(folder), *map(str, files)], check=True, stdout=log, stderr=log)
