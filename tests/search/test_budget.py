@@ -171,8 +171,7 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
     )
     other = compress.evaluate(tmp_path / "out", reference=tmp_path / "out", **how)
     assert (other.sensitivity, "compress allocate" in other.missing["sensitivity"]) == (None, True)
-    within = ["--max-kl", "0.05", "--group-size", "32", "--output", tmp_path / "within"]
-    kept = command("quantize", model, *within, *data, *fast, "--json", "-")  # the words of the former release
+    within = ["--max-kl", "0.05", "--group-sizes", "32", "--run", tmp_path / "within"]
+    kept = command("allocate", model, *within, *data, *fast, "--json", "-")
     assert kept.code == 0, kept.err
-    assert "write `compress allocate MODEL --run OUT`" in kept.err
     assert kept.json()["achieved_kl"] <= 0.05
