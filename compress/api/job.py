@@ -89,8 +89,6 @@ class Job:
         with evaluating(self.run.model):
             self.walk(run)
             self.check_done()
-        if self.run.kept is not None:
-            self.note(self.run.kept.told())
         if self.run.plan.decides and not self.run.plan.only_trains:
             self.run.record.coverage = self.covered()
         if isinstance(self.run.sink, Writer):

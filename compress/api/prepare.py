@@ -7,7 +7,6 @@ from compress.api.forecast.forecast import Outline, outline
 from compress.api.forecast.memory import TokenCounts, weights_in
 from compress.api.forecast.room import counts_of, lack_of_memory
 from compress.api.job import Job
-from compress.api.keeping import kept_statistics
 from compress.api.opened import FoundModel, OpenedModel, check_group, found_model, opened_model, residency_of, widened
 from compress.api.planned import Planned, planned_work
 from compress.api.request import Request
@@ -56,12 +55,8 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
     lack = lack_of_memory(opened, plan, batches, request.work.spill is not None)
     if lack is not None:
         record.note(reporter, lack)
-    kept, remarks = kept_statistics(request.work.keep_statistics, plan.passes, planned.identity, opened.device, comm)
-    for note in remarks:
-        record.note(reporter, note)
     if isinstance(planned.sink, Writer):
-        tokens = TokenCounts(0, 0) if kept is not None and kept.holds_all(plan) else counts_of(shown.batches)
-        tell_outline(reporter, partial(_outline, request, opened, planned, tokens))
+        tell_outline(reporter, partial(_outline, request, opened, planned, counts_of(shown.batches)))
     keep = opened.source is None or isinstance(planned.sink, Discard) or lessons is not None
     run = Run(
         model,
@@ -76,7 +71,6 @@ def _job(request: Request, opened: OpenedModel, shown: Shown, planned: Planned, 
         Steps.of(reporter, plan, phase_of(lessons)),
         lessons,
         repeats=lack is not None,
-        kept=kept,
     )
     return Job(request, opened, run, shown, planned.identity, planned.caches, stores)
 

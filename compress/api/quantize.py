@@ -45,7 +45,6 @@ def quantize(
     restore: bool = True,
     keep_codes: bool = False,
     spill: str | Path | None = None,
-    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -65,8 +64,7 @@ def quantize(
     each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model
     that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json says); by
     default they stay, and passes that keep none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more
-    (`kernels.spill`). keep_statistics: a folder by which runs of one model and calibration data share statistics
-    (passes of prefix=original). trust_remote_code: run Python code that comes with a model given by name. restore: undo
+    (`kernels.spill`). trust_remote_code: run Python code that comes with a model given by name. restore: undo
     all changes of a model in memory after an exception, which takes the memory of its blocks; False: the exception
     names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
 
@@ -75,7 +73,7 @@ def quantize(
     data = Data(calibration, samples, length, batch_size, training, bos)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
     delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
-    work = Work(device, dtype, fsdp, restore, spill, keep_statistics)
+    work = Work(device, dtype, fsdp, restore, spill)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
     return _carried_out(request, Comm(), reporter or Silent())

@@ -105,7 +105,7 @@ def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) 
     given = next((word for word in ("fsdp", "store") if options.get(word)), None)
     if given is not None:
         raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
-    check_apart(output, keep_statistics=options.get("keep_statistics"), spill=options.get("spill"))
+    check_apart(output, options.get("spill"))
 
 
 def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:

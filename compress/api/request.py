@@ -91,21 +91,18 @@ class Delivery:
 @dataclass(frozen=True)
 class Work:
     """Device, dtype and sharding of the work. restore: whether a failure is undone. spill: the folder of large tensors
-    (None: they stay in memory). keep_statistics: the folder of statistics for other runs (None: nothing is kept)."""
+    (None: they stay in memory)."""
 
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     fsdp: bool = False
     restore: bool = True
     spill: str | Path | None = None
-    keep_statistics: str | Path | None = None
 
     def check(self) -> None:
-        """Refuse a dtype that nothing is computed in, and statistics of several processes."""
+        """Refuse a dtype that nothing is computed in."""
         if self.dtype is not None and self.dtype not in FLOATS:
             raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
-        if self.fsdp and self.keep_statistics is not None:
-            raise InputError("keep_statistics is of runs by one process; leave it out, or fsdp")
 
 
 @dataclass(frozen=True)
@@ -132,23 +129,21 @@ class Request:
                 f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
             ) from None
         self.delivery.check()
-        check_apart(self.delivery.output, keep_statistics=self.work.keep_statistics, spill=self.work.spill)
+        check_apart(self.delivery.output, self.work.spill)
         if isinstance(self.model, nn.Module) and self.delivery.verify and not hasattr(self.model, "config"):
             raise InputError(
                 "verify reloads the output by its configuration, which this model has none of; leave it out"
             )
 
 
-def check_apart(output: str | Path | None, **folders: str | Path | None) -> None:
-    """Raises InputError for a folder of the work that is the output or lies in it: the output appears when it is
+def check_apart(output: str | Path | None, spill: str | Path | None) -> None:
+    """Raises InputError for a folder of large tensors that is the output or lies in it: the output appears when it is
     complete, and that name would be taken."""
-    if output is None:
+    if output is None or spill is None:
         return
-    whole = Path(output).absolute()
-    places = [whole, Path(f"{whole}.partial")]
-    for what, folder in folders.items():
-        if folder is not None and any(Path(folder).absolute().is_relative_to(place) for place in places):
-            raise InputError(f"{what} {str(folder)!r} is the output {str(output)!r}, or lies in it; give another")
+    whole, folder = Path(output).absolute(), Path(spill).absolute()
+    if any(folder.is_relative_to(place) for place in (whole, Path(f"{whole}.partial"))):
+        raise InputError(f"spill {str(spill)!r} is the output {str(output)!r}, or lies in it; give another")
 
 
 def several(given: Any) -> tuple[Pass, ...]:

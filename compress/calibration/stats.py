@@ -8,7 +8,6 @@ that has `reads_elements` set counts each element of the input once instead, as 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,18 +34,6 @@ class Statistic(Protocol):
 
 
 StatisticFactory = Callable[[int, torch.device], Statistic]
-
-
-def described_factory(make: StatisticFactory) -> str:
-    """Words that are equal for factories of equal statistics, in this process and in another."""
-    if isinstance(make, partial):
-        given = [*map(_described, make.args), *(f"{k}={_described(v)}" for k, v in sorted(make.keywords.items()))]
-        return f"{_described(make.func)}({', '.join(given)})"
-    return _described(make)
-
-
-def _described(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
 
 
 class TokenSample:

@@ -48,14 +48,6 @@ ignore_option = click.option(
 )
 
 
-keep_statistics_option = click.option(
-    "--keep-statistics",
-    metavar="FOLDER",
-    help="Read statistics of the original model's inputs from this folder, and leave there what is missing: for other "
-    "bits and groups of the same model and calibration data. Methods gather such with prefix=original, drift=0.",
-)
-
-
 def calibration_option(required: bool = False) -> Decorator:
     """--calibration. required: the command has no use without it."""
     needed = "" if required else " Needed by methods that calibrate."

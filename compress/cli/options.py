@@ -62,7 +62,7 @@ trust_option = click.option(
     help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
 )
 PLUGINS = "compress.plugins"
-WRITTEN = ("output", "run", "json_file", "html", "svg", "markdown", "keep_statistics", "spill")  # options
+WRITTEN = ("output", "run", "json_file", "html", "svg", "markdown", "spill")  # options
 
 
 def remember(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> None:

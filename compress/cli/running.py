@@ -18,7 +18,6 @@ from compress.cli.option_groups import (
     extent_options,
     group,
     ignore_option,
-    keep_statistics_option,
     saving_options,
     training_option,
 )
@@ -77,7 +76,6 @@ run_options = group(
         help="Keep large tensors of the run in files of this folder: for a model whose blocks, statistics or "
         "calibration data take more than the memory at hand.",
     ),
-    keep_statistics_option,
     trust_option,
     device_option,
     json_option,

@@ -28,8 +28,6 @@ Departs from the paper:
   figure `solution` says what it got, and the run how many layers got less than was asked for.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
-- `prefix=original` puts X for X_q: H then depends on no scheme, so that runs and the recipes of a sweep gather it once
-  (`run.kept`). Nothing makes up for what layers before a layer do to its input, and M is 0.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
   single codes while that lowers the loss (`solvers.polish`). Free to move every code, they fit noise more than the
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.

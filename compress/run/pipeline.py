@@ -73,7 +73,7 @@ def walked(this: Run, how: Callable[[Run], T], joined: Callable[[ChainBrokenErro
 
 def _walk(this: Run) -> None:
     """Through all blocks with passes that train nothing."""
-    if this.forwards and len(this.plan.stacks) > 1:
+    if this.plan.calibrated and len(this.plan.stacks) > 1:
         with this.spending.on("forward"):
             stacks = in_order(this, captured)
         this = replace(this, plan=replace(this.plan, stacks=stacks))
@@ -98,8 +98,7 @@ def _name_left_alone(run: Run) -> None:
 
 def _original_calls(run: Run, stack: Stack) -> list[Call] | None:
     """The calls of a stack's first block that the original embedding makes; None where that is no other than ours."""
-    wanted = run.compares or run.plan.flows_original
-    return captured(run, stack)[0] if run.forwards and wanted and run.plan.tables else None
+    return captured(run, stack)[0] if run.compares and run.plan.tables else None
 
 
 def _run_stack(
@@ -108,13 +107,12 @@ def _run_stack(
     """Compress the blocks of a stack, one after the other; returns what comes out of the last. passed, others: the
     stacks before, in the compressed and in the original model."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
-    if run.forwards:
+    if run.plan.calibrated:
         calls = captured(run, stack, passed)
-    originals = captured(run, stack, others) if passed and run.forwards and run.compares else list(calls)
-    tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.forwards else 0)
+    originals = captured(run, stack, others) if passed and run.compares else list(calls)
+    tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
-    first = original if original and run.plan.flows_original else calls[0]
-    streams = Streams(first, (original or originals[0]) if run.compares else [])
+    streams = Streams(calls[0], (original or originals[0]) if run.compares else [])
     for name, block in stack.blocks:
         # The calls of blocks that are done take no memory.
         streams = streams.called_as(calls.pop(0), originals.pop(0))

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.api.opened import found_model
-from compress.api.request import Data, Extent, check_apart
+from compress.api.request import Data, Extent
 from compress.api.shown import calibration_data
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.pretrained import tokenizer_of
@@ -83,7 +83,6 @@ def fit(
     batch_size: int = 8,
     device: str | None = None,
     overwrite: bool = False,
-    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> FitResult:
@@ -99,33 +98,26 @@ def fit(
     without an engine, the model may be rotated, partly as it runs, where that lowers the KL of 3 bits by a fifth. Only
     `compress.load` reads a checkpoint with any of the three. hours: the most that the work may take; it leaves the best
     recipe so far. recover: a time like 30min, in which the recipe that was found is trained on calibration data, within
-    hours; the result is taken if it is closer to the original on held-out text. keep_statistics: as in
-    `measure_sensitivity`.
+    hours; the result is taken if it is closer to the original on held-out text.
 
     Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
     minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
     data, extent = Data(calibration, samples, length, batch_size, bos=bos), Extent(ignore)
-    _check(data, extent, output, keep_statistics)
+    data.check()
+    extent.check()
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
         shared = {"device": device, "trust_remote_code": trust_remote_code}
         texts = _texts(model, data, text, shared)
-        asked = FitAsked(str(model), target, texts, ignore, batch_size, shared, keep_statistics)
+        asked = FitAsked(str(model), target, texts, ignore, batch_size, shared)
         found = offered(asked.model, ignore, engine, Wishes(embeddings, trellis, rotate), trust_remote_code)
         _check_reach(asked, found)
         beside = place.output.with_name(f"{place.output.name}.fit")
         made = _carried_out(Fitting(asked, found, beside, watch, reporter or Silent()), place, minutes)
         place.take_name(overwrite)
     return made
-
-
-def _check(data: Data, extent: Extent, output: str | Path, keep_statistics: str | Path | None) -> None:
-    """Raises InputError for arguments that are wrong whatever the model is."""
-    data.check()
-    extent.check()
-    check_apart(output, keep_statistics=keep_statistics)
 
 
 def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from compress.api.keeping import opened_statistics
 from compress.api.opened import OpenedModel, found_model, opened_model, residency_of
 from compress.api.planned import remarks_on_data, remarks_on_stacks
 from compress.api.quantize import quantize
@@ -55,7 +54,7 @@ from compress.run.walk.held_out import divergence_between
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
-from compress.search.swaps import Wanted, measured, needs_of, without_reference
+from compress.search.swaps import Wanted, measured
 from compress.search.texts import in_rows
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
@@ -94,21 +93,20 @@ def measure_sensitivity(
     run_once: bool = True,
     device: str | torch.device | None = None,
     cached: bool = True,
-    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> MeasuredSensitivity:
     """Apply every candidate to every layer of the original model, and measure the loss.
 
     calibration, samples, length, bos, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
-    edit the whole model before; a model that is given in memory is changed, and no statistics are kept. text: held-out
+    edit the whole model before; a model that is given in memory is changed. text: held-out
     text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows of calibration
     data, at most 16 and at most a fifth, which no candidate sees. score: `kl` measures, for each unit and candidate,
     the KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's
     output and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform
     models. fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that
     predicted KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a
-    budget. cached: reuse an earlier result of equal inputs. keep_statistics: as in `quantize`, of any candidates.
+    budget. cached: reuse an earlier result of equal inputs.
 
     Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss.
     """
@@ -120,7 +118,6 @@ def measure_sensitivity(
     study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
     study.check(score)
     candidates, words = _fitted(candidates, study.run.plan)
-    study = _with_kept(study, keep_statistics, candidates)
     identity = {
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
@@ -137,29 +134,6 @@ def measure_sensitivity(
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
     return MeasuredSensitivity(found, study.rows)
-
-
-def _with_kept(study: "Study", place: str | Path | None, candidates: Sequence[Candidate]) -> "Study":
-    """The study with statistics that are kept in a folder, if one is given and the model was not edited. Raises
-    InputError for a folder of something else."""
-    if place is None:
-        return study
-    if study.first:
-        why = f"no statistics are kept in {place}: {study.first[0].name} edits the model"
-        study.run.record.note(study.run.reporter, why)
-        return study
-    opened, notes = study.opened, list[str]()
-    settings = {
-        "version": VERSION,
-        "model": opened.fingerprint(),
-        "calibration": study.shown.fingerprint(),
-        "batch_size": study.batch_size,
-        "compute_dtype": str(opened.dtype),
-    }
-    kept = opened_statistics(place, [needs_of(without_reference(candidates))[0]], settings, opened.device, notes)
-    for note in notes:
-        study.run.record.note(study.run.reporter, note)
-    return replace(study, run=replace(study.run, kept=kept))
 
 
 @dataclass(frozen=True)
@@ -271,8 +245,6 @@ def _measured(
     where a layer rotates its input and takes no candidate."""
     with evaluating(study.model):
         made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
-    if study.run.kept is not None:
-        study.run.record.note(study.run.reporter, study.run.kept.told())
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")

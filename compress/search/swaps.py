@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.calibration.collect import collected
 from compress.calibration.hessian import Hessian, HessianResult
-from compress.calibration.stats import StatisticFactory, described_factory
+from compress.calibration.stats import StatisticFactory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
 from compress.checkpoint.write.writer import halved
 from compress.model.calls import Arrivals, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.run.installed import Versions
-from compress.run.kept import gathered
 from compress.run.pipeline import captured
 from compress.run.reach import Reach
 from compress.run.walk.decide import Decided, decide
@@ -140,7 +140,7 @@ class _Block:
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
         self.reach = Reach(self.layers.values())
-        self.candidates = without_reference(candidates)
+        self.candidates = _without_reference(candidates)
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
 
@@ -154,19 +154,14 @@ class _Block:
             self.block, streams.calls, self.sites, self._visit, (), Versions(), repeats=self.run.repeats
         )
         self.run.record.block_forwards += passed.forwards
-        if self.run.kept is not None:
-            others = self.layers.keys() - {*structure.repeated}  # a run can decide about these
-            alone = {n: why for n, why in self.found.left_out.items() if n in others}
-            self.run.kept.finish(self.name, needs_of(self.candidates)[0], alone)
         return streams.after(passed.outputs, [])
 
     def _visit(self, site: Sequence[Layer], arrivals: Arrivals) -> None:
-        needs, names = needs_of(self.candidates)
-        found = gathered(self.run.kept, self.name, needs, site, arrivals, self.run.comm)
-        if found is None:
+        needs, names = _needs(self.candidates)
+        statistics = collected(needs, site[0], arrivals, self.run.comm)
+        if statistics is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return
-        statistics = found.statistics
         weighted = {} if self.fisher is None else self.fisher.weighted(site, arrivals)
         for candidate in self.candidates:
             suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
@@ -291,22 +286,27 @@ def _values(layer: Layer, decision: Decision) -> Tensor:
     return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
 
 
-def without_reference(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _without_reference(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates for inputs of the original model."""
     return [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
 
 
-def needs_of(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
+def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
     """({name: factory} of all statistics, each once; {candidate: for each pass {its own name: that name}})."""
     needs: dict[str, StatisticFactory] = {"hessian": partial(Hessian, dtype=torch.float32, reference=False)}
-    known = {described_factory(needs["hessian"]): "hessian"}
+    known = {_signature(needs["hessian"]): "hessian"}
     names: dict[str, list[dict[str, str]]] = {}
     for candidate in candidates:
         names[candidate.name] = []
         for p in candidate.passes:
             own = {}
             for name, make in p.needs().items():
-                own[name] = known.setdefault(described_factory(make), f"{name} {len(known)}")
+                own[name] = known.setdefault(_signature(make), f"{name} {len(known)}")
                 needs.setdefault(own[name], make)
             names[candidate.name].append(own)
     return needs, names
+
+
+def _signature(make: StatisticFactory) -> Any:
+    """A key that is equal for factories of equal statistics."""
+    return (make.func, make.args, tuple(sorted(make.keywords.items()))) if isinstance(make, partial) else make

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compress.api.request import check_apart, several
+from compress.api.request import several
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ours import check_replaceable, noted
 from compress.checkpoint.portable_names import shown
@@ -31,9 +31,7 @@ from compress.evaluation.report.page import as_html
 from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import load_recipe, regrouped
-from compress.run.plan.together import sees_original
 from compress.search.original import OriginalSpeed
-from compress.search.sharing import SHARED, shared_statistics
 from compress.search.sweep_rows import Sweep, SweepRow, ranked
 from compress.search.texts import Beside, Text, Texts
 from compress.search.trial import RUN, Common, Trial
@@ -43,7 +41,7 @@ from compress.system.version import VERSION
 
 INDEX, ORIGINAL = "sweep.json", "original.json"
 PAGE, TEXT = "report.html", "report.md"
-RESERVED = (".", "..", INDEX, ORIGINAL, PAGE, TEXT, SHARED)
+RESERVED = (".", "..", INDEX, ORIGINAL, PAGE, TEXT)
 Recipes = Mapping[str, Pass | Sequence[Pass]] | Sequence[str | Path]
 
 
@@ -66,8 +64,6 @@ def sweep(
     speed: bool = False,
     batch_size: int = 8,
     keep: bool = True,
-    original_inputs: bool = False,
-    keep_statistics: str | Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
@@ -78,18 +74,18 @@ def sweep(
     batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length`,
     `tasks` and `questions` in `evaluate`. group_size: replaces that of every recipe that has groups. speed: measure
     tokens per second, too. output: a directory, new or that of a sweep to continue. keep: keep checkpoints after their
-    evaluation. original_inputs: recipes that can decide by what layers are given in the original model
-    (prefix=original, drift=0), whose statistics are gathered once for all of them; keep_statistics: a folder for these,
-    as in `quantize`, which otherwise go when the sweep is done.
+    evaluation.
 
     A recipe that fails has a row with the reason and does not end the sweep. Raises InputError, before any work, for a
     model, recipe, text or task that does not exist or cannot be used, and for names that cannot be directories.
     """
     place, reporter = Path(output), reporter or Silent()
-    steps = _asked(recipes, group_size, original_inputs, reporter)
+    steps = _steps(recipes)
+    if group_size is not None:
+        steps = _regrouped(steps, group_size, reporter)
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
-    _check_place(place, steps, keep_statistics)
+    _check_place(place, steps)
     texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size, bos)
     if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
         raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
@@ -97,32 +93,20 @@ def sweep(
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
     common = _common(str(model), texts, beside, original, keep)
     told = "token ids" if isinstance(text, Tensor) else shown(str(text))
-    with shared_statistics(place, keep_statistics, steps, common) as sharing:
-        rows: list[SweepRow] = []
-        for done, (name, passes) in enumerate(steps.items()):
-            reporter.step(done, len(steps), "")
-            rows.append(Trial(name, passes, place / name, sharing).row())
-            reporter.step(done + 1, len(steps), name)
-            found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, ranked(rows))
-            write_json(place / INDEX, asdict(found))
+    rows: list[SweepRow] = []
+    for done, (name, passes) in enumerate(steps.items()):
+        reporter.step(done, len(steps), "")
+        rows.append(Trial(name, passes, place / name, common).row())
+        reporter.step(done + 1, len(steps), name)
+        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, ranked(rows))
+        write_json(place / INDEX, asdict(found))
     _report(place, found)
     return found
 
 
-def _asked(
-    recipes: Recipes, group_size: int | None, original_inputs: bool, reporter: Reporter
-) -> dict[str, tuple[Pass, ...]]:
-    """{name: passes}, with what was asked of all recipes. Raises InputError."""
-    steps = _steps(recipes)
-    if group_size is not None:
-        steps = _regrouped(steps, group_size, reporter)
-    return _by_original(steps, reporter) if original_inputs else steps
-
-
-def _check_place(place: Path, names: Collection[str], keep_statistics: str | Path | None) -> None:
-    """Raises InputError where a file that no sweep wrote is in the place of one to write, or kept statistics would be.
-    Files beside an index of ours count as ours, even damaged ones. Reports are always checked, since people write such
-    files as well."""
+def _check_place(place: Path, names: Collection[str]) -> None:
+    """Raises InputError where a file that no sweep wrote is in the place of one to write. Files beside an index of ours
+    count as ours, even damaged ones. Reports are always checked, since people write such files as well."""
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
     for path in (*known, place / PAGE, place / TEXT):
@@ -130,8 +114,6 @@ def _check_place(place: Path, names: Collection[str], keep_statistics: str | Pat
         if kind is not None:
             raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")
         check_replaceable(path, "move it, or give another output")
-    for name in names:
-        check_apart(place / name, keep_statistics=keep_statistics)
 
 
 def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
@@ -192,18 +174,6 @@ def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Repor
         raise InputError(f"no recipe has groups, so group size {size} has no say; leave it out")
     rest = f"; without groups, and as they are: {', '.join(without)}" if without else ""
     reporter.note(f"group size {size} instead of what the recipes give{rest}")
-    return found
-
-
-def _by_original(steps: Mapping[str, tuple[Pass, ...]], reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
-    """{name: passes} that decide by inputs of the original model, where they can; a note names the recipes that cannot.
-    Raises InputError where none can."""
-    found = {name: tuple(p.by_original() or p for p in passes) for name, passes in steps.items()}
-    without = [name for name, passes in found.items() if not any(map(sees_original, passes))]
-    if len(without) == len(steps):
-        raise InputError("original_inputs is of recipes with gptq, k-quants, spqr, trellis or sparsegpt; leave it out")
-    rest = f"; as they are: {', '.join(without)}" if without else ""
-    reporter.note(f"layers are decided by what they are given in the original model{rest}")
     return found
 
 

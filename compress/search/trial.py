@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.api.keeping import why_not_kept
 from compress.api.quantize import quantize
 from compress.api.teachers import fingerprints
 from compress.checkpoint.files import fingerprint, read_json, write_json
@@ -31,7 +30,7 @@ RUN, MODEL = "run.json", "model"
 class Common:
     """Settings that all recipes of a sweep share. about: hashes of the model and the texts, and the version. asked: the
     other measurements (`Beside.words`). trusted: code of the model's repository may run. keep: keep checkpoints after
-    their evaluation. statistics: the folder of those that recipes share."""
+    their evaluation."""
 
     model: str
     texts: Texts
@@ -43,7 +42,6 @@ class Common:
     trusted: bool
     keep: bool
     reporter: Reporter
-    statistics: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,6 @@ class Trial:
             device=common.device,
             resume=begun,
             overwrite=not begun,
-            keep_statistics=None if why_not_kept(self.passes) else common.statistics,
             trust_remote_code=common.trusted,
             reporter=common.reporter,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.api.job import Result
 from compress.api.quantize import quantize
-from compress.api.request import Calibration, check_apart
+from compress.api.request import Calibration
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.evaluation.evaluate import evaluate
@@ -61,7 +61,6 @@ def quantize_within(
     resume: bool = False,
     overwrite: bool = False,
     verify: bool | None = None,
-    keep_statistics: str | Path | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Mixed:
@@ -73,10 +72,9 @@ def quantize_within(
     """
     if Path(output).exists() and not overwrite:
         raise InputError(f"output {str(output)!r} exists; give another, or replace it with --overwrite")
-    check_apart(output, keep_statistics=keep_statistics)
     reporter = reporter or Silent()
-    data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
-    data |= {"bos": bos, "keep_statistics": keep_statistics}
+    data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "bos": bos}
+    data["batch_size"] = batch_size
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
     how: dict[str, Any] = {"score": by, "fused": fused, "ignore": ignore, "run_once": max_kl is not None}
     measured = measure_sensitivity(model, candidates, **data, text=text, **how, **shared)

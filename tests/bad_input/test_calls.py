@@ -75,10 +75,6 @@ CASES = {
         "^0 has .*float8",
     ),
     "complex weight": ({"model": lambda: two(dtype=torch.complex64)}, r"^0 has weights of torch\.complex64; allowed: "),
-    "kept statistics of several processes": (
-        {"passes": GPTQ, "fsdp": True, "keep_statistics": "kept", **X},
-        "^keep_statistics is of runs by one process",
-    ),
     "meta model": (
         {"model": lambda: two(device="meta")},
         r"^0\.weight has no values .* load the model's weights first",

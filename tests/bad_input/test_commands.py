@@ -137,10 +137,6 @@ BUDGETS: dict[str, Case] = {
         lambda d: sweep(d, ["w8a16-rtn", "w4a16-gptq"]),
         ("'w4a16-gptq' needs calibration data", "give text or token ids"),
     ),
-    "sweep of original inputs that nobody looks at": (
-        lambda d: sweep(d, ["w8a16-rtn", "fp8-rtn"], "--original-inputs"),
-        ("original_inputs is of recipes with gptq", "leave it out"),
-    ),
     "group size of a sweep without groups": (
         lambda d: sweep(d, ["w8a16-rtn", "fp8-rtn"], "--group-size", 32),
         ("no recipe has groups", "group size 32 has no say", "leave it out"),
@@ -455,24 +451,21 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--group-size", 64),
         ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", ": 16, 32, -1"),
     ),
-    "statistics in the output": (
-        lambda d: d.gptq(d.tokens, "--keep-statistics", d.output),
-        ("--output and --keep-statistics both name", "a place of its own"),
+    "large tensors in the output": (
+        lambda d: d.gptq(d.tokens, "--spill", d.output),
+        ("--output and --spill both name", "a place of its own"),
     ),
-    "statistics below the output": (
-        lambda d: d.gptq(d.tokens, "--keep-statistics", d.output / "kept"),
-        ("keep_statistics", "kept' is the output", "or lies in it; give another"),
+    "large tensors below the output": (
+        lambda d: d.gptq(d.tokens, "--spill", d.output / "large"),
+        ("spill", "large' is the output", "or lies in it; give another"),
     ),
     "figures in the place of the output": (
         lambda d: d.rtn(d.model, "--json", d.output),
         ("--output and --json both name", "a place of its own"),
     ),
-    "statistics in the output of a fit": (
-        lambda d: command(
-            *("fit", d.model, "--bits", 4.5, "--calibration", d.tokens, "--output", d.output, "--quiet"),
-            *("--keep-statistics", d.output.with_name("output.partial")),
-        ),
-        ("keep_statistics", "output.partial' is the output"),
+    "large tensors in the output that is not complete": (
+        lambda d: d.gptq(d.tokens, "--spill", d.output.with_name("output.partial")),
+        ("spill", "output.partial' is the output"),
     ),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
     "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'; allowed: w2a16", "w8a16")),
@@ -535,21 +528,6 @@ OPTIONS: dict[str, Case] = {
     ),
     "rounds below 0": (lambda d: d.gptq(d.tokens, "--set", "refit=-1"), ("refit -1", "0 or more")),
     "damp 0": (lambda d: d.gptq(d.tokens, "--set", "damp=0"), ("damp 0.0", "above 0")),
-    "drift without compressed inputs": (
-        lambda d: d.gptq(d.tokens, "--set", "prefix=original"),
-        ("drift 1 makes up for changed inputs", "give drift=0"),
-    ),
-    "prefix of another kind": (
-        lambda d: d.gptq(d.tokens, "--set", "prefix=dense"),
-        ("unknown prefix 'dense'", "compressed, original"),
-    ),
-    "ranges of outputs without compressed inputs": (
-        lambda d: d.gptq(
-            *(d.tokens, "--scheme", "w8a8", "--group-size", -1, "--set", "prefix=original", "--set", "drift=0"),
-            *("--set", "activations=static", "--set", "outputs=static"),
-        ),
-        ("prefix=original sees no output", "drop one"),
-    ),
     "drift above 1": (lambda d: d.gptq(d.tokens, "--set", "drift=2"), ("drift 2.0", "to 1")),
     "unknown order": (lambda d: d.gptq(d.tokens, "--set", "act_order=up"), ("act_order 'up'", "none, static, group")),
     "more exact weights than pay": (

@@ -51,14 +51,11 @@ LITTLE = ["--samples", 2, "--length", 16, "--batch-size", 2]
 
 @dataclass(frozen=True)
 class Things:
-    """Good inputs, and a folder for the bad ones of one case. kept: statistics of the model, from which GPTQ made
-    `decided`."""
+    """Good inputs, and a folder for the bad ones of one case."""
 
     model: Path
     small: Path
     tokens: Path
-    kept: Path
-    decided: Path
     here: Path
 
     @property
@@ -254,33 +251,6 @@ def whole_evaluation() -> Any:
     return json.loads(json.dumps(asdict(whole())))
 
 
-def statistics(things: Things, chance: random.Random) -> Made:
-    """A damaged folder of kept statistics."""
-    folder = Path(shutil.copytree(things.kept, things.here / "kept"))
-    path = chance.choice([path for path in sorted(folder.rglob("*")) if path.is_file()])
-    how = chance.random()
-    if how < 1 / 8:
-        path.unlink()
-    elif how < 2 / 8:
-        path.rename(path.with_name(chance.choice(("other.json", f".{path.name}.0123456789abcdef", "about.json"))))
-    elif path.suffix == ".json":
-        mutations.in_json(path, chance)
-    else:
-        mutations.in_safetensors(path, chance)
-    if chance.random() < 3 / 4:
-        return by_statistics(things.model, things.tokens, folder, things.output)
-    recipe, data = ROOT / "recipes" / "sweeps" / "w3-gptq.yaml", ["--calibration", things.tokens, "--group-size", 32]
-    data += ["--text", things.tokens, "--batch-size", 2, "--original-inputs", "--keep-statistics", folder]
-    return ["sweep", things.model, recipe, *data, "--output", things.output]
-
-
-def by_statistics(model: Path, tokens: Path, folder: Path, output: Path) -> Made:
-    """A run of GPTQ by statistics of the original model in a folder."""
-    options = ["--set", "prefix=original", "--set", "drift=0", "--set", "clip=false", "--set", "sweeps=0"]
-    data = ["--calibration", tokens, "--group-size", 32, "--batch-size", 2, "--keep-statistics", folder]
-    return ["quantize", model, "--method", "gptq", *options, *data, "--output", output, "--no-verify"]
-
-
 WORK = (
     "quantize",
     "plan",
@@ -366,10 +336,9 @@ KINDS: dict[str, tuple[Maker, float]] = {
     "configurations": (configurations, 0.18),
     "weights": (weights, 0.14),
     "records": (records, 0.18),
-    "statistics": (statistics, 0.05),
-    "recipes": (recipes, 0.15),
+    "recipes": (recipes, 0.17),
     "texts": (texts, 0.12),
-    "evaluations": (evaluations, 0.06),
+    "evaluations": (evaluations, 0.09),
     "options": (options, 0.12),
 }
 DEFECT = re.compile(r"Traceback|unexpected \w*(Error|Exception|Exit)\b")
@@ -408,8 +377,6 @@ def complaint(words: Made, outcome: Outcome, things: Things) -> str | None:
         return "done, and nothing written"
     if outcome.code == 0 and words[0] == "verify" and damaged(Path(str(words[1])), things.small):
         return "verified, and damaged"
-    if outcome.code == 0 and words[0] == "quantize" and things.here / "kept" in words:
-        return "decided by damaged statistics" if damaged(things.output, things.decided) else None
     return None
 
 
@@ -432,10 +399,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.fixture
 def things(llama: Path, llama_w4: Path, token_file: Path, tmp_path: Path) -> Things:
-    kept, decided = tmp_path / "kept", tmp_path / "decided"
-    done = command(*by_statistics(llama, token_file, kept, decided))
-    assert done.code == 0, done.err
-    return Things(llama, llama_w4, token_file, kept, decided, tmp_path / "case")
+    return Things(llama, llama_w4, token_file, tmp_path / "case")
 
 
 @pytest.mark.parametrize("kind", KINDS)

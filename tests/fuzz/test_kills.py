@@ -55,19 +55,11 @@ def writing(name: str, *more: object, model: str = "{model}") -> list[object]:
 
 
 GPTQ = ROOT / "recipes" / "sweeps" / "w3-gptq.yaml"
-ORIGINAL = ["--set", "prefix=original", "--set", "drift=0"]
-KEEPING = ["--calibration", "{tokens}", *FIT, "--keep-statistics", "{kept}"]
 COMMANDS = {
     "quantize": Command(writing("quantize", "--calibration", "{tokens}", *FIT)),
     "quantize, a recipe": Command(writing("quantize", "--recipe", "{recipe}", "--calibration", "{tokens}", *FIT)),
-    "quantize, keeping statistics": Command(writing("quantize", *ORIGINAL, *KEEPING), beside=("kept",)),
-    "sweep, original inputs": Command(
-        writing(
-            "sweep", ROOT / "recipes" / "sweeps" / "w3-gptq.yaml", "--text", "{tokens}", "--original-inputs", *KEEPING
-        ),
-        "out/sweep.json",
-        (),
-        ("out", "kept"),
+    "sweep": Command(
+        writing("sweep", GPTQ, "--text", "{tokens}", "--calibration", "{tokens}", *FIT), "out/sweep.json", (), ("out",)
     ),
     "quantize for llama.cpp": Command(
         writing("quantize", "--for", "llama.cpp", "--method", "rtn"), "out", ("--overwrite",), ("out.checkpoint",)
@@ -100,7 +92,7 @@ class Desk:
     here: Path
 
     def words(self, given: Sequence[object]) -> list[str]:
-        things = ("model", "small", "out", "kept", "tokens.pt", "recipe.yaml")
+        things = ("model", "small", "out", "tokens.pt", "recipe.yaml")
         names = {name: str(self.here / name) for name in things}
         known = {name.partition(".")[0]: path for name, path in names.items()}
         return [str(word).format(**known) for word in given]
@@ -230,20 +222,6 @@ def test_of_two_runs_at_once_one_gives_way(name: str, desk: Desk) -> None:
         ends
     )
     assert whole(desk.here / told.made)
-
-
-def test_two_runs_at_once_keep_statistics_in_one_folder(desk: Desk) -> None:
-    told = COMMANDS["quantize, keeping statistics"]
-    *words, _ = desk.words(told.words)
-    both = [begun([*words, str(desk.here / out)]) for out in ("first", "second")]
-    ends = [ended(*each) for each in both]
-    assert [code for code, _ in ends] == [0, 0], ends
-    expected = result(desk.here / "first")
-    assert result(desk.here / "second") == expected
-    code, err = ended(*begun([*words, str(desk.here / "third")]))
-    assert code == 0, err
-    assert "of 0 gathered" in err
-    assert result(desk.here / "third") == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -13,7 +13,6 @@ from compress.cli.option_groups import (
     calibration_option,
     extent_options,
     ignore_option,
-    keep_statistics_option,
     saving_options,
     setting_option,
 )
@@ -107,7 +106,6 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 @calibration_option(required=True)
 @extent_options
 @ignore_option
-@keep_statistics_option
 @click.option("--output", metavar="RECIPE", callback=writable, help="Write the recipe to this .yaml file.")
 @click.option(
     "--run", metavar="OUT", help="Also run the recipe: write the checkpoint to this directory, and measure its KL."

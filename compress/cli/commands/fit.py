@@ -7,7 +7,7 @@ import click
 
 import compress
 from compress.cli.exit_codes import exits_cleanly, fail
-from compress.cli.option_groups import calibration_option, extent_options, ignore_option, keep_statistics_option
+from compress.cli.option_groups import calibration_option, extent_options, ignore_option
 from compress.cli.options import (
     begin,
     device_option,
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 )
 @extent_options
 @ignore_option
-@keep_statistics_option
 @click.option("--output", required=True, metavar="OUT", help="The directory to write; proof and recipe are in OUT.fit.")
 @overwrite_option("Replace an existing or unfinished output, and files that other options name.")
 @trust_option

@@ -10,7 +10,6 @@ from compress.cli.exit_codes import exits_cleanly, leave
 from compress.cli.option_groups import (
     calibration_option,
     extent_options,
-    keep_statistics_option,
     training_option,
 )
 from compress.cli.options import (
@@ -46,13 +45,6 @@ from compress.cli.options import (
 @click.option(
     "--keep/--discard", default=True, show_default=True, help="Keep or delete each checkpoint after its evaluation."
 )
-@click.option(
-    "--original-inputs",
-    is_flag=True,
-    help="Decide every layer by what it is given in the original model (prefix=original, drift=0): all recipes then "
-    "share the statistics, which takes a fraction of the time, with worse results at few bits.",
-)
-@keep_statistics_option
 @plugin_option
 @trust_option
 @device_option

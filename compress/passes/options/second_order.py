@@ -23,7 +23,7 @@ from compress.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_stacked
-from compress.passes.protocol.stages import Decide, Fix
+from compress.passes.protocol.stages import Decide
 from compress.solvers.column_sweep import ActOrder, Ordered, ordered
 from compress.solvers.gptq import POLISH_DAMP
 from compress.solvers.loss import quadratic
@@ -37,7 +37,6 @@ from compress.weights.matrix import Matrix
 # What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
 SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
-Prefix = Literal["compressed", "original"]
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
 JUDGED_ROWS = 128
 # Multiplications of the sweeps of a site, from which several threads are worth it.
@@ -91,28 +90,13 @@ class SecondOrder(Pass):
     statistics: Precision = "float32"
     """The dtype in which H is summed, and codes are solved."""
 
-    prefix: Prefix = "compressed"
-    """Layers behind which H is gathered: as they are compressed so far, or as they were, so that any scheme can use the
-    same H (--keep-statistics); that takes drift=0, for there is none."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.damp <= 1:
             raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
         check_drift(self.drift)
         one_of("act_order", self.act_order, get_args(ActOrder))
-        one_of("prefix", self.prefix, get_args(Prefix))
-        if self.prefix == "original" and self.drift:
-            raise InputError(
-                f"drift {self.drift:g} makes up for changed inputs, and behind prefix=original none is; give drift=0"
-            )
-        if self.prefix == "original" and self._fixes_outputs:
-            raise InputError("prefix=original sees no output of a decided layer, whose range `outputs` fixes; drop one")
         precision(self.statistics)
-
-    @property
-    def _fixes_outputs(self) -> bool:
-        return any(isinstance(stage, Fix) for stage in self.stages)
 
     @property
     @abstractmethod
@@ -143,12 +127,9 @@ class SecondOrder(Pass):
     def without_reference(self) -> Pass:
         return replace(self, drift=0.0) if self.calibrated else self
 
-    def by_original(self) -> "Pass | None":
-        return replace(self, prefix="original", drift=0.0) if self.needs() and not self._fixes_outputs else None
-
     @property
     def decide_stage(self) -> Decide:
-        return replace(super().decide_stage, reference=self.drift > 0, original=self.prefix == "original")
+        return replace(super().decide_stage, reference=self.drift > 0)
 
     def solved(self, site: Site) -> dict[str, tuple[Matrix, Figures]]:
         """{layer: (its weight, figures)}."""

@@ -166,10 +166,6 @@ class Pass:
         """This pass for inputs of the original model, with nothing to make up for in them."""
         return self
 
-    def by_original(self) -> "Pass | None":
-        """This pass with statistics of the original model's inputs; None where it gathers none that could be."""
-        return None
-
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
 

@@ -154,14 +154,12 @@ class Reorder:
 class Decide:
     """needs: statistics of a layer's input, by name; none where no calibration data is needed. apply: a decision for
     every layer of a site, the same on every rank. rounds_inputs: whether decisions say how inputs are rounded, too.
-    reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes.
-    original: whether statistics are of these inputs alone, whatever is compressed before."""
+    reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes."""
 
     needs: Needs
     apply: Callable[[Site], dict[str, Decision]]
     rounds_inputs: bool = False
     reference: bool = False
-    original: bool = False
 
 
 @dataclass(frozen=True)

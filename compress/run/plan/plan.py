@@ -32,8 +32,6 @@ from compress.passes.protocol.stages import (
     Reconstruction,
     Reorder,
     Restructure,
-    Rewrite,
-    Stage,
     Survey,
 )
 from compress.run.plan.matching import Ignored, Matching, check_untouched
@@ -95,23 +93,7 @@ class Plan:
     @property
     def compares(self) -> bool:
         """True if hidden states of the original model flow beside those of the compressed one."""
-        if not self.looks_behind:
-            return False
-        decides = (p.stage(Decide) for p in self.passes)
-        reference = any(stage.reference or stage.original for stage in decides if stage is not None)
-        return reference or any(p.stage(Reconstruction) for p in self.passes)
-
-    @property
-    def looks_behind(self) -> bool:
-        """True if anything is decided by what compressed layers hand on; otherwise the original model's hidden states
-        are all that flows."""
-        everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
-        return any(_looks_behind(stage) for p in everyone for stage in p.stages)
-
-    @property
-    def flows_original(self) -> bool:
-        """True if the hidden states that flow from block to block are those of the original model alone."""
-        return self.calibrated and not self.looks_behind
+        return _compares(self.passes)
 
     @property
     def blocks(self) -> set[nn.Module]:
@@ -215,18 +197,14 @@ def _by_stacks(passes: Sequence[Pass]) -> bool:
     """True where passes can treat one stack after the other: none looks at the whole model or trains it, and none
     compares with the original behind a table that is rounded."""
     whole = any(isinstance(stage, Survey | Gradients | Learn) for p in passes for stage in p.stages)
+    return not whole and not (_compares(passes) and any(p.treats == "embeddings" for p in passes))
+
+
+def _compares(passes: Sequence[Pass]) -> bool:
+    """True where a pass compares with the original model."""
     decides = (p.stage(Decide) for p in passes)
-    compares = any(stage.reference or stage.original for stage in decides if stage is not None) or any(
-        p.stage(Reconstruction) for p in passes
-    )
-    return not whole and not (compares and any(p.treats == "embeddings" for p in passes))
-
-
-def _looks_behind(stage: Stage) -> bool:
-    """True for a stage about a block that is shown what compressed layers before it hand on."""
-    if isinstance(stage, Decide):
-        return bool(stage.needs) and not stage.original
-    return isinstance(stage, Rewrite | Reorder | Reconstruction) or (isinstance(stage, Fix) and bool(stage.needs))
+    reference = any(stage.reference for stage in decides if stage is not None)
+    return reference or any(p.stage(Reconstruction) for p in passes)
 
 
 def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:

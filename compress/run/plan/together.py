@@ -8,8 +8,7 @@ from compress.passes.protocol.stages import Decide
 
 def together(passes: Sequence[Pass], layers: Collection[str]) -> list[list[Pass]]:
     """Passes in a row that can share a forward of the block: they only decide, by what they see of a layer's input, and
-    no two of them about the same layer. Every site then sees the compressed prefix of its block, whoever it is for; or,
-    where all of them ask for that, the original one."""
+    no two of them about the same layer. Every site then sees the compressed prefix of its block, whoever it is for."""
     groups: list[list[Pass]] = []
     for p in passes:
         if groups and _can_share(p, groups[-1], layers):
@@ -19,12 +18,6 @@ def together(passes: Sequence[Pass], layers: Collection[str]) -> list[list[Pass]
     return groups
 
 
-def sees_original(p: Pass) -> bool:
-    """True if a pass decides by inputs of the original model."""
-    decides = p.stage(Decide)
-    return decides is not None and bool(decides.needs) and decides.original
-
-
 def _only_decides(p: Pass) -> bool:
     decides = p.stage(Decide)
     # Needs, so that whoever is not calibrated stays by itself: a group has a forward.
@@ -32,6 +25,6 @@ def _only_decides(p: Pass) -> bool:
 
 
 def _can_share(p: Pass, group: Sequence[Pass], layers: Collection[str]) -> bool:
-    if not all(map(_only_decides, (p, *group))) or sees_original(p) != sees_original(group[0]):
-        return False
-    return not any(p.wants(name) and other.wants(name) for other in group for name in layers)
+    return all(map(_only_decides, (p, *group))) and not any(
+        p.wants(name) and other.wants(name) for other in group for name in layers
+    )

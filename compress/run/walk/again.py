@@ -6,7 +6,6 @@ after the layers that are called once, one site after the other, each behind tho
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,16 +49,13 @@ def arrivals_of(
     calls: Sequence[Call],
     reference: Sequence[Call],
     versions: Versions,
-    original: bool = False,
 ) -> Arrivals:
     """The arrivals at a site, by one of its layers: of each micro-batch the rows of all calls, one after the other.
-    reference: the same micro-batches in the original model, which `versions` knows; none where nothing compares.
-    original: `calls` are of the original model themselves."""
+    reference: the same micro-batches in the original model, which `versions` knows; none where nothing compares."""
 
     def walk() -> Iterator[Arrival | None]:
         for i, call in enumerate(calls):
-            with versions.original() if original else nullcontext():
-                here, other = _given(block, layer, call, i), None
+            here, other = _given(block, layer, call, i), None
             if reference:
                 with versions.original():
                     other = _given(block, layer, reference[i], i)

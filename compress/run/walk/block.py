@@ -7,7 +7,6 @@ A pass that folds scales does so first, from a suspended forward of its own.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.calibration.caches import cache_names, cache_ranges
 from compress.calibration.calibrators import Range
-from compress.calibration.collect import collected, collected_outputs
+from compress.calibration.collect import collected, collected_outputs, routed
 from compress.checkpoint.write.record import Finished, LayerRecord
 from compress.model.calls import Arrival, Arrivals, Call
 from compress.model.edits.folds import FoldRecord
@@ -26,8 +25,7 @@ from compress.model.structure.orders import find_orders
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
-from compress.run.kept import gathered
-from compress.run.plan.together import sees_original, together
+from compress.run.plan.together import together
 from compress.run.reach import Reach
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.walk.again import again_by, arrivals_of, name_unseen
@@ -107,9 +105,7 @@ class BlockRun:
         groups = together([p for p in plan.passes if any(map(p.wants, self.layers))], self.layers)
         for i, group in enumerate(groups):
             last = i == len(groups) - 1 and plan.kv is None
-            if sees_original(group[0]) and _holds(self, group):
-                self.enter(_by_kept(self, group))
-            elif len(group) > 1 and self.structure is not None:
+            if len(group) > 1 and self.structure is not None:
                 self.enter(self.observe(group, self.structure, last))
             else:
                 self.carry_out(group[0], last)
@@ -198,7 +194,6 @@ class BlockRun:
     def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
-        original = sees_original(passes[0])
         name_unseen(self.run, structure, whose)
         made: dict[str, tuple[Pass, Decision]] = {}
 
@@ -215,14 +210,10 @@ class BlockRun:
             for p in dict.fromkeys(whose[layer.name] for layer in site)
         ]
         with self.run.spending.on("forward"):
-            passed = _passed(self, sites, visit, () if original else self.streams.reference, original)
-        made |= (again := _again(self, structure, whose, original))
-        if self.run.plan.flows_original or (last and not again and not original):  # nothing has changed since
+            passed = _passed(self, sites, visit, self.streams.reference)
+        made |= (again := _again(self, structure, whose))
+        if last and not again:  # nothing has changed since
             self.onward = self.streams.after(passed.outputs, passed.reference)
-        if original and self.run.kept is not None:
-            alone = self.run.record.left_alone
-            for p in passes:
-                self.run.kept.finish(self.name, p.needs(), {name: alone[name] for name in whose if name in alone})
         return made
 
     def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
@@ -230,55 +221,33 @@ class BlockRun:
         decides = p.stage(Decide)
         assert decides is not None
         spending = self.run.spending
-        kept = self.run.kept if decides.original else None
         with spending.on("statistics"):
             forwards = Arrivals(lambda: spending.each("forward", arrivals))
-            found = gathered(kept, self.name, decides.needs, site, forwards, self.run.comm)
-        if found is None:
+            statistics = collected(decides.needs, site[0], forwards, self.run.comm)
+            figures = {} if statistics is None else routed(forwards, self.run.comm, site[0].weight.device)
+        if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
-        decisions = decide(p, site, self.opened, self.run.comm, found.statistics, self.decided)
-        decisions = {n: replace(made, figures={**made.figures, **found.figures}) for n, made in decisions.items()}
+        decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
+        decisions = {n: replace(made, figures={**made.figures, **figures}) for n, made in decisions.items()}
         _name_elsewhere(self.run, decisions)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
-        decisions |= self.ranges.of_layers(found.statistics[0], rounded, "input")
+        decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
         return _with_outputs(self, p, decisions, arrivals)
 
     def propagate(self) -> None:
         """Plain forwards with the weights as they are now (and the original ones for the reference)."""
-        if not self.run.forwards or self.streams.end:
+        if not self.run.plan.calibrated or self.streams.end:
             return
         block, streams = self.opened.block, self.streams
         with torch.no_grad(), self.run.spending.on("forward"):
-            with self.versions.original() if self.run.plan.flows_original else nullcontext():
-                outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
+            outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
             with self.versions.original():
                 others = [block(*call.args, **call.kwargs) for call in streams.reference]
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams = streams.after(outputs, others)
-
-
-def _holds(here: BlockRun, passes: Sequence[Pass]) -> bool:
-    """True if all statistics that passes ask for are kept."""
-    kept = here.run.kept
-    return kept is not None and all(kept.holds(here.name, filter(p.wants, here.layers), p.needs()) for p in passes)
-
-
-def _by_kept(here: BlockRun, passes: Sequence[Pass]) -> dict[str, tuple[Pass, Decision]]:
-    """Let passes decide by kept statistics, without a forward."""
-    made: dict[str, tuple[Pass, Decision]] = {}
-    kept = here.run.kept
-    assert kept is not None
-    for p in passes:
-        wanted = [name for name in here.layers if p.wants(name)]
-        here.run.record.left_alone |= kept.alone(here.name, wanted, p.needs())
-        for site in kept.sites(here.name, wanted, p.needs()):
-            with here.run.spending.on("solve"):
-                decisions = here.decide_site(p, [here.layers[name] for name in site], ())
-            made.update({name: (p, decision) for name, decision in decisions.items()})
-    return made
 
 
 def _with_outputs(
@@ -300,18 +269,14 @@ def _with_outputs(
     return decisions
 
 
-def _again(
-    here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass], original: bool
-) -> dict[str, tuple[Pass, Decision]]:
+def _again(here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]) -> dict[str, tuple[Pass, Decision]]:
     """Decide about layers that are called several times, from forwards of their own."""
     made: dict[str, tuple[Pass, Decision]] = {}
     calls, reference = here.streams.calls, here.streams.reference
-    if original:
-        calls, reference = here.streams.original, []
     for site in structure.again:
         for p in dict.fromkeys(whose[name] for name in site if name in whose and again_by(whose[name])):
             layers = [here.layers[name] for name in site if whose.get(name) is p]
-            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions, original)
+            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
             with here.run.spending.on("solve"):
                 decisions = here.decide_site(p, layers, arrivals)
             made.update({name: (p, decision) for name, decision in decisions.items()})
@@ -386,11 +351,10 @@ def _passed(
     sites: Sequence[Sequence[Layer]],
     visit: Callable[[Sequence[Layer], Arrivals], None],
     reference: Sequence[Call],
-    original: bool = False,
 ) -> ForwardsDone:
-    """One suspended forward of a block, counted. original: of the original model."""
-    calls, how = here.streams.original if original else here.streams.calls, (here.versions, here.run.repeats, original)
-    passed = suspended_forward(here.opened.block, calls, sites, visit, reference, *how)
+    """One suspended forward of a block, counted."""
+    block, calls = here.opened.block, here.streams.calls
+    passed = suspended_forward(block, calls, sites, visit, reference, here.versions, here.run.repeats)
     here.run.record.block_forwards += passed.forwards
     return passed
 

@@ -127,9 +127,7 @@ class _Forwards:
         reference: Sequence[Call],
         versions: Versions,
         repeats: bool,
-        original: bool,
     ) -> None:
-        self.original = original
         self.block, self.calls, self.sites, self.reference = block, calls, sites, reference
         self.versions, self.repeats = versions, repeats
         self.site_of = {layer.module if layer.is_called else layer: i for i, site in enumerate(sites) for layer in site}
@@ -191,8 +189,7 @@ class _Forwards:
         found = []
         for runner in runners:
             self._current = runner
-            ours = runner is runners[0] and not self.original
-            original = nullcontext() if ours else self.versions.original()
+            original = nullcontext() if runner is runners[0] else self.versions.original()
             with original, running(runner.call, runner.index):
                 found.append(runner.advance(site))
         return found
@@ -206,7 +203,6 @@ def suspended_forward(
     reference: Sequence[Call],
     versions: Versions,
     repeats: bool = False,
-    original: bool = False,
 ) -> ForwardsDone:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
@@ -214,9 +210,9 @@ def suspended_forward(
     the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
     where nothing compares with it); they run on what `versions` knows to have been there before. repeats: whether
     forwards are repeated for each of the first `REPEATED_SITES` sites, one micro-batch at a time, instead of waiting
-    there all at once. original: the forwards of `calls`, too, go on with what was there before.
+    there all at once.
     """
-    forwards = _Forwards(block, calls, sites, reference, versions, repeats, original)
+    forwards = _Forwards(block, calls, sites, reference, versions, repeats)
     # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
     with forwards.parking(), torch.no_grad(), versions.ready(layer for site in sites for layer in site):
         for i, site in enumerate(sites):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.sharing import shared_parameters
-from compress.run.kept import KeptStatistics
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.run.walk.rewrite import FoldFinder
@@ -69,7 +68,6 @@ class Run:
     lessons: training data, where the run trains. earlier: results for each block of a walk before this one. places:
     filled with each layer's places of weights within their codes, for a training that begins there (None: unkept).
     repeats: whether forwards of a block are repeated for its sites, for lack of memory (`run.walk.forward`).
-    kept: statistics of the original model that other runs have gathered, or will use.
     """
 
     model: nn.Module
@@ -86,7 +84,6 @@ class Run:
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
     repeats: bool = False
-    kept: KeptStatistics | None = None
 
     def again(self, **changes: Any) -> "Run":
         """This run with other values of some fields, from its beginning: with nothing found or counted yet."""
@@ -98,11 +95,6 @@ class Run:
     def spending(self) -> Spending:
         """Counts what the seconds of this walk go to."""
         return Spending(self.record, self.residency.device)
-
-    @cached_property
-    def forwards(self) -> bool:
-        """True if blocks run, for a pass that looks at what they are given and finds not all of that kept."""
-        return self.plan.calibrated and (self.kept is None or not self.kept.holds_all(self.plan))
 
     @property
     def compares(self) -> bool:
@@ -120,11 +112,6 @@ class Streams:
     reference: list[Call]
     outputs: Sequence[Any] = ()
     others: Sequence[Any] = ()
-
-    @property
-    def original(self) -> list[Call]:
-        """The calls on the hidden states of the original model, which alone flow where there is no reference."""
-        return self.reference or self.calls
 
     @property
     def end(self) -> bool:

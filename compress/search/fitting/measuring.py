@@ -41,8 +41,6 @@ def with_or_without_rotation(asked: FitAsked, found: Offered, reporter: Reporter
     if not rotated <= ENOUGH * without:
         return found.without_rotation(told)
     notes = [f"the model is rotated: {told}", *(note for note in made.notes if note.startswith("rotate:"))]
-    if asked.keep_statistics is not None:
-        notes.append(f"statistics of the rotated model are not kept in {asked.keep_statistics}")
     return replace(found, notes=[*found.notes, *notes])
 
 
@@ -70,7 +68,6 @@ def _measured(
         run_once=False,
         ignore=asked.ignore,
         batch_size=asked.batch_size,
-        keep_statistics=None if first else asked.keep_statistics,
         reporter=reporter,
         **asked.texts.how,
         **asked.shared,

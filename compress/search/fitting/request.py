@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +27,7 @@ class FitTexts:
 
 @dataclass(frozen=True)
 class FitAsked:
-    """The request to `fit`. shared: `device` and `trust_remote_code`. keep_statistics: the folder of those by which
-    layers are measured."""
+    """The request to `fit`. shared: `device` and `trust_remote_code`."""
 
     model: str
     target: FitTarget
@@ -37,7 +35,6 @@ class FitAsked:
     ignore: Sequence[str]
     batch_size: int
     shared: dict[str, Any]
-    keep_statistics: str | Path | None = None
 
     def planned(self, passes: Pass | Sequence[Pass], samples: int | None = None, length: int | None = None) -> Forecast:
         """The forecast of a run of these passes on the model. samples, length: as in `plan`."""
