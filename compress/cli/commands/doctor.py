@@ -1,10 +1,23 @@
 """`compress doctor`: what this machine and its packages can do, what will be slow and why."""
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import files_overwrite_option, json_option, quiet_option, show_notes, write_report
 from compress.errors import CompressError
+
+if TYPE_CHECKING:
+    from compress.api.doctor import Examination
+
+HEADINGS = {
+    "broken": "Broken",
+    "slow": "Slower than it could be",
+    "missing": "Not there, and needed only for what is said",
+}
 
 
 @click.command(short_help="Look over this machine: what is slow or missing, and why.")
@@ -14,19 +27,53 @@ from compress.errors import CompressError
 @quiet_option
 @exits_cleanly
 def doctor(build: bool, json_file: str | None, quiet: bool) -> None:
-    """Look over this machine and its packages: processor, compiler, kernels, GPU, memory, versions; what will be slow,
-    what is missing, and why.
+    """Look over this machine and its packages: versions, processor, CPU kernels, GPUs, memory, extras; what will be
+    slow, what is missing, and why.
 
     The exit code is 0 unless something is broken, so that work would fail: then it is 1.
     """
-    from compress.api.doctor.examine import examine
+    from dataclasses import asdict
+
+    from compress.api.doctor import examine
+    from compress.system.terminal import console, visible
 
     show_notes(quiet)
     found = examine(build)
-    write_report(json_file, found.content())
+    write_report(json_file, {"facts": found.facts, "findings": list(map(asdict, found.findings))})
     if not quiet and json_file != "-":
-        from compress.cli.examined import show_examination
-
-        show_examination(found)
-    if broken := found.of("broken"):
+        out = console()
+        for line in [*facts(found.facts), *verdict(found)]:
+            out.print(visible(line), soft_wrap=not out.is_terminal)
+    if broken := [finding for finding in found.findings if finding.state == "broken"]:
         raise CompressError("; ".join(map(str, broken)))
+
+
+def facts(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Lines about what is there."""
+    versions = {name: version for name, version in found["packages"].items() if name != "executable" and version}
+    yield ", ".join(f"{name} {version}" for name, version in versions.items())
+    chip, memory = found["processor"], found["memory"]
+    yield f"processor: {chip['name']}, {chip['system']}, {chip['cores']} cores; {', '.join(chip['instructions'])}"
+    if kernels := found.get("kernels"):
+        states = ", ".join(f"{number} {state}" for state, number in Counter(kernels["libraries"].values()).items())
+        yield f"CPU kernels for {kernels['target']}: {states}; compilers: {', '.join(kernels['compilers']) or 'none'}"
+        devices = [
+            f"{each['name']}, {sized(each['free'])} of {sized(each['bytes'])} free" for each in found["gpu"]["devices"]
+        ]
+        yield f"GPU: {'; '.join(devices) or 'none'}"
+    yield "memory: " + (", ".join(f"{sized(size)} {name}" for name, size in memory.items() if size) or "not known")
+    yield f"cache: {found['cache']['path']}, {sized(found['cache']['free'])} free"
+
+
+def sized(size: int) -> str:
+    """A size in GiB."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def verdict(found: "Examination") -> Iterator[str]:
+    """Lines about what is to be mended, the gravest first."""
+    for state, heading in HEADINGS.items():
+        if findings := [finding for finding in found.findings if finding.state == state]:
+            yield from ("", f"{heading}:", *(f"- {finding}" for finding in findings))
+    if all(finding.state != "broken" for finding in found.findings):
+        yield from ("", "Nothing is broken.")
