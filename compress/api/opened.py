@@ -31,7 +31,7 @@ from compress.errors import CompressError, InputError
 from compress.model.experts_apart import split_experts
 from compress.model.finite import DAMAGED, check_finite
 from compress.model.layers import Stack
-from compress.model.sharing import check_apart
+from compress.model.sharing import check_shardable
 from compress.run.plan.matching import check_untouched
 from compress.run.plan.zeros import recorded
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
@@ -191,7 +191,7 @@ def residency_of(
         return Sharded(model, device, dtype)
     if not fsdp:
         return Local(device, dtype, keep)
-    check_apart(model, [block for stack in stacks for block in stack.blocks])
+    check_shardable(model, [block for stack in stacks for block in stack.blocks])
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     return Sharded(shard(model, stacks, mesh), device, dtype, stores)
 

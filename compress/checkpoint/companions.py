@@ -6,6 +6,7 @@ stay behind. So does what lies elsewhere and is only linked to: a model that som
 of the person who compresses it.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,8 +98,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_small(path: Path) -> bool:
-    """True for a small file that is no weights."""
-    return path.is_file() and path.stat().st_size <= SMALL and path.suffix.lower() not in WEIGHTS
+    """True for a small file that can be read and is no weights."""
+    readable = path.is_file() and os.access(path, os.R_OK)
+    return readable and path.stat().st_size <= SMALL and path.suffix.lower() not in WEIGHTS
 
 
 def _small_files(folder: Path) -> list[Path] | None:

@@ -5,13 +5,13 @@ places: transformers by the keys that a model ties, `load(into=...)` by identity
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
 from compress.errors import InputError
 from compress.model.layers import find_stacks
 
+TIED_KEYS = "all_tied_weights_keys"  # of models of transformers: {a tied parameter: the one that it shares}
 Blocks = Sequence[tuple[str, nn.Module]]
 
 
@@ -39,7 +39,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return []
 
 
-def check_apart(model: nn.Module, blocks: Blocks) -> None:
+def check_shardable(model: nn.Module, blocks: Blocks) -> None:
     """Raises InputError for a parameter of a block that lies in another block or outside the blocks, too: a model that
     is sharded block by block would get several of it."""
     prefixes = [f"{name}." for name, _ in blocks if name]
@@ -77,8 +77,4 @@ def _tensors(block: nn.Module) -> Iterator[tuple[str, object]]:
 
 def _ties(model: nn.Module) -> Mapping[str, str] | None:
     """{a parameter: the one to which transformers ties it when it loads the model}; None for a model of the caller."""
-    own: Any = model
-    if not hasattr(model, "get_expanded_tied_weights_keys"):
-        return None
-    found: dict[str, str] = own.get_expanded_tied_weights_keys(all_submodels=True)
-    return found
+    return getattr(model, TIED_KEYS, None)

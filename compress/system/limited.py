@@ -61,8 +61,9 @@ class Limited:
         if self._process is not None:
             process, self._process = self._process, None
             self._ours.close()
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # gone, where SIGCHLD is ignored
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # as the interpreter ends

@@ -45,9 +45,9 @@ def regular(path: Path, what: str) -> Path:
 
 def lies_in(path: Path, folder: Path) -> bool:
     """True for a path that lies in a folder behind all links, or among the blobs to which the hub's cache links from a
-    folder of its own (models--owner--name/snapshots/REVISION)."""
+    folder of its own (models--owner--name/snapshots/REVISION) and those inside it."""
     root = folder.resolve()
-    roots = [root, root.parent.parent / BLOBS] if root.parent.name == SNAPSHOTS else [root]
+    roots = [root, *(parent.parent / BLOBS for parent in root.parents if parent.name == SNAPSHOTS)][:2]
     try:
         found = path.resolve()
     except (OSError, RuntimeError):  # a loop

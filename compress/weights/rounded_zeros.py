@@ -22,8 +22,9 @@ LENGTHS = (2, 4, 8, 16, 32)
 
 def evidence(weight_NK: Tensor) -> Tensor:
     """Counts about a matrix [2 len(COMPARED) + len(LENGTHS)], which add up over parts of its rows: zeros and
-    repetitions of the smallest magnitude; groups of each length with more than one half of other weights."""
-    size_NK, columns = weight_NK.abs(), weight_NK.shape[1]
+    repetitions of the smallest magnitude; groups of each length with more than one half of other weights. Rows of zeros
+    alone do not count."""
+    size_NK, columns = weight_NK[(weight_NK != 0).any(1)].abs(), weight_NK.shape[1]
     found = []
     for length in (min(length, columns) for length in COMPARED):
         size = _groups(size_NK, length)

@@ -7,11 +7,10 @@ predicted tokens has two files in the cache directory (`compress.kernels.cache`)
     KEY.states   [N, D] in the dtype of the arithmetic, no header
     KEY.json     {"format", "shape", "dtype", "sha256"}; written last: without it, the states are not there
 
-KEY is a hash of everything that the states depend on: the weights and the configuration (`Source.fingerprint`, which
-reads samples of the weight files), the dtype and the kind of device, the token ids and windows, the versions of torch
-and transformers. Damaged files, and those that another user may have
-written, are computed anew, with a note. The folder can be deleted at any time: all of it can be
-computed again.
+KEY is a hash of everything that the states depend on: the weights and the configuration (`Source.fingerprint`), the
+dtype and the kind of device, the token ids and windows, the versions of torch and transformers. Damaged files, and
+those that another user may have written, are computed anew, with a note. The folder can be deleted at any time: all of
+it can be computed again.
 """
 
 import hashlib

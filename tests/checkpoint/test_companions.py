@@ -18,6 +18,7 @@ from compress.checkpoint.write.directory import stranger_in
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError
 from compress.evaluation.push import push
+from compress.system.reading import lies_in
 
 RTN = ("--method", "rtn", "--group-size", "32", "--no-verify")
 NAMED = {"default": "{{ messages[0].content }}", "tool_use": "TOOLS {{ messages[0].content }}"}
@@ -140,6 +141,15 @@ def test_a_module_with_weights_leaves_the_list_of_modules_behind(model, tmp_path
     assert "1_Pooling/, onnx/, params.json, pytorch_model.bin, modules.json" in done.err
 
 
+def test_an_unknown_file_that_cannot_be_read_stays_behind(model, tmp_path, monkeypatch):
+    (model / "notes.cfg").write_text("mine")
+    monkeypatch.setattr("compress.checkpoint.companions.os.access", lambda path, mode: path.name != "notes.cfg")
+    done = command("quantize", model, *RTN, "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "notes.cfg" not in files_of(tmp_path / "out")
+    assert "notes.cfg" in done.err
+
+
 def test_links_out_of_the_folder_are_named_and_give_nothing_away(model, tmp_path):
     """Those of the hub's cache lead to its blobs, and are copied."""
     snapshot, blobs = tmp_path / "models--me--x/snapshots/0123", tmp_path / "models--me--x/blobs"
@@ -152,6 +162,9 @@ def test_links_out_of_the_folder_are_named_and_give_nothing_away(model, tmp_path
     (blobs / "ab").write_text("mine")
     (snapshot / "NOTICE").symlink_to("../../blobs/ab")
     (snapshot / "alias.cfg").symlink_to("terms.cfg")
+    (snapshot / "part").mkdir()
+    (snapshot / "part/LICENSE").symlink_to("../../../blobs/ab")
+    assert lies_in(snapshot / "part/LICENSE", snapshot / "part")  # a model in a folder of a repository
     for name in ("LICENSE", "unknown.txt", "1_Pooling/more.txt", "additional_chat_templates/x.jinja"):
         (snapshot / name).symlink_to(private / "secret.jinja")
     (snapshot / "custom_generate/generate.py").unlink()

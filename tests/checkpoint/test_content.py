@@ -131,3 +131,21 @@ def test_hashes_of_large_files_are_kept_while_the_file_stays_as_it_is(
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # a tool that hides when it wrote
     assert content.content_of(path) != found[0]
     assert len(hashed) == 4
+
+
+def test_another_name_of_a_file_changes_no_content(model: Path, tmp_path: Path) -> None:
+    """As a backup by hard links gives it: the last of a file's times alone changes."""
+    source = find_source(str(model))
+    os.link(model / "model.safetensors", tmp_path / "backup")
+    assert source.fingerprint() == find_source(str(model)).fingerprint()
+
+
+def test_a_hash_that_another_user_may_have_written_is_computed_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "weights"
+    path.write_bytes(b"weights")
+    stamp = content.stamp_of(path)
+    content._keep(path, stamp, "a lie")
+    assert content._kept(path, stamp) == "a lie"
+    content._place(path).chmod(0o666)
+    assert content._kept(path, stamp) is None

@@ -13,7 +13,7 @@ import compress
 from compress.errors import InputError
 from compress.model.apart.split import ADVICE
 from compress.model.left_alone import UNASKED_CONVOLUTION
-from compress.model.sharing import check_apart
+from compress.model.sharing import check_shardable
 from compress.passes.protocol.base import Pass
 
 W = 16
@@ -209,6 +209,6 @@ def test_three_dimensions_are_convolutions_like_others():
 def test_blocks_that_share_tensors_are_not_sharded_one_by_one():
     model = Blocks(twice=False)
     blocks = [(f"layers.{i}", block) for i, block in enumerate(model.layers)]
-    check_apart(model, [("layers", model.layers)])
+    check_shardable(model, [("layers", model.layers)])
     with pytest.raises(InputError, match=r"^layers\.1\.norm\.weight and layers\.0\.norm\.weight are one parameter"):
-        check_apart(model, blocks)
+        check_shardable(model, blocks)

@@ -173,6 +173,7 @@ def test_a_pattern_of_what_stays_dense_anyway_is_remarked_on(pattern):
         ({"passes": compress.only(compress.RTN(), "*.mlp.*", "lm_head")}, "'lm_head' of `only` .* matches no layer"),
         ({"passes": compress.but(compress.RTN(), "*.up_proj", "*.mlp")}, r"'\*\.mlp' of `but` .* matches no layer"),
         ({"passes": (compress.RTN(), compress.but(compress.Embeddings(), "*.mlp.*"))}, "of `but` .* matches no layer"),
+        ({"passes": (compress.Embeddings(), compress.only(compress.RTN(), "nothing"))}, "a layer is called .*q_proj"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": "demo"}, "has no tokenizer"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": tokens() + 90}, "vocabulary is 0 to 95"),
         ({"passes": compress.GPTQ(group_size=16), "calibration": []}, "no batch"),

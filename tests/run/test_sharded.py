@@ -241,7 +241,7 @@ def test_experts_in_one_parameter_are_the_same_under_fsdp(two, folder):
         assert torch.equal(found[name], value), name
     # Of so many rows as are looked at, or of those that a rank has.
     assert {name: count for name, count in two["zeros"].items() if "experts" in name} == {
-        f"blocks.{i}.experts.{key}.{e}": [0, 8 * width]
+        f"blocks.{i}.experts.{key}.{e}": [0, 8 * width, True]
         for i in range(2)
         for key, width in (("up", 16), ("down", 24))
         for e in range(4)

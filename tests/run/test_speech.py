@@ -96,7 +96,7 @@ def test_both_stacks_are_compressed_from_the_command_line_verified_and_run(place
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["heard.pt", "--length", 8], "samples and length do not apply to ready-made batches"),
+        (["heard.pt", "--length", 8], "samples, length and bos do not apply to ready-made batches"),
         (["demo"], "'demo' holds no inputs of this model; the model takes input_features: give batches in Python"),
     ],
 )

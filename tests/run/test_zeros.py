@@ -180,6 +180,7 @@ def test_what_a_grid_explains(scheme: str, group_size: int) -> None:
     codes = quantize(weight_NK, compress.RTN(scheme=scheme, **sized).weight_grid(), torch.bfloat16)
     of_a_grid, halves = codes.dequantize().bfloat16(), weight_NK.view(64, -1, 4).abs().argsort(-1).argsort(-1) > 1
     assert explained(evidence(of_a_grid))
+    assert explained(evidence(torch.where(torch.arange(64)[:, None] < 26, 0, of_a_grid)))  # with rows of padding
     assert not explained(evidence(of_a_grid * halves.view(64, 256)))
     for dtype in (torch.float32, torch.bfloat16):
         pruned = torch.where(weight_NK.abs() > 0.1, weight_NK, 0).to(dtype)

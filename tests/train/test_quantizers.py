@@ -14,6 +14,7 @@ from compress.solvers.trellis.solve import nearest_states
 from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished, quantizers_of, scales_in
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
+from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.grid import Grid, quantize
 from compress.weights.matrix import Weight
@@ -179,3 +180,14 @@ def test_a_rounding_layer_compiles_in_one_graph():
     torch.testing.assert_close(found, expected)
     for p, gradient in zip(module.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient)
+
+
+def test_a_group_of_zeros_of_scale_0_has_gradients_that_are_numbers() -> None:
+    """IQ4_NL has no level 0, so the scale of such a group is 0."""
+    module = nn.Linear(64, 4)
+    module.weight.data[0, :32] = 0
+    layer = Layer("layer", module)
+    codes = quantize(layer.weight, LEVEL_FORMATS["iq4_nl"].on)
+    assert attach(layer, Decision(codes), "anchored")
+    module(torch.randn(3, 64)).square().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in module.parameters())

@@ -152,11 +152,19 @@ def _check_local(config: Mapping[str, Any], path: Path) -> None:
                 f"{path} names {name!r} ({key}), a kernel of the hub, which transformers would fetch and run; take it "
                 "out"
             )
-        if name.removeprefix("paged|").startswith(FLASH) and find_spec("kernels") and not find_spec("flash_attn"):
+        asked = name.removeprefix("paged|")
+        if asked.startswith(FLASH) and find_spec("kernels") and not _has_flash(asked.removeprefix(FLASH)):
             raise CheckpointError(
-                f"{path} asks for {name!r} ({key}), and without the package flash_attn transformers would fetch a "
-                "kernel of the hub for it; install that, or take it out"
+                f"{path} asks for {name!r} ({key}), which is not installed, and for which transformers would fetch a "
+                "kernel of the hub; install it, or take it out"
             )
+
+
+def _has_flash(version: str) -> bool:
+    """True where transformers finds the package of this version of flash attention."""
+    from transformers.utils import import_utils
+
+    return bool(getattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)())
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

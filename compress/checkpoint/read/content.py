@@ -1,7 +1,8 @@
 """SHA-256 of the content of files, computed once for a file that stays as it is.
 
 Pieces of a file are hashed by several threads: 1.9 GB a second and core, about what reading the file once costs. Hashes
-of large files are kept in `$COMPRESS_CACHE_DIR/hashes`, by path, device, inode, size and times of change.
+of large files are kept by path, device, inode, size and times of change: in this process, and for others in
+`$COMPRESS_CACHE_DIR/hashes`.
 """
 
 import hashlib
@@ -14,15 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from compress.checkpoint.files import write_whole
 from compress.kernels.cache import cache_directory
+from compress.kernels.cpu.processor import usable_cores
+from compress.kernels.private import why_not_believed
 
 PIECE = 2**24  # bytes that a thread reads and hashes at a time
 KEPT_FROM = 2**26  # bytes of a file whose hash is worth keeping: a thirtieth of a second
 SETTLED_NS = 2 * 10**9  # file systems count time in steps; a file may change twice within one of them
 DIGITS = 32  # of a hash, in a name
+_known: dict[tuple[Path, "Stamp"], str] = {}
 
 
 class Stamp(NamedTuple):
@@ -44,12 +46,13 @@ def stamp_of(path: Path) -> Stamp:
 def content_of(path: Path) -> str:
     """SHA-256 over the SHA-256 of each piece of a file, kept from before or computed. Raises OSError."""
     stamp = stamp_of(path)
-    found = _kept(path, stamp)
+    found = _known.get((path.absolute(), stamp)) or _kept(path, stamp)
     if found is None:
         begun = time.time_ns()
         found = _hashed(path, stamp.size)
         settled = begun - max(stamp.modified_ns, stamp.changed_ns) > SETTLED_NS
         if stamp.size >= KEPT_FROM and settled and stamp_of(path) == stamp:
+            _known[path.absolute(), stamp] = found
             _keep(path, stamp, found)
     return found
 
@@ -64,7 +67,7 @@ def contents_of(paths: Iterable[Path]) -> str:
 
 def _hashed(path: Path, size: int) -> str:
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(usable_cores()) as threads:
 
         def piece(start: int) -> bytes:
             part = hashlib.sha256()
@@ -84,11 +87,11 @@ def _place(path: Path) -> Path:
 
 
 def _kept(path: Path, stamp: Stamp) -> str | None:
-    """The kept hash of a file with this stamp; None where there is none, or where another user wrote it."""
+    """The kept hash of a file with this stamp; None where there is none, or where another user may have written it."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         place = _place(path)
         found = json.loads(place.read_text(encoding="utf-8"))
-        if place.stat().st_uid == os.geteuid() and found.get("stamp") == [*stamp]:
+        if why_not_believed(place) is None and found.get("stamp") == [*stamp]:
             return str(found["sha256"])
     return None
 

@@ -3,8 +3,9 @@
 import copy
 import hashlib
 import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from compress.checkpoint.read.stored import idle_biases, stored_in
 from compress.checkpoint.read.tried import check_tokenizer
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.kernels.cpu.processor import usable_cores
 from compress.model.buffers import stored_buffers
 from compress.model.disk_names import disk_names, places_in
 from compress.model.experts import Experts
@@ -306,8 +308,14 @@ def processor_of(source: Source, *, texts: bool) -> Any:
 def model_fingerprint(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and values of the parameters and stored buffers of a model in memory. A
     collective if sharded."""
+    tensors = [*model.named_parameters(), *stored_buffers(model)]
+    sums: Iterable[str]
+    if any(isinstance(tensor, DTensor) for _, tensor in tensors):  # gathered one by one
+        sums = (checksum(t.full_tensor() if isinstance(t, DTensor) else t) for _, t in tensors)
+    else:
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            sums = threads.map(checksum, (tensor for _, tensor in tensors))
     digest = hashlib.sha256()
-    for name, tensor in chain(model.named_parameters(), stored_buffers(model)):
-        data = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(f"{name} {tuple(data.shape)} {data.dtype} {checksum(data)}".encode())
+    for (name, tensor), each in zip(tensors, sums, strict=True):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {each}".encode())
     return digest.hexdigest()

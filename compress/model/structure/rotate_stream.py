@@ -24,10 +24,10 @@ from compress.errors import InputError
 from compress.model.edits.changes import DATA, Applied, Change, change, changing
 from compress.model.edits.configured import configs_of
 from compress.model.layers import Layer, output_head
+from compress.model.sharing import TIED_KEYS
 from compress.model.structure.streams import Stream, StreamNorm
 from compress.weights.rotations.orthogonal import Orthogonal
 
-TIED_KEYS = "all_tied_weights_keys"  # of models of transformers: {a tied parameter: the one that it shares}
 TIE_FIELD = "tie_word_embeddings"  # of configurations of transformers
 PLAIN = ""  # no norm
 

@@ -27,13 +27,13 @@ def remarks_on_patterns(
             notes.append(f"ignore {pattern!r} changes nothing: no pass treats {name} ({others[name]})")
     for p in passes:
         tables = [table.name for table in token_tables(model)] if p.treats == "embeddings" else None
-        names, example = (known, example) if tables is None else (tables, tables[0])
+        names, shown = (known, example) if tables is None else (tables, tables[0])
         for each in p.where:
             for pattern in each.patterns:
                 if any(matches(name, pattern) for name in names):
                     continue
                 spared = others if each.kind == "but" and tables is None else {}
-                name = _other(f"pattern {pattern!r} of `{each.kind}` (pass {p.name!r})", pattern, spared, example)
+                name = _other(f"pattern {pattern!r} of `{each.kind}` (pass {p.name!r})", pattern, spared, shown)
                 notes.append(f"{p.name}: but {pattern!r} changes nothing: it does not treat {name} ({others[name]})")
     return notes
 

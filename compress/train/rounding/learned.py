@@ -119,7 +119,8 @@ class _Rescaled(torch.autograd.Function):
         x, anchor, scale, zero_point, codes = ctx.saved_tensors
         of_x = of_s = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient * _inside(x / anchor, zero_point, ctx.grid) * (scale / anchor)
+            # A group of zeros may have the scale 0, and nothing inside.
+            of_x = gradient * torch.where(_inside(x / anchor, zero_point, ctx.grid), scale / anchor, 0)
         if ctx.needs_input_grad[2]:
             of_s = (gradient * (codes - zero_point)).sum_to_size(scale.shape)
         return of_x, None, of_s, None, None, None
