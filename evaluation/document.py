@@ -203,15 +203,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class UnitSensitivity:
-    """The sensitivity of layers of the original that were tried together, by candidate: the relative error of their
-    output, and the KL of the model in which only they were replaced, where that was measured. fisher: an estimate of
-    that KL."""
+    """The sensitivity of layers of the original that were tried together. fisher: the estimated KL of the model in
+    which only they are replaced, by candidate."""
 
     name: str
     layers: list[str]
-    loss: dict[str, float]
-    kl: dict[str, float]
-    fisher: dict[str, float] = field(default_factory=dict)
+    fisher: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,15 @@ FAR = 10**9  # an offset in a weight file: as many digits as any offset below 10
 class Tried:
     """The figures of a unit under a candidate.
 
-    loss: |X W^T - X Q^T|^2, a mean over tokens, summed over the outputs of its layers. relative_loss: loss over
-    |X W^T|^2. kl: nats per token between the original and the original with this unit replaced; fisher: an estimate
-    of that (`search.fisher`); None where not measured. bytes: of the unit's tensors in the checkpoint. header_bytes:
-    upper bound for their header entries.
+    relative_loss: |X W^T - X Q^T|^2 over |X W^T|^2. fisher: the KL between the original and the original with this
+    unit replaced, in nats per token, as `search.fisher` estimates it. bytes: of the unit's tensors in the checkpoint.
+    header_bytes: upper bound for their header entries.
     """
 
-    loss: float
     relative_loss: float
     bytes: int
     header_bytes: int
-    kl: float | None = None
-    fisher: float | None = None
+    fisher: float
 
 
 @dataclass(frozen=True)
@@ -119,15 +116,10 @@ def keep_sensitivity(path: Path, found: Sensitivity) -> None:
 
 
 def sensitivity_of_model(fingerprint: str) -> Sensitivity | None:
-    """The latest cached table of a model, preferring tables with a KL for each unit; None where there is none.
-    fingerprint: of the model's weights and configuration."""
+    """The latest cached table of a model; None where there is none. fingerprint: of its weights and configuration."""
     with suppress(OSError):
         found = [path for path in folder().glob("*.json") if fingerprint in path.read_text(encoding="utf-8")]
-        tables = [kept_sensitivity(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime_ns)]
-        known = [table for table in tables if table is not None and table.model.get("fingerprint") == fingerprint]
-        return max(known, key=_has_kl, default=None)
+        tables = map(kept_sensitivity, sorted(found, key=lambda path: -path.stat().st_mtime_ns))
+        known = (table for table in tables if table is not None and table.model.get("fingerprint") == fingerprint)
+        return next(known, None)
     return None
-
-
-def _has_kl(found: Sensitivity) -> bool:
-    return all(tried.kl is not None for unit in found.units for tried in unit.tried.values())

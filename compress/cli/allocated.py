@@ -31,7 +31,7 @@ def allocation(found: Sensitivity, made: Allocation) -> None:
     used = [name for name in found.candidates if name in made.chosen.values()]
     counts = Counter((unit.kind, made.chosen[unit.name]) for unit in found.units)
     rows = [(kind, *(str(counts[kind, name] or "-") for name in used)) for kind in kinds]
-    kl = "KL not measured" if made.predicted_kl is None else f"predicted KL {made.predicted_kl:.4g}"
+    kl = f"predicted KL {made.predicted_kl:.4g}"
     lines = [f"{made.bits_per_weight:.4g} bits per weight, weight files of {made.total_bytes:,} bytes; {kl}"]
     for name, uniform in found.uniform_kl.items():
         if all(name in unit.tried for unit in found.units):
@@ -43,7 +43,7 @@ def allocation(found: Sensitivity, made: Allocation) -> None:
 
 def achieved(made: Mixed) -> None:
     """The KL of the checkpoint, beside the one that was predicted."""
-    if made.achieved_kl is None or made.allocation.predicted_kl is None:
+    if made.achieved_kl is None:
         return
     rows = made.sensitivity.held_out or {}
     where = "the calibration text (give --text for held-out text)" if made.seen else f"{rows.get('source')}"

@@ -1,8 +1,8 @@
 """`allocate`: makes a recipe from sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
 
-    KL of a model ~ f(sum over units of the score of the candidate chosen for each)
+    KL of a model ~ f(sum over units of the KL of the candidate chosen for each, alone: its Fisher-weighted loss)
 
-f interpolates the points (sum of scores, measured KL) of the uniform models linearly on logarithmic axes and is
+f interpolates the points (sum, measured KL) of the uniform models linearly on logarithmic axes and is
 proportional outside them. This assumes that cross terms between layers equal those of a uniform model of the same sum.
 In these models no layer compensates for the errors of earlier ones. One of them is also quantized as the result will
 be, each layer after the ones before it, and f is scaled by the ratio of its two KLs.
@@ -13,21 +13,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import yaml
 
 from compress.checkpoint.files import write_whole
 from compress.checkpoint.ours import MARK
-from compress.checkpoint.sensitivity import Sensitivity, Tried
+from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.model.patterns import patterns_of
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
 from compress.solvers.allocation import UnitOption, choose
 
-By = Literal["kl", "fisher", "loss"]
-SCORES: tuple[By, ...] = get_args(By)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB, 5714544 (bytes of the weight files)"
 TINY = 1e-30
@@ -55,15 +53,13 @@ class Budget:
 class Allocation:
     """A candidate for each unit.
 
-    chosen: {unit: candidate}. recipe: as a recipe file holds it. predicted_kl: None where no KL was measured.
-    scored_by: the score whose sum is minimal. bytes: of all units. total_bytes: of the weight files.
+    chosen: {unit: candidate}. recipe: as a recipe file holds it. bytes: of all units. total_bytes: of the weight files.
     bits_per_weight: over the units.
     """
 
     chosen: dict[str, str]
     recipe: dict[str, Any]
-    predicted_kl: float | None
-    scored_by: By
+    predicted_kl: float
     bytes: int
     total_bytes: int
     bits_per_weight: float
@@ -85,36 +81,25 @@ def parse_budget(words: str) -> Budget:
     return Budget(bits_per_weight=number) if unit == "BPW" else Budget(bytes=int(number * UNITS[unit]))
 
 
-def allocate(
-    found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None, by: By | None = None
-) -> Allocation:
+def allocate(found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None) -> Allocation:
     """Choose a candidate for every unit: the least sum of scores within the budget, or, with `max_kl`, the fewest bytes
     at which the predicted KL is at most `max_kl` (nats per token).
 
-    budget: a Budget, or words like 3.5bpw and 2.1GB. by: the score, kl (of a model with that unit alone replaced),
-    fisher (an estimate of it) or loss (the relative squared error of the layers' outputs); by default the first of them
-    that was measured. Raises InputError for a budget or KL that cannot be reached; the message names the closest that
-    can.
+    budget: a Budget, or words like 3.5bpw and 2.1GB. Raises InputError for a budget or KL that cannot be reached; the
+    message names the closest that can.
     """
     if (budget is None) == (max_kl is None):
         raise InputError("give a budget or max_kl, one of them")
     budget = parse_budget(budget) if isinstance(budget, str) else budget
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise InputError(f"max_kl {max_kl}; allowed: above 0, nats per token (0.02 is close to the original)")
-    measured = [score for score in SCORES if _has(found, score)]
-    by = by or measured[0]
-    if by not in measured:
-        raise InputError(
-            f"these sensitivities have no {by} of each unit; measure with score={by}, or allocate by "
-            f"{' or '.join(measured)}"
-        )
     names = {unit.name: list(unit.tried) for unit in found.units}
-    scores = {unit.name: [_score(tried, by) for tried in unit.tried.values()] for unit in found.units}
+    scores = {unit.name: [tried.fisher for tried in unit.tried.values()] for unit in found.units}
     files = budget is None or budget.bytes is not None  # sizes are of weight files, and so include their headers
     sizes = {
         unit.name: [tried.bytes + files * tried.header_bytes for tried in unit.tried.values()] for unit in found.units
     }
-    predict = prediction(found, by)
+    predict = prediction(found)
     if max_kl is None:
         assert budget is not None
         taken = _within(scores, sizes, budget, found)
@@ -127,26 +112,11 @@ def allocate(
     return Allocation(
         chosen,
         recipe_of(found, chosen),
-        None if predict is None else predict(score),
-        by,
+        predict(score),
         total,
         total + sum(each.header_bytes for each in tried) + found.other_bytes,
         8 * total / found.weights,
     )
-
-
-def _has(found: Sensitivity, by: By) -> bool:
-    return all(_figure(tried, by) is not None for unit in found.units for tried in unit.tried.values())
-
-
-def _score(tried: Tried, by: By) -> float:
-    value = _figure(tried, by)
-    assert value is not None
-    return value
-
-
-def _figure(tried: Tried, by: By) -> float | None:
-    return {"kl": tried.kl, "fisher": tried.fisher, "loss": tried.relative_loss}[by]
 
 
 def _within(
@@ -165,12 +135,10 @@ def _within(
 def _below(
     scores: Mapping[str, Sequence[float]],
     sizes: Mapping[str, Sequence[int]],
-    predict: Callable[[float], float] | None,
+    predict: Callable[[float], float],
     max_kl: float,
 ) -> dict[str, int]:
     """{unit: index of its option} with the fewest bytes at a predicted KL of at most `max_kl`. Raises InputError."""
-    if predict is None:
-        raise InputError("max_kl needs held-out text, and a model that predicts a next token; give a budget instead")
     best = sum(min(each) for each in scores.values())
     if predict(best) > max_kl:
         raise InputError(
@@ -189,15 +157,15 @@ def _below(
     return taken
 
 
-def prediction(found: Sensitivity, by: By) -> Callable[[float], float] | None:
-    """The function f, from a sum of scores to a KL; None where no KL was measured."""
+def prediction(found: Sensitivity) -> Callable[[float], float]:
+    """The function f, from a sum of scores to a KL; the sum itself where no candidate suits every unit."""
     points = []
     for name, kl in found.uniform_kl.items():
         if all(name in unit.tried for unit in found.units):
-            total = math.fsum(_score(unit.tried[name], by) for unit in found.units)
+            total = math.fsum(unit.tried[name].fisher for unit in found.units)
             points.append((math.log(max(total, TINY)), math.log(max(kl, TINY))))
     if not points:
-        return None
+        return lambda score: score
     # The ratio of KLs with and without compensation for earlier layers, of the uniform model that was run both ways.
     made_up = [kl / found.uniform_kl[name] for name, kl in found.run_kl.items() if found.uniform_kl.get(name)]
     factor = math.log(max(made_up[0], TINY)) if made_up else 0.0

@@ -1,4 +1,4 @@
-"""Candidates: sequences of passes that `search.swaps` compares on every layer."""
+"""Candidates: sequences of passes that `search.layer_costs` compares on every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

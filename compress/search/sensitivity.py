@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,9 @@ from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
-from compress.errors import InputError, one_of
+from compress.errors import InputError
 from compress.model.buffers import stored_buffers
-from compress.model.calls import Batch, evaluating
+from compress.model.calls import evaluating
 from compress.model.left_alone import left_alone
 from compress.model.online import input_rotation
 from compress.model.sharing import shared_parameters
@@ -54,13 +54,12 @@ from compress.run.walk.held_out import divergence_between
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
-from compress.search.swaps import Wanted, measured
+from compress.search.layer_costs import measured
 from compress.search.texts import in_rows
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
 
-Score = Literal["kl", "fisher", "loss"]
 HELD_OUT = 16  # windows
 LEAST = 4  # windows of calibration data for each held-out window, at least
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
@@ -69,10 +68,10 @@ HEADER = 64
 
 @dataclass(frozen=True)
 class MeasuredSensitivity:
-    """A table of sensitivities and the held-out rows of its KLs. rows: None for a model that predicts no next token."""
+    """A table of sensitivities and the held-out rows of its KLs."""
 
     table: Sensitivity
-    rows: Tokens | None
+    rows: Tokens
 
 
 @torch.inference_mode(False)
@@ -83,7 +82,6 @@ def measure_sensitivity(
     calibration: Calibration,
     first: Sequence[Pass] = (),
     text: str | Tensor | None = None,
-    score: Score = "fisher",
     fused: bool = True,
     samples: int | None = None,
     length: int | None = None,
@@ -96,41 +94,38 @@ def measure_sensitivity(
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> MeasuredSensitivity:
-    """Apply every candidate to every layer of the original model, and measure the loss.
+    """Apply every candidate to every layer of the original model, and estimate the KL (nats per token) of a model with
+    that layer alone replaced, by the error of its output and one backward pass (`search.fisher`). The KL of uniform
+    models is measured.
 
     calibration, samples, length, bos, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
     edit the whole model before; a model that is given in memory is changed. text: held-out
     text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows of calibration
-    data, at most 16 and at most a fifth, which no candidate sees. score: `kl` measures, for each unit and candidate,
-    the KL (nats per token) of a model with that unit replaced; `fisher` estimates it, by the error of each layer's
-    output and one backward pass (`search.fisher`); `loss` measures that error alone. All measure the KL of uniform
-    models. fused: layers that read one tensor get the same candidate. run_once: also quantize the model once, so that
-    predicted KLs are those of layers that compensate for earlier ones; `allocate` needs it for a KL, and not for a
-    budget. cached: reuse an earlier result of equal inputs.
+    data, at most 16 and at most a fifth, which no candidate sees. fused: layers that read one tensor get the same
+    candidate. run_once: also quantize the model once, so that predicted KLs are those of layers that compensate for
+    earlier ones; `allocate` needs it for a KL, and not for a budget. cached: reuse an earlier result of equal inputs.
 
-    Raises InputError for candidates that suit no layer, for a model without a next token and another score than loss.
+    Raises InputError for candidates that suit no layer, and for a model that predicts no next token.
     """
-    one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
     data = Data(calibration, samples, length, batch_size, bos=bos)
     data.check()
     Extent(ignore).check()
     study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
-    study.check(score)
     candidates, words = _fitted(candidates, study.run.plan)
     identity = {
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
-        "held_out": None if study.rows is None else study.rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), score, fused, run_once, str(study.opened.dtype), VERSION],
+        "held_out": study.rows.fingerprint(),
+        "settings": [FORMAT, batch_size, list(ignore), fused, run_once, str(study.opened.dtype), VERSION],
         "passes": [study.edits, words],
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
         return MeasuredSensitivity(found, study.rows)
-    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", score == "fisher", fused))
-    if study.rows is not None and run_once:
+    found = _measured(study, candidates, words, fused)
+    if run_once:
         found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
     return MeasuredSensitivity(found, study.rows)
@@ -138,13 +133,12 @@ def measure_sensitivity(
 
 @dataclass(frozen=True)
 class Study:
-    """A model to measure and its data. first: passes that have edited it. shown: calibration data. rows: held out; None
-    for a model that predicts no next token."""
+    """A model to measure and its data. first: passes that have edited it. shown: calibration data. rows: held out."""
 
     opened: OpenedModel
     first: Sequence[Pass]
     shown: Shown
-    rows: Tokens | None
+    rows: Tokens
     run: Run
     ignore: Sequence[str]
     batch_size: int
@@ -152,11 +146,6 @@ class Study:
     @property
     def model(self) -> nn.Module:
         return self.opened.model
-
-    @property
-    def held_out(self) -> list[Batch]:
-        """The rows that are held out, in micro-batches."""
-        return [] if self.rows is None else self.rows.batches(self.batch_size)
 
     @property
     def edits(self) -> list[Any]:
@@ -169,12 +158,6 @@ class Study:
         """The model's; another one where it was edited."""
         given = self.opened.fingerprint()
         return fingerprint({"model": given, "first": self.edits}) if self.first else given
-
-    def check(self, score: Score) -> None:
-        """Raise InputError for a score that the model has none of."""
-        if self.rows is None and score != "loss":
-            name = type(self.model).__name__
-            raise InputError(f"{name} predicts no next token, so that there is no KL; give score=loss")
 
     @property
     def name(self) -> str:
@@ -239,12 +222,13 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _measured(
-    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], wanted: Wanted
+    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], fused: bool
 ) -> Sensitivity:
     """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. Raises InputError
     where a layer rotates its input and takes no candidate."""
+    how: dict[str, Any] = {"candidates": candidates, "held_out": study.rows.batches(study.batch_size), "fused": fused}
     with evaluating(study.model):
-        made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
+        made = walked(study.run, partial(measured, **how), study.joined)
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
@@ -255,7 +239,7 @@ def _measured(
     return Sensitivity(
         model={"name": study.name, "fingerprint": study.fingerprint},
         calibration=study.shown.described() or {},
-        held_out=None if study.rows is None else study.rows.described(),
+        held_out=study.rows.described(),
         candidates=words,
         units=made.units,
         uniform_kl=made.uniform_kl,
@@ -301,14 +285,12 @@ def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, r
         return {middle.name: divergence_between(study.model, made, rows.batches(study.batch_size))}
 
 
-def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens | None]:
+def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens]:
     """(Calibration data of the candidates, rows that none of them sees). The rows are windows of `text`, or without it
-    the last calibration windows. None for a model that predicts no next token. Raises InputError."""
+    the last calibration windows. Raises InputError, also for a model that predicts no next token."""
     config = getattr(opened.model, "config", None)
     if not hasattr(opened.model, "generate") or getattr(config, "is_encoder_decoder", False):
-        if text is not None:
-            raise InputError(f"{type(opened.model).__name__} predicts no next token; leave the held-out text out")
-        return whole, None
+        raise InputError(f"{type(opened.model).__name__} predicts no next token, so that there is no KL to measure")
     if text is not None:
         tokenizer, samples = partial(tokenizer_of, opened.source), _most(text)
         words: dict[str, Any] = {"length": data.length, "samples": samples, "bos": None if in_rows(text) else data.bos}

@@ -19,7 +19,7 @@ from compress.api.request import Calibration
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.errors import InputError
 from compress.evaluation.evaluate import evaluate
-from compress.search.budget import Allocation, Budget, By, allocate
+from compress.search.budget import Allocation, Budget, allocate
 from compress.search.candidate import Candidate
 from compress.search.sensitivity import measure_sensitivity
 from compress.system.progress import Reporter, Silent
@@ -50,7 +50,6 @@ def quantize_within(
     output: str | Path,
     max_kl: float | None = None,
     text: str | Tensor | None = None,
-    by: By = "fisher",
     fused: bool = True,
     ignore: Sequence[str] = (),
     samples: int | None = None,
@@ -76,11 +75,11 @@ def quantize_within(
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "bos": bos}
     data["batch_size"] = batch_size
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
-    how: dict[str, Any] = {"score": by, "fused": fused, "ignore": ignore, "run_once": max_kl is not None}
+    how: dict[str, Any] = {"fused": fused, "ignore": ignore, "run_once": max_kl is not None}
     measured = measure_sensitivity(model, candidates, **data, text=text, **how, **shared)
     found, rows, aim = measured.table, measured.rows, max_kl
     for rounds in range(1, ROUNDS + 1):
-        allocation = allocate(found, budget, max_kl=aim, by=by)
+        allocation = allocate(found, budget, max_kl=aim)
         result = quantize(
             model,
             allocation.passes,
@@ -92,7 +91,7 @@ def quantize_within(
             **data,
             **shared,
         )
-        kl = None if rows is None else evaluate(output, reference=model, text=rows.ids, **shared).kl_mean
+        kl = evaluate(output, reference=model, text=rows.ids, **shared).kl_mean
         if max_kl is None or aim is None or kl is None or kl <= max_kl:
             break
         aim *= 0.98 * max_kl / kl

@@ -1,4 +1,4 @@
-"""Losses of the original's layers under several schemes, read from the latest measurement for a budget."""
+"""Sensitivities of the original's layers to several schemes, read from the latest measurement for a budget."""
 
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.sensitivity import Sensitivity, sensitivity_of_model
@@ -24,9 +24,7 @@ def result_of(found: Sensitivity) -> SensitivityResult:
         UnitSensitivity(
             unit.name,
             unit.layers,
-            {name: tried.relative_loss for name, tried in unit.tried.items()},
-            {name: tried.kl for name, tried in unit.tried.items() if tried.kl is not None},
-            {name: tried.fisher for name, tried in unit.tried.items() if tried.fisher is not None},
+            {name: tried.fisher for name, tried in unit.tried.items()},
         )
         for unit in found.units
     ]

@@ -8,24 +8,12 @@ from compress.evaluation.report import wording
 from compress.evaluation.report.content import Block, ReportTable, Section, Words
 from compress.evaluation.report.layer_map import WORST, Mapped, heat_map, last_of_each
 
-KL = Mapped(
-    "KL of one layer replaced",
-    "KL when one unit alone is replaced",
-    "KL, nats per token, of the original with these layers alone replaced; layers that read one tensor together.",
-    wording.number,
-)
 ESTIMATE = Mapped(
     "KL of one layer replaced, estimated",
     "estimated KL when one unit alone is replaced",
     "KL, nats per token, of the original with these layers alone replaced, estimated by the layers' errors and the "
     "Fisher information of their outputs; layers that read one tensor together.",
     wording.number,
-)
-LOSS = Mapped(
-    "Error of one layer replaced",
-    "relative output error when one unit alone is replaced",
-    "Mean squared error of the layers' output with the original's own inputs, as a share of its mean square.",
-    wording.share,
 )
 
 
@@ -35,28 +23,20 @@ def section(found: Evaluation, stored: bool = True) -> Section | None:
     if measured is None or not measured.units:
         return None
     name = nearest(measured, None if found.size is None else found.size.bits_per_weight)
-    about = next((each for each in (KL, ESTIMATE) if any(name in _by(unit, each) for unit in measured.units)), LOSS)
-    values = {unit.name: _by(unit, about)[name] for unit in measured.units if name in _by(unit, about)}
+    values = {unit.name: unit.fisher[name] for unit in measured.units if name in unit.fisher}
     values = {unit: value for unit, value in values.items() if math.isfinite(value)}
     records = last_of_each(found.run.layers) if stored and found.run is not None else {}
     blocks: list[Block] = [Words(_conditions(measured, name), "note")]
     if values:
-        blocks += [heat_map(values, about), worst(measured, values, about, records)]
-    if about is LOSS:
-        blocks.append(Words("KL of one layer replaced was not measured: the budget was shared out by loss.", "note"))
+        blocks += [heat_map(values, ESTIMATE), worst(measured, values, records)]
     return Section("Sensitivity of the original", blocks)
-
-
-def _by(unit: UnitSensitivity, about: Mapped) -> dict[str, float]:
-    """The figures of a unit that a map is about, by candidate."""
-    return {KL: unit.kl, ESTIMATE: unit.fisher, LOSS: unit.loss}[about]
 
 
 def nearest(measured: SensitivityResult, bits: float | None) -> str:
     """The candidate whose bits per weight are nearest, or, where `bits` is None, the one of fewest bits; only
     candidates that suit as many units as any does."""
-    most = max(sum(name in unit.loss for unit in measured.units) for name in measured.bits)
-    whole = [name for name in measured.bits if sum(name in unit.loss for unit in measured.units) == most]
+    most = max(sum(name in unit.fisher for unit in measured.units) for name in measured.bits)
+    whole = [name for name in measured.bits if sum(name in unit.fisher for unit in measured.units) == most]
     wanted = 0.0 if bits is None else bits
     return min(whole, key=lambda name: abs(measured.bits[name] - wanted))
 
@@ -74,23 +54,20 @@ def _conditions(measured: SensitivityResult, name: str) -> str:
     )
 
 
-def worst(
-    measured: SensitivityResult, values: dict[str, float], about: Mapped, records: dict[str, LayerRecord]
-) -> ReportTable:
+def worst(measured: SensitivityResult, values: dict[str, float], records: dict[str, LayerRecord]) -> ReportTable:
     """The units that lose most, by every candidate, and the format that the run stored them in."""
     units = {unit.name: unit for unit in measured.units}
     first = sorted(values, key=lambda name: -values[name])[:WORST]
     names = list(measured.bits)
     rows = []
     for unit in map(units.__getitem__, first):
-        found = _by(unit, about)
-        cells = [about.said(found[name], 3) if name in found else wording.NONE for name in names]
+        found = unit.fisher
+        cells = [ESTIMATE.said(found[name], 3) if name in found else wording.NONE for name in names]
         rows.append((wording.name(unit.name), *cells, *([_stored(unit, records)] if records else [])))
-    what = {KL: "KL alone", ESTIMATE: "estimated KL alone", LOSS: "error"}[about]
     columns = ("layers", *(f"{wording.name(name)}" for name in names), *(["here"] if records else []))
     few = len(rows) if len(rows) < WORST else "ten"
     left = frozenset({len(columns) - 1}) if records else frozenset()
-    return ReportTable(columns, rows, f"The {few} most sensitive: {what} by each candidate", left=left)
+    return ReportTable(columns, rows, f"The {few} most sensitive: estimated KL alone by each candidate", left=left)
 
 
 def _stored(unit: UnitSensitivity, records: dict[str, LayerRecord]) -> str:

@@ -19,12 +19,12 @@ WEIGHTS = 1000
 
 
 def table(scores: list[tuple[float, ...]], uniform: dict[str, float] | None = None, **more: object) -> Sensitivity:
-    """Units whose candidates w2, w3, ... of so many bits have these KL; their loss goes the other way."""
+    """Units whose candidates w2, w3, ... of so many bits have these Fisher-weighted losses."""
     units = []
     for i, of_unit in enumerate(scores):
         tried = {
-            f"w{bits}": Tried(loss=1 / kl, relative_loss=1e-3 / kl, bytes=WEIGHTS * bits // 8, header_bytes=10, kl=kl)
-            for bits, kl in enumerate(of_unit, 2)
+            f"w{bits}": Tried(relative_loss=1e-3 / score, bytes=WEIGHTS * bits // 8, header_bytes=10, fisher=score)
+            for bits, score in enumerate(of_unit, 2)
         }
         layers = [f"blocks.{i}.{name}" for name in ("q", "k")]
         units.append(Unit(f"blocks.{i}.q+k", f"blocks.{i}", "q+k", layers, WEIGHTS, tried))
@@ -46,11 +46,9 @@ def test_nothing_within_the_budget_has_a_lower_score():
             for combination in itertools.product(*[list(zip(s, (250, 375, 500), strict=True)) for s in SCORES])
             if sum(size for _, size in combination) <= bits * WEIGHTS * len(SCORES) / 8
         )
-        score = math.fsum(u.tried[made.chosen[u.name]].kl for u in found.units)
+        score = math.fsum(u.tried[made.chosen[u.name]].fisher for u in found.units)
         assert score == pytest.approx(best)
         assert made.bits_per_weight <= bits
-    by_loss = allocate(found, Budget(bits_per_weight=2.5), by="loss")
-    assert by_loss.chosen != allocate(found, Budget(bits_per_weight=2.5)).chosen
 
 
 def test_a_budget_in_bytes_counts_the_whole_file():
@@ -64,20 +62,20 @@ def test_a_budget_in_bytes_counts_the_whole_file():
 def test_prediction_goes_through_uniform_models_and_never_falls():
     sums = [math.fsum(s[i] for s in SCORES) for i in range(3)]
     uniform = {"w2": 2.5, "w3": 0.5, "w4": 0.1}
-    predict = prediction(table(SCORES, uniform), "kl")
+    predict = prediction(table(SCORES, uniform))
     assert [predict(total) for total in sums] == pytest.approx(list(uniform.values()))
     assert predict(sums[2] / 2) == pytest.approx(0.05)
     points = [predict(10 ** (x / 20)) for x in range(-60, 20)]
     assert points == sorted(points)
-    made_up = prediction(table(SCORES, uniform, run_kl={"w3": 0.25}), "kl")
+    made_up = prediction(table(SCORES, uniform, run_kl={"w3": 0.25}))
     assert made_up(sums[0]) == pytest.approx(1.25)
-    assert prediction(table(SCORES), "kl") is None
+    assert prediction(table(SCORES))(0.3) == 0.3
 
 
 def test_the_fewest_bytes_whose_predicted_kl_is_low_enough():
     uniform = {"w2": 2.0, "w3": 0.5, "w4": 0.1}
     found = table(SCORES, uniform)
-    predict = prediction(found, "kl")
+    predict = prediction(found)
     for most in (0.11, 0.3, 1.0, 5.0):
         made = allocate(found, max_kl=most)
         fewest = min(

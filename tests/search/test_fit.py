@@ -45,9 +45,7 @@ def table() -> Sensitivity:
     """Units whose candidates w2, w3, w4 have these Fisher-weighted losses, which predict the KL as they are."""
     units = []
     for i, of_unit in enumerate(SCORES):
-        tried = {
-            f"w{bits}": Tried(1.0, 1.0, WEIGHTS * bits // 8, 10, fisher=score) for bits, score in enumerate(of_unit, 2)
-        }
+        tried = {f"w{bits}": Tried(1.0, WEIGHTS * bits // 8, 10, score) for bits, score in enumerate(of_unit, 2)}
         units.append(Unit(f"blocks.{i}.q", f"blocks.{i}", "q", [f"blocks.{i}.q"], WEIGHTS, tried))
     candidates = {f"w{bits}": [{"gptq": {"scheme": f"w{bits}a16", "refit": 0}}] for bits in (2, 3, 4)}
     uniform = {f"w{bits}": math.fsum(s[i] for s in SCORES) for i, bits in enumerate((2, 3, 4))}
@@ -339,7 +337,7 @@ def test_what_is_offered_fits_the_model(model, tmp_path):
 
 def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_path):
     rotation = compress.Rotation(hidden=False, heads=False, online=True)
-    how = {"calibration": tokens(40, 24), "score": "loss", "run_once": False}
+    how = {"calibration": tokens(40, 24), "run_once": False}
     plain, turned = (
         compress.measure_sensitivity(str(model), [GRIDS], first=first, **how).table for first in ((), (rotation,))
     )

@@ -44,19 +44,16 @@ def divergence(model: torch.nn.Module, *passes: compress.Pass) -> float:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
-def test_a_swap_costs_what_the_model_with_these_layers_alone_quantized_does(kind):
+def test_a_uniform_model_costs_what_the_quantized_model_does(kind):
     model = strong(kind)
-    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT, score="kl").table
+    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT).table
     assert len(found.units) == 8
-    for unit in found.units:
-        alone = compress.only(rounding(3).passes[0], *unit.layers)
-        assert unit.tried["w3"].kl == pytest.approx(divergence(model, alone), rel=1e-3, abs=1e-7), unit.name
     assert found.uniform_kl["w3"] == pytest.approx(divergence(model, rounding(3).passes[0]), rel=1e-3)
 
 
 def test_a_loss_is_that_of_the_outputs_of_the_original_model():
     model = strong()
-    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT, score="loss").table
+    found = measure_sensitivity(model, [rounding(3)], calibration=CALIBRATION, text=HELD_OUT).table
     other = compress.quantize(copy.deepcopy(model), rounding(3).passes[0]).model
     seen: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -70,9 +67,7 @@ def test_a_loss_is_that_of_the_outputs_of_the_original_model():
             x = seen[layer].double().flatten(0, 1)
             losses += float((x @ (weight - new).T).square().sum(1).mean())
             energies += float((x @ weight.T).square().sum(1).mean())
-        assert unit.tried["w3"].loss == pytest.approx(losses, rel=1e-4)
         assert unit.tried["w3"].relative_loss == pytest.approx(losses / energies, rel=1e-4)
-        assert unit.tried["w3"].kl is None
 
 
 def tensor_bytes(size: SizeResult) -> int:
@@ -88,7 +83,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
         Candidate("2:4", (compress.Magnitude(pattern="2:4", store="2:4"), fast_gptq(scheme="w4a16", group_size=-1))),
         Candidate("ternary", (compress.Ternary(group_size=32),)),
     ]
-    found = measure_sensitivity(model, candidates, calibration=CALIBRATION, text=HELD_OUT, score="loss").table
+    found = measure_sensitivity(model, candidates, calibration=CALIBRATION, text=HELD_OUT).table
     rest = tensor_bytes(size_result(find_source(str(model)))) - 2 * found.weights  # of float16
     for share in (0.2, 0.5, 0.9):
         sizes = [[tried.bytes + tried.header_bytes for tried in unit.tried.values()] for unit in found.units]
@@ -106,17 +101,17 @@ def test_bytes_are_those_of_the_file(tmp_path):
 def test_a_candidate_is_tried_where_it_suits():
     model = strong()
     wide = Candidate("g64", (compress.RTN(scheme="w4a16", group_size=64),))  # hidden 32, MLP 64
-    found = measure_sensitivity(model, [rounding(3), wide], calibration=CALIBRATION, text=HELD_OUT, score="loss").table
+    found = measure_sensitivity(model, [rounding(3), wide], calibration=CALIBRATION, text=HELD_OUT).table
     assert {unit.kind for unit in found.units if "g64" in unit.tried} == {"mlp.down_proj"}
     assert all("w3" in unit.tried for unit in found.units)
-    alone = measure_sensitivity(model, [wide], calibration=CALIBRATION, text=HELD_OUT, score="loss").table
+    alone = measure_sensitivity(model, [wide], calibration=CALIBRATION, text=HELD_OUT).table
     assert {unit.kind for unit in alone.units} == {"mlp.down_proj"}
     assert alone.left_out["model.layers.0.self_attn.q_proj"] == "no candidate suits it"
 
 
 def test_layers_that_read_one_tensor_are_one_unit_unless_they_need_not_be_fused():
     model = strong()
-    how = {"calibration": CALIBRATION, "text": HELD_OUT, "score": "loss"}
+    how = {"calibration": CALIBRATION, "text": HELD_OUT}
     fused = measure_sensitivity(model, [rounding(3)], **how).table
     kinds = [unit.kind for unit in fused.units[:4]]
     assert kinds == ["self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj"]
@@ -126,7 +121,7 @@ def test_layers_that_read_one_tensor_are_one_unit_unless_they_need_not_be_fused(
 
 
 def test_what_was_measured_is_kept_by_content(monkeypatch):
-    model, how = strong(), {"calibration": CALIBRATION, "score": "kl"}
+    model, how = strong(), {"calibration": CALIBRATION}
     first = measure_sensitivity(model, [rounding(3)], **how)
     assert len(first.rows.ids) == 4  # a fifth of the calibration data
 
@@ -160,7 +155,7 @@ def test_passes_of_other_layers_decide_as_one_pass_of_all_would():
 
 
 def test_what_is_pruned_2_4_is_stored_so_by_itself():
-    how = {"calibration": CALIBRATION, "text": HELD_OUT, "score": "loss"}
+    how = {"calibration": CALIBRATION, "text": HELD_OUT}
     plain, pruned, other = grid_of_candidates("rtn", bits=(4,), group_sizes=(16,), patterns=("none", "2:4", "4:8"))
     assert [each.halved for each in (plain, pruned, other)] == [False, True, False]
     whole, half = (measure_sensitivity(strong(), [each], **how).table.units[0].tried for each in (plain, pruned))

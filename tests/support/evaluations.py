@@ -141,7 +141,7 @@ def sensitivity_result() -> SensitivityResult:
             kl = {"w3": 0.004 / (1 + abs(i - 3)) / (1 + j), "w4": 0.001 / (1 + i)}
             kl = kl if i != 2 else {"w4": kl["w4"]}
             layers = [f"model.layers.{i}.self_attn.{n}_proj" for n in "qkv"] if not j else [f"model.layers.{i}.{kind}"]
-            units.append(UnitSensitivity(f"model.layers.{i}.{kind}", layers, {n: 3 * k for n, k in kl.items()}, kl))
+            units.append(UnitSensitivity(f"model.layers.{i}.{kind}", layers, kl))
     held_out = {"source": "wiki.txt", "samples": 16}
     return SensitivityResult({"w3": 3.25, "w4": 4.25}, units, {"w4": 0.05}, {"source": "c4.txt"}, held_out)
 

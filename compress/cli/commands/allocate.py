@@ -90,14 +90,6 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     help="Held-out text on which KL is measured (16 windows).  [default: the last windows of the calibration text]",
 )
 @click.option(
-    "--by",
-    type=click.Choice(["fisher", "kl", "loss"]),
-    default="fisher",
-    show_default=True,
-    help="Cost of a scheme: fisher (the layer's error, weighted by what predictions make of it), kl (of the model with "
-    "that layer swapped: slow) or loss (the layer's error alone: poor in deep models).",
-)
-@click.option(
     "--fused/--no-fused",
     default=True,
     show_default=True,
@@ -180,7 +172,6 @@ def chosen(
     run: str | None,
     *,
     max_kl: float | None,
-    by: Any,
     resume: bool,
     overwrite: bool,
     verify: bool | None,
@@ -188,10 +179,10 @@ def chosen(
 ) -> tuple["Sensitivity", "Allocation", "Mixed | None"]:
     """The measurements, the allocation, and the run of its recipe into the directory `run`, where there is one."""
     if run is None:
-        once = by == "kl" or max_kl is not None  # a budget needs no predicted KL, which takes a run of its own
-        found = compress.measure_sensitivity(model, candidates, score=by, run_once=once, **options).table
-        return found, compress.allocate(found, budget, max_kl=max_kl, by=by), None
-    options |= {"max_kl": max_kl, "by": by, "resume": resume, "overwrite": overwrite, "verify": verify}
+        once = max_kl is not None  # a budget needs no predicted KL, which takes a run of its own
+        found = compress.measure_sensitivity(model, candidates, run_once=once, **options).table
+        return found, compress.allocate(found, budget, max_kl=max_kl), None
+    options |= {"max_kl": max_kl, "resume": resume, "overwrite": overwrite, "verify": verify}
     mixed = compress.quantize_within(model, candidates, budget, output=run, **options)
     return mixed.sensitivity, mixed.allocation, mixed
 
@@ -218,8 +209,8 @@ def checked_budget(budget: str | None, max_kl: float | None) -> "Budget | None":
 
 def about(model: str, made: "Allocation") -> str:
     """The first line of a recipe."""
-    kl = "" if made.predicted_kl is None else f", predicted KL {made.predicted_kl:.4g}"
-    return f"Schemes for the layers of {Path(model).name}: {made.bits_per_weight:.4g} bits per weight{kl}"
+    kl = f"predicted KL {made.predicted_kl:.4g}"
+    return f"Schemes for the layers of {Path(model).name}: {made.bits_per_weight:.4g} bits per weight, {kl}"
 
 
 def report(found: "Sensitivity", made: "Allocation", mixed: "Mixed | None") -> dict[str, Any]:

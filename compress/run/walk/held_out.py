@@ -1,8 +1,5 @@
-"""Rows that no statistic has seen, on their way through the blocks: what becomes of a model's predictions where some
-layers have other weights.
-
-The hidden states of the original before each block are kept, so that a swap runs its own block and those behind it. Of
-each row a chunk of logits is in memory at a time.
+"""Rows that no statistic has seen, on their way through the blocks of the original and of uniform models: the KL
+between the predictions of both. Of one micro-batch logits are in memory at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,20 +32,6 @@ class HeldOut:
         self.blocks = [block for _, block in stack.blocks]
         self.own = list(calls[0])
         self.uniform = {name: list(calls[0]) for name in names}
-        with torch.no_grad():
-            self.ends = [self._onwards(0, i, call) for i, call in enumerate(self.own)]
-
-    @torch.no_grad()
-    def swaps(self, index: int, ways: Mapping[Any, Values]) -> dict[Any, float]:
-        """{key: KL(original || original with these values in block `index`)}, nats per predicted token."""
-        totals, tokens = dict.fromkeys(ways, 0.0), 0
-        for i, call in enumerate(self.own):
-            expected = self._log_probs(i, self.ends[i])
-            tokens += expected[..., 0].numel()
-            for key, values in ways.items():
-                with holding(values):
-                    totals[key] += divergence(expected, self._log_probs(i, self._onwards(index, i, call)))
-        return {key: total / tokens for key, total in totals.items()}
 
     @torch.no_grad()
     def advance(self, index: int, values: Mapping[str, Values]) -> None:
@@ -62,7 +45,7 @@ class HeldOut:
     def uniform_kl(self) -> dict[str, float]:
         """{name: KL(original || uniform model)}, once all blocks are behind."""
         totals, tokens = dict.fromkeys(self.uniform, 0.0), 0
-        for i, end in enumerate(self.ends):
+        for i, end in enumerate(self.own):
             expected = self._log_probs(i, end)
             tokens += expected[..., 0].numel()
             for name, ends in self.uniform.items():
@@ -76,14 +59,6 @@ class HeldOut:
             return outputs
         return [c.following(o) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
 
-    def _onwards(self, index: int, i: int, call: Call) -> Any:
-        """The last block's output, if block `index` is called with `call` and its output goes on."""
-        output: Any = self.blocks[index](*call.args, **call.kwargs)
-        for block, calls in zip(self.blocks[index + 1 :], self.calls[index + 1 :], strict=True):
-            own = calls[i].following(output)
-            output = block(*own.args, **own.kwargs)
-        return output
-
     def _log_probs(self, i: int, output: Any) -> Tensor:
         """`_of_next`, from what the last block returned of a micro-batch."""
         if self.stack.container is not None:
@@ -92,9 +67,7 @@ class HeldOut:
                 output = self.model(**self.batches[i])
         logits = getattr(output, "logits", None)
         if logits is None:
-            raise InputError(
-                f"{type(self.model).__name__} predicts no next token, so that there is no KL; measure the loss alone"
-            )
+            raise InputError(f"{type(self.model).__name__} predicts no next token, so that there is no KL")
         return _of_next(logits, self.batches[i])
 
 

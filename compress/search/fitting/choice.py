@@ -109,10 +109,9 @@ def _made(
 ) -> FitChoice | None:
     smaller = replace(found, other_bytes=found.other_bytes - table.saved)
     try:
-        made = allocate(smaller, budget, max_kl=max_kl, by="fisher")
+        made = allocate(smaller, budget, max_kl=max_kl)
     except InputError:  # out of reach
         return None
-    assert made.predicted_kl is not None
     return FitChoice(made, table, made.total_bytes, made.predicted_kl + table.kl)
 
 

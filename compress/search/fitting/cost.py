@@ -65,6 +65,6 @@ def cost_of_fit(
     held_out = forward * held * (2 + len(scored) + 2 * tries)
     start = STARTS * min(time.process_time(), LONGEST_START)  # most of what a process has done by now is importing
     return FitCost(
-        (1 + tries) * once + sum(of_each[1:]) + GRADIENTS * forward * min(samples, 8) + held_out + start,
+        (1 + tries) * (once + GRADIENTS * forward * min(samples, 8)) + sum(of_each[1:]) + held_out + start,
         max(each for each in run if each is not None) + 2 * forward * held + start,
     )

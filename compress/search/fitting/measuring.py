@@ -11,7 +11,7 @@ from compress.search.candidate import Candidate
 from compress.search.fitting.choice import with_sizes, with_usual
 from compress.search.fitting.offered import Offered
 from compress.search.fitting.request import FitAsked
-from compress.search.sensitivity import Score, measure_sensitivity
+from compress.search.sensitivity import measure_sensitivity
 from compress.system.progress import Reporter
 
 PROBE = "w3"  # the scheme by which a rotation is judged: trellis codes, where there are such
@@ -31,9 +31,9 @@ def with_or_without_rotation(asked: FitAsked, found: Offered, reporter: Reporter
     """The same, with the rotation only where the model takes one that lowers the KL of 3 bits by a fifth, as it costs
     time whenever the model runs. Its notes say what was measured."""
     probe = next(c for c in as_measured(found.schemes) if c.name.startswith(PROBE))
-    without = _measured(asked, [probe], (), "loss", reporter).uniform_kl[probe.name]
+    without = _measured(asked, [probe], (), reporter).uniform_kl[probe.name]
     try:
-        made = _measured(asked, [probe], found.rotation, "loss", reporter)
+        made = _measured(asked, [probe], found.rotation, reporter)
     except InputError as error:
         return found.without_rotation(str(error))
     rotated = made.uniform_kl[probe.name]
@@ -46,7 +46,7 @@ def with_or_without_rotation(asked: FitAsked, found: Offered, reporter: Reporter
 
 def measured(asked: FitAsked, found: Offered, reporter: Reporter) -> Sensitivity:
     """Losses of every layer under every scheme, which are the schemes of recipes as they are run."""
-    made = _measured(asked, as_measured(found.schemes), found.rotation, "fisher", reporter)
+    made = _measured(asked, as_measured(found.schemes), found.rotation, reporter)
     made = replace(made, candidates=with_usual(made.candidates, FAST))
     for c in found.schemes:
         if any("state_bits" in FAST[p.name] for p in c.passes):  # what is measured is smaller than what is run
@@ -56,7 +56,7 @@ def measured(asked: FitAsked, found: Offered, reporter: Reporter) -> Sensitivity
 
 
 def _measured(
-    asked: FitAsked, candidates: Sequence[Candidate], first: Sequence[Rotation], score: Score, reporter: Reporter
+    asked: FitAsked, candidates: Sequence[Candidate], first: Sequence[Rotation], reporter: Reporter
 ) -> Sensitivity:
     return measure_sensitivity(
         asked.model,
@@ -64,7 +64,6 @@ def _measured(
         first=first,
         calibration=asked.texts.calibration,
         text=asked.texts.rows,
-        score=score,
         run_once=False,
         ignore=asked.ignore,
         batch_size=asked.batch_size,

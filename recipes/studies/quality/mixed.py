@@ -43,12 +43,11 @@ def main() -> None:
     told.add_argument("--calibration", required=True)
     told.add_argument("--text", required=True)
     told.add_argument("--group-size", type=int, default=128)
-    told.add_argument("--by", choices=("kl", "loss"), default="loss")
     told.add_argument("--json", type=Path, required=True)
     said = told.parse_args()
     rows = [quantized(said, f"w{bits}", ["--scheme", f"w{bits}a16"]) for bits in WIDTHS]
     budget = sum(row["bits_per_weight"] for row in rows) / len(rows)
-    mixed = quantized(said, "mixed", ["--budget", f"{budget:.4f}bpw", "--by", said.by])
+    mixed = quantized(said, "mixed", ["--budget", f"{budget:.4f}bpw"])
     mixed["line"] = on_the_line(rows, mixed["bits_per_weight"])
     for row in (*rows, mixed):
         print(

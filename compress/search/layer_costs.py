@@ -1,19 +1,20 @@
 """The walk that measures sensitivities: block by block over the original model, every candidate on every layer.
 
-    capture -> gradients -> each block: statistics -> candidates decide -> losses, bytes -> KL of each swap, held out
+    capture -> gradients -> each block: statistics -> candidates decide -> weighted losses, bytes -> held-out rows
 
 Statistics are those of the original model: no candidate changes the inputs of later layers, so that all candidates
-share one forward. The decisions of a candidate are dropped after their block.
+share one forward. The decisions of a candidate are dropped after their block. Held-out rows go through the original and
+through a uniform model of each candidate.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isnan, nan
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.calibration.collect import collected
 from compress.calibration.hessian import Hessian, HessianResult
@@ -37,20 +38,8 @@ from compress.solvers.loss import quadratic
 from compress.weights.decision import Decision
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The wanted parts of a measurement. held_out: rows for KL, none where losses are enough. each: KL of every unit
-    by every candidate, not only of the uniform models. fisher: the loss of every unit, weighted by Fisher information.
-    fused: layers that read one tensor are one unit."""
-
-    held_out: Sequence[Batch]
-    each: bool
-    fisher: bool
-    fused: bool
-
-
 @dataclass
-class SwapResult:
+class LayerCosts:
     """Measured units, the KL of uniform models ({candidate: KL}), and layers left out ({layer: reason})."""
 
     units: list[Unit] = field(default_factory=list)
@@ -61,65 +50,49 @@ class SwapResult:
 @dataclass(frozen=True)
 class Made:
     """A layer after a candidate. values: as the module stores them. loss: squared error of the output, energy: squared
-    norm of the original output, both means over tokens. fisher: the loss, weighted by Fisher information; None where
-    that is not known. bytes, header_bytes: in the checkpoint."""
+    norm of the original output, both means over tokens. fisher: the loss, weighted by Fisher information; NaN
+    where no gradient reached the layer. bytes, header_bytes: in the checkpoint."""
 
     values: Tensor
     loss: float
     energy: float
     bytes: int
     header_bytes: int
-    fisher: float | None
+    fisher: float
 
 
 # {candidate: {layer: the layer after it}}
 OfBlock = dict[str, dict[str, Made]]
 
 
-def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> SwapResult:
-    """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`)."""
-    found = SwapResult()
+def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch], fused: bool) -> LayerCosts:
+    """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`). held_out:
+    rows for the KL of uniform models. fused: layers that read one tensor are one unit."""
+    found = LayerCosts()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
-    with without_cache(run.model), ExitStack() as entered:
+    with without_cache(run.model):
         calls = captured(run, stack)
         streams = Streams(calls[0], [])
-        fisher = Fisher(run, stack, calls) if wanted.fisher else None
-        held = None
-        whole = entered.enter_context(run.residency.open(run.model, keep=False)) if wanted.held_out else None
-        if wanted.held_out:
-            own = captured(replace(run, batches=wanted.held_out), stack)
+        fisher = Fisher(run, stack, calls)
+        with run.residency.open(run.model, keep=False) as opened:
+            own = captured(replace(run, batches=held_out), stack)
             device = run.residency.device
-            batches = [{k: t.to(device) for k, t in batch.items()} for batch in wanted.held_out]
+            batches = [{k: t.to(device) for k, t in batch.items()} for batch in held_out]
             held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
-        for index, (name, block) in enumerate(stack.blocks):
-            streams = streams.called_as(calls[index])
-            with _open(run, block, whole) as opened:
-                look = _Block(run, name, opened, candidates, wanted, found, fisher)
-                streams = look.walk(streams)
+            for index, (name, _) in enumerate(stack.blocks):
+                look = _Block(run, name, opened, candidates, fused, found, fisher)
+                streams = look.walk(streams.called_as(calls[index]))
                 look.enter(index, held)
-            run.steps.finish(name, usual=True)
-        if held is not None:
+                run.steps.finish(name, usual=True)
             found.uniform_kl = held.uniform_kl()
-    if not wanted.fisher:
-        return found
-    if missed := [unit.name for unit in found.units if any(each.fisher is None for each in unit.tried.values())]:
+    if missed := [unit.name for unit in found.units if any(isnan(each.fisher) for each in unit.tried.values())]:
         run.record.note(
             run.reporter,
             f"no gradient of predictions reached {missed[0]} ({len(missed)} units in all): its loss counts as much as "
             "others' of its size do on average",
         )
     return replace(found, units=with_fisher(found.units))
-
-
-@contextmanager
-def _open(run: Run, block: nn.Module, whole: Opened | None) -> Iterator[Opened]:
-    """The opened block. whole: the whole model where it is open already; the block then needs no opening of its own."""
-    if whole is not None:
-        yield Opened(whole.block, whole.home)
-    else:
-        with run.residency.open(block, keep=False) as opened:
-            yield opened
 
 
 class _Block:
@@ -131,11 +104,11 @@ class _Block:
         name: str,
         opened: Opened,
         candidates: Sequence[Candidate],
-        wanted: Wanted,
-        found: SwapResult,
-        fisher: Fisher | None,
+        fused: bool,
+        found: LayerCosts,
+        fisher: Fisher,
     ) -> None:
-        self.run, self.name, self.opened, self.wanted, self.found = run, name, opened, wanted, found
+        self.run, self.name, self.opened, self.fused, self.found = run, name, opened, fused, found
         self.fisher = fisher
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
@@ -162,7 +135,7 @@ class _Block:
         if statistics is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return
-        weighted = {} if self.fisher is None else self.fisher.weighted(site, arrivals)
+        weighted = self.fisher.weighted(site, arrivals)
         for candidate in self.candidates:
             suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
             if suited:
@@ -206,7 +179,7 @@ class _Block:
             loss += quadratic(self.run.comm, weight[rows] - new[rows], result.hessian)
             energy += quadratic(self.run.comm, weight[rows], result.hessian)
         stored = halved(layer, decision) if candidate.halved else decision
-        fisher = None if weighted is None else weighted.cost(weight - new)
+        fisher = nan if weighted is None else weighted.cost(weight - new)
         return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored), fisher)
 
     def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
@@ -218,9 +191,9 @@ class _Block:
         headers = sum(header_bytes(f"{layer.name}.{name}", part.shape) for name, part in parts.items())
         return sum(part.numel() * part.element_size() for part in parts.values()), headers
 
-    def enter(self, index: int, held: HeldOut | None) -> None:
+    def enter(self, index: int, held: HeldOut) -> None:
         """Enter the units of the block into what was found, and take held-out rows to the next one."""
-        groups = [g for site in self.sites for g in ([site] if self.wanted.fused else [[layer] for layer in site])]
+        groups = [g for site in self.sites for g in ([site] if self.fused else [[layer] for layer in site])]
         of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
         for group in map(tuple, groups):
             tried = {name: [m[la.name] for la in group] for name, m in self.made.items() if _all_in(group, m)}
@@ -229,43 +202,31 @@ class _Block:
             else:
                 why = "no candidate suits it"
                 self.found.left_out |= {la.name: self.found.left_out.get(la.name, why) for la in group}
-        kls: dict[tuple[Any, str], float] = {}
-        if held is not None:
-            if self.wanted.each:
-                ways = {
-                    (group, name): {la: m.values for la, m in zip(group, made, strict=True)}
-                    for group, tried in of_units.items()
-                    for name, made in tried.items()
-                }
-                kls = held.swaps(index, ways)
-            uniform = {name: {self.layers[n]: m.values for n, m in made.items()} for name, made in self.made.items()}
-            held.advance(index, uniform)
+        uniform = {name: {self.layers[n]: m.values for n, m in made.items()} for name, made in self.made.items()}
+        held.advance(index, uniform)
         for group, tried in of_units.items():
-            figures = {name: _tried(made, kls.get((group, name))) for name, made in tried.items()}
-            self.found.units.append(_unit(self.name, group, figures))
+            self.found.units.append(_unit(self.name, group, {name: _tried(made) for name, made in tried.items()}))
 
 
 def _all_in(group: Sequence[Layer], made: Mapping[str, Made]) -> bool:
     return all(layer.name in made for layer in group)
 
 
-def _tried(made: Sequence[Made], kl: float | None) -> Tried:
+def _tried(made: Sequence[Made]) -> Tried:
     loss, energy = sum(m.loss for m in made), sum(m.energy for m in made)
     size, headers = sum(m.bytes for m in made), sum(m.header_bytes for m in made)
-    known = [m.fisher for m in made if m.fisher is not None]
-    fisher = sum(known) if len(known) == len(made) else None
-    return Tried(loss, loss / energy if energy else 0.0, size, headers, kl, fisher)
+    return Tried(loss / energy if energy else 0.0, size, headers, sum(m.fisher for m in made))
 
 
 def with_fisher(units: Sequence[Unit]) -> list[Unit]:
     """Units with a Fisher-weighted loss of each. One that no gradient reached (an expert that few tokens use, say) has
     its relative loss, times the mean of what the others have by theirs."""
     tried = [each for unit in units for each in unit.tried.values()]
-    known = [(each.fisher, each.relative_loss) for each in tried if each.fisher is not None]
+    known = [(each.fisher, each.relative_loss) for each in tried if not isnan(each.fisher)]
     rate = sum(fisher for fisher, _ in known) / (sum(loss for _, loss in known) or 1.0)
 
     def filled(each: Tried) -> Tried:
-        return each if each.fisher is not None else replace(each, fisher=rate * each.relative_loss)
+        return each if not isnan(each.fisher) else replace(each, fisher=rate * each.relative_loss)
 
     return [replace(unit, tried={name: filled(each) for name, each in unit.tried.items()}) for unit in units]
 
