@@ -1,5 +1,6 @@
 """Documents: what text files, datasets and folders of them hold, as texts and as rows of chat messages."""
 
+import json
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from compress.system.reading import json_line, regular
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".json", ".parquet"), (".pt", ".npy")
 HOW = "; give an array of rows, or a row on each line"
-FIRST_LINE = 2**20  # characters of a .json file that tell rows from a configuration
 MOST_EXPANDED = 100  # times the size of a file that what it stands for may have ...
 SPARE_BYTES = 2**22  # ... and so many bytes more
 ROW_BYTES = 64  # that a row takes at least
@@ -74,16 +74,9 @@ class Documents:
         return "\n\n".join(self.texts())
 
 
-def read_text(source: str, what: str) -> str:
-    """The text of a .txt, .jsonl, .json or .parquet file (rows: `data.rows`), a `datasets` id, or `demo`.
-
-    what: `calibration` or `held-out`, which chooses the demo text. Documents are joined by blank lines.
-    """
-    return read_documents(source, what).text()
-
-
 def read_documents(source: str, what: str) -> Documents:
-    """The rows of what `read_text` reads; rows of chat messages are no text. Raises InputError."""
+    """The rows (`data.rows`) of a .txt, .jsonl, .json or .parquet file, a `datasets` id, or `demo`. what: `calibration`
+    or `held-out`, which chooses the demo text. Raises InputError."""
     if source == "demo":
         path = DEMO / ("calibration.txt" if what == "calibration" else "heldout.txt")
         return Documents(source, [(source, path.read_text(encoding="utf-8"))])
@@ -151,15 +144,17 @@ def _is_array(text: str) -> bool:
 
 
 def _holds_rows(path: Path) -> bool:
-    """True for a text file; for a .json file where its beginning is that of an array, or a row."""
+    """True for a text file; for a .json file where its first line, or the first element of its array, is a row with
+    known fields."""
     if path.suffix != ".json" or not path.is_file():
         return path.suffix in TEXT_FORMATS
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = file.readline(FIRST_LINE)
+    text = path.read_text(encoding="utf-8-sig", errors="replace").lstrip()
+    first = text[1:].lstrip() if _is_array(text) else text.partition("\n")[0]
     try:
-        return _is_array(first) or row_of(json_line(first, str(path))) is not None
-    except InputError:
+        record, _ = json.JSONDecoder().raw_decode(first)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(record, Mapping) and row_of(record) is not None
 
 
 def _array(text: str, source: str) -> Iterator[tuple[str, Any]]:
@@ -201,7 +196,7 @@ def _expanded(path: Path, names: list[str]) -> list[Mapping[str, Any]]:
         f"{path} stands for more than {most / 1e6:,.0f} MB of text, {MOST_EXPANDED} times its size; give it as .jsonl"
     )
     about, schema = pq.read_metadata(path), pq.read_schema(path)
-    flat = all(str(schema.field(name).type) in STRINGS for name in names)
+    flat = all(_is_text(schema.field(name).type) for name in names)
     file = pq.ParquetFile(path, read_dictionary=names if flat else None)  # each different text once
     groups = [about.row_group(i) for i in range(about.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -218,6 +213,13 @@ def _expanded(path: Path, names: list[str]) -> list[Mapping[str, Any]]:
             raise too_much
         rows += batch.to_pylist()
     return rows
+
+
+def _is_text(kind: Any) -> bool:
+    """True for a column of texts or of categories that are texts."""
+    import pyarrow as pa
+
+    return str(kind.value_type if pa.types.is_dictionary(kind) else kind) in STRINGS
 
 
 def _numbered(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
@@ -284,15 +286,11 @@ def _loaded(path: Path) -> Any:
     found = torch.load(path, map_location="cpu", weights_only=True)
     held = 0
     for tensor in _tensors(found):
-        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise InputError(
-                f"{path} holds a tensor {list(tensor.shape)} that repeats the values of a smaller one (expand); save "
-                "what contiguous() returns"
-            )
         held += tensor.nbytes if tensor.layout is torch.strided else 0
         if held > SPARE_BYTES + MOST_EXPANDED * size:
             raise InputError(
-                f"{path} holds tensors of {held / 1e6:,.0f} MB and more that share values; save them apart"
+                f"{path} holds tensors of {held / 1e6:,.0f} MB and more that share values; save what contiguous() "
+                "returns"
             )
     return found
 

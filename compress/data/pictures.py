@@ -19,7 +19,7 @@ from compress.system.reading import json_line, regular
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 METADATA = "metadata.jsonl"
-MOST_PIXELS = 2**25  # 100 MB as RGB, ten times as much on the way to a model's input; its file may have 4 KB
+MOST_PIXELS = 2**26  # 200 MB as RGB, ten times as much on the way to a model's input; its file may have 4 KB
 LEVELS = ("*", "*/*")  # images of a folder, and of the folders in it, such as one for each class
 # Fields of a part of a message that says where its image is.
 PLACES = ("path", "image", "url", "image_url")
@@ -60,7 +60,8 @@ def _of_folder(folder: Path) -> list[Sample]:
         beside = path.with_suffix(".txt")
         text = texts.get(str(path.relative_to(folder)), "")
         if not text and beside.is_file():
-            text = read_documents(str(beside), "calibration").text().strip()
+            _, words = read_documents(str(beside), "calibration").rows[0]
+            text = str(words).strip()
         found.append(Sample(str(path), str(path), text))
     return found
 

@@ -418,7 +418,7 @@ TEXTS: dict[str, Case] = {
     "tokens below 0": (lambda d: d.gptq(d.ids(torch.tensor([[-1, 5]]))), ("from -1 to 5", "0 to 2047")),
     "tokens that repeat one": (
         lambda d: d.gptq(d.ids(torch.zeros(1, dtype=torch.int64).expand(1000, 1000))),
-        ("given.pt holds a tensor [1000, 1000] that repeats the values of a smaller one", "contiguous()"),
+        ("given.pt holds tensors of 8 MB", "that share values", "contiguous()"),
     ),
     "batches that share their tokens": (
         lambda d: d.gptq(d.ids([{"input_ids": shared} for shared in [torch.zeros(9, 9999).long()] * 999])),

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from compress.checkpoint.read.source import DEMO
 from compress.data.bos import Bos
-from compress.data.documents import read_folder, read_text
+from compress.data.documents import read_documents, read_folder
 from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, windows
 from compress.errors import InputError
 
@@ -42,7 +42,7 @@ def never() -> object:
 def test_txt_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(STORIES[1], encoding="utf-8")
-    assert read_text(str(path), "calibration") == STORIES[1]
+    assert read_documents(str(path), "calibration").text() == STORIES[1]
 
 
 def test_jsonl_and_parquet_join_documents_by_a_blank_line(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_jsonl_and_parquet_join_documents_by_a_blank_line(tmp_path: Path) -> Non
     jsonl.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     parquet = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": documents, "id": [1, 2, 3, 4]}), parquet)
-    assert read_text(str(jsonl), "calibration") == "\n\n".join(STORIES)
-    assert read_text(str(parquet), "calibration") == "\n\n".join(STORIES)
+    assert read_documents(str(jsonl), "calibration").text() == "\n\n".join(STORIES)
+    assert read_documents(str(parquet), "calibration").text() == "\n\n".join(STORIES)
 
 
 ROWS: list[dict[str, Any]] = [  # of datasets, and the text in each
@@ -78,18 +78,28 @@ def test_the_usual_fields_are_read_and_empty_rows_are_counted(tmp_path: Path, to
     }
     for name, content in texts.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-        assert read_text(str(tmp_path / name), "calibration") == "\n\n".join(READ), name
+        assert read_documents(str(tmp_path / name), "calibration").text() == "\n\n".join(READ), name
         found = load_tokens(str(tmp_path / name), tokenizer, CONFIG, what="calibration", length=8)
         assert found.described()["files"][0]["dropped"] == {"empty": 2}
         assert any("2 of 8 rows left out (empty)" in note for note in found.notes)
         read = [note.split("rows are read as ")[1] for note in found.notes if "are read as" in note]
         assert (read == []) == (name == "strings.json")
         assert name == "strings.json" or read[:2] == ["prompt + completion", "instruction + input + output"]
-    (tmp_path / "dataset_infos.json").write_text('{"features": {}}')  # of a folder, which has rows beside it
-    assert [each.name for each in read_folder(str(tmp_path))] == [str(tmp_path / n) for n in sorted(texts)]
+    others = {"infos": '{"features": {}}', "stats": '[{"id": 1}]', "splits": '["train", "test"]', "sizes": "[9"}
+    for name, content in others.items():  # beside the rows of a folder
+        (tmp_path / f"{name}.json").write_text(content)
+    rows = sorted({*texts} - {"strings.json"})
+    assert [each.name for each in read_folder(str(tmp_path))] == [str(tmp_path / name) for name in rows]
     table = pa.Table.from_pylist([row for row in ROWS if "instruction" in row])
     pq.write_table(table, tmp_path / "c.parquet")
-    assert read_text(str(tmp_path / "c.parquet"), "calibration") == "\n\n".join(READ[2:5])
+    assert read_documents(str(tmp_path / "c.parquet"), "calibration").text() == "\n\n".join(READ[2:5])
+
+
+def test_a_category_of_parquet_is_counted_once(tmp_path: Path) -> None:
+    """Beside many rows: every batch of a column of categories carries all of them."""
+    texts = [f"{i} {i * 7919 % 65536:060d}" for i in range(70_000)]
+    pq.write_table(pa.table({"text": pa.array(texts).dictionary_encode()}), tmp_path / "a.parquet", compression="zstd")
+    assert [text for _, text in read_documents(str(tmp_path / "a.parquet"), "calibration").rows] == texts
 
 
 @every("ending", ["txt", "jsonl"])
@@ -97,17 +107,17 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a.{ending}"
     content = STORIES[0] if ending == "txt" else json.dumps({"text": STORIES[0]})
     path.write_bytes(b"\xef\xbb\xbf" + content.encode())
-    assert read_text(str(path), "calibration") == STORIES[0]
+    assert read_documents(str(path), "calibration").text() == STORIES[0]
 
 
 def test_windows_line_endings_of_jsonl_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\r\n{"text": "two"}\r\n')
-    assert read_text(str(path), "calibration") == "one\n\ntwo"
+    assert read_documents(str(path), "calibration").text() == "one\n\ntwo"
 
 
 def test_demo_calibration_and_demo_held_out_text_share_less_than_a_hundredth() -> None:
-    seen, unseen = (read_text("demo", what) for what in ("calibration", "held-out"))
+    seen, unseen = (read_documents("demo", what).text() for what in ("calibration", "held-out"))
     known = set(seen.split("\n\n"))
     shared = sum(len(p) for p in unseen.split("\n\n") if p in known)
     assert shared < 0.01 * len(unseen)
@@ -124,7 +134,7 @@ def test_a_dataset_is_read_by_id_and_configuration(monkeypatch: pytest.MonkeyPat
         return datasets.Dataset.from_dict({"text": STORIES, "id": [1, 2, 3]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read_text("owner/name:small", "calibration") == "\n\n".join(STORIES)
+    assert read_documents("owner/name:small", "calibration").text() == "\n\n".join(STORIES)
     assert asked == [(("owner/name", "small"), {"split": "train"})]
 
 
@@ -134,14 +144,14 @@ def test_a_dataset_without_text_is_refused_with_its_columns(monkeypatch: pytest.
     found = datasets.Dataset.from_dict({"story": STORIES, "id": [1, 2, 3]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     with pytest.raises(InputError, match=r"'owner/name' has no column 'text'; it has story, id"):
-        read_text("owner/name", "calibration")
+        read_documents("owner/name", "calibration").text()
 
 
 # --- windows -------------------------------------------------------------------------------------------------------
 
 
 def test_windows_follow_each_other_and_a_partial_last_one_is_dropped(tokenizer: object) -> None:
-    ids = tokenizer(read_text("demo", "held-out")[:5000])["input_ids"]
+    ids = tokenizer(read_documents("demo", "held-out").text()[:5000])["input_ids"]
     cut = windows(torch.tensor(ids), 50, "demo", NO_BOS)
     assert cut.shape == (len(ids) // 50, 50)
     assert len(ids) % 50  # or nothing was dropped
@@ -256,6 +266,12 @@ def test_pt_and_tensor_give_their_rows_as_int64(tmp_path: Path, dtype: torch.dty
     assert from_file.fingerprint() == from_tensor.fingerprint()
 
 
+def test_windows_that_overlap_are_read(tmp_path: Path) -> None:
+    ids = torch.randint(200, (4096,), generator=torch.Generator().manual_seed(0)).unfold(0, 64, 32)
+    torch.save(ids, tmp_path / "ids.pt")
+    assert torch.equal(load_tokens(str(tmp_path / "ids.pt"), never, CONFIG, what="calibration").ids, ids)
+
+
 @every("dtype", [np.int64, np.int32, np.uint16, np.uint32, np.uint8])
 def test_npy_gives_its_rows_as_int64(tmp_path: Path, dtype: type) -> None:
     ids = np.random.default_rng(0).integers(0, 200, (5, 9))
@@ -345,6 +361,6 @@ def test_published_files_are_read_whole(tokenizer: object) -> None:
     stories = SHARED / "text" / "tinystories" / "heldout_eval.jsonl"
     with stories.open(encoding="utf-8") as file:
         documents = [json.loads(line)["text"] for line in file]
-    assert read_text(str(stories), "held-out").count("\n\n") >= len(documents) - 1
+    assert read_documents(str(stories), "held-out").text().count("\n\n") >= len(documents) - 1
     tokens = load_tokens(str(SHARED / "tokens" / "babyllama-105.eval.pt"), never, None, what="held-out")
     assert tokens.ids.shape == (500, 256)

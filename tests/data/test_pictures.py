@@ -65,6 +65,8 @@ def test_texts_lie_beside_images_or_in_metadata(shown: Path, tmp_path: Path) -> 
     assert found is not None
     assert beside is not None
     assert [sample.text for sample in found] == ["", "the second"]
+    (tmp_path / "class" / "0.txt").write_text(" \n")  # no caption
+    assert [sample.text for sample in samples_of(str(tmp_path)) or ()] == ["", "the second"]
     assert [sample.text for sample in beside] == [" ".join(["noise"] * (i + 1)) for i in range(6)]
 
 
@@ -173,7 +175,7 @@ def test_patches_of_images_of_any_size_are_calibrated_and_torchvision_is_asked_f
     [
         ("llava", [{"type": "image", "path": "no.png"}], ("line 1", "no.png cannot be read as an image", "No such")),
         ("llava", [{"type": "image", "path": "rows.jsonl"}], ("line 1", "rows.jsonl cannot be read as an image")),
-        ("llava", [{"type": "image", "path": "vast.png"}], ("vast.png cannot be read", "6000 x 6000 pixels", "shrink")),
+        ("llava", [{"type": "image", "path": "vast.png"}], ("vast.png cannot be read", "9000 x 9000 pixels", "shrink")),
         ("llava", [{"type": "image", "url": "data:image/png;base64,?"}], ("line 1: data:... cannot be read",)),
         ("llava", [{"type": "image", "url": "https://a.b/c.png"}], ("https://a.b/c.png is in the web", "its path")),
         ("llava", [{"type": "image"}], ("line 1: an image has no place", "'images'")),
@@ -184,7 +186,7 @@ def test_images_that_cannot_be_read_are_refused_in_one_line(
     models: dict[str, Path], tmp_path: Path, model: str, row: object, says: tuple[str, ...]
 ) -> None:
     pictures(tmp_path, count=1)
-    pytest.importorskip("PIL.Image").new("1", (6000, 6000)).save(tmp_path / "vast.png")
+    pytest.importorskip("PIL.Image").new("1", (9000, 9000)).save(tmp_path / "vast.png")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": row}]}), encoding="utf-8")
     refused(quantized(models[model], rows, tmp_path / "out"), *says)
