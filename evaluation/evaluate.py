@@ -1,7 +1,7 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -182,12 +182,9 @@ def _evaluated(
         tokens = sum(span.end - span.begin for each in texts for span in each.windows.spans)
         tell_tokens(reporter, tokens / sum(len(each.windows.spans) for each in texts))
         counted(0, "windows" if counted.done else "")
-    with ExitStack() as stack:
-        seen = {"model": stack.enter_context(watching(network, own_dtype(ours)))}
-        if original is not None and original.asked is not None:
-            stored = own_dtype(original.model)
-            seen["reference"] = stack.enter_context(watching(original.asked.network, stored))
+    with watching(network, own_dtype(ours)) as overflow:
         results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    seen = {"model": overflow} | ({} if original is None else {"reference": original.overflow})
     overflows = {f"{who} in float16": each.said for who, each in seen.items() if each.said is not None}
     for what, why in overflows.items():
         reporter.note(f"{what}: {why}")

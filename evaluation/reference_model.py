@@ -14,6 +14,7 @@ from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import noise
 from compress.evaluation.quality.language import Model, loaded
+from compress.evaluation.quality.overflow import Largest, watching
 from compress.evaluation.quality.predictor import Predictor, Says, predictor
 from compress.evaluation.quality.quality import measure
 from compress.evaluation.quality.reference_states import Kept, Note, keeping, kept, place_of
@@ -27,7 +28,8 @@ from compress.model.calls import evaluating
 
 class Original:
     """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether its outputs may
-    be cached; tasks: asked beside the texts. Loads the model, and releases its body where every answer is cached."""
+    be cached; tasks: asked beside the texts. Loads the model, and releases its body where every answer is cached.
+    overflow: of all texts that it was asked about."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Original:
         self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)
         self.whole: nn.Module | None = None if all(known is not None for _, known in self.answered) else network
         self.asked: Predictor | None = None
+        self.overflow = Largest()
         if texts:
             self._prepare(network, cache)
 
@@ -119,16 +122,18 @@ class Original:
         """The reference's outputs on text i: cached, or computed and cached where possible."""
         found, place = self.kept[i], self.places[i]
         if found is not None:
+            self.overflow = max(self.overflow, found.overflow, key=_value)
             yield found
             return
         assert self.asked is not None
-        with evaluating(self.asked.network):
+        with evaluating(self.asked.network), watching(self.asked.network, noise.own_dtype(self.model)) as seen:
             if place is None:
                 yield self.asked
             else:
-                with keeping(self.asked, place, self.note) as says:
+                with keeping(self.asked, place, seen, self.note) as says:
                     yield says
                 self.kept[i] = self._read(i)
+        self.overflow = max(self.overflow, seen, key=_value)
 
     def floors(self, vocabulary: int, step: Callable[[int], None]) -> list[dict[str, Figure]] | str:
         """The noise floor on every text (`noise`), or the reason why there is none."""
@@ -142,12 +147,16 @@ class Original:
             other = noise.exact(self.model)
         found = []
         for i, text in enumerate(self.texts):
-            with evaluating(other), self.on(i) as own:
-                beside = predictor(other, text.windows)
-                rounded, expected = (beside, own) if exact else (own, beside)
-                try:
+            try:
+                with evaluating(other), self.on(i) as own:
+                    beside = predictor(other, text.windows)
+                    rounded, expected = (beside, own) if exact else (own, beside)
                     measured = measure(rounded, text.windows, vocabulary, expected, step, narrow == torch.float16)
-                except CompressError as error:
-                    return f"{error}"
-                found.append(measured.figures)
+            except CompressError as error:
+                return f"{error}"
+            found.append(measured.figures)
         return found
+
+
+def _value(largest: Largest) -> float:
+    return largest.value

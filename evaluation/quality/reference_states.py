@@ -5,7 +5,7 @@ unchanged, so the logits are those of the reference bit for bit, multiplied in c
 predicted tokens has two files in the cache directory (`compress.kernels.cache`), under `references`:
 
     KEY.states   [N, D] in the dtype of the arithmetic, no header
-    KEY.json     {"format", "shape", "dtype", "sha256"}; written last: without it, the states are not there
+    KEY.json     {"format", "shape", "dtype", "sha256", "overflow"}; written last: without it, the states are not there
 
 KEY is a hash of everything that the states depend on: the weights and the configuration (`Source.fingerprint`), the
 dtype and the kind of device, the token ids and windows, the versions of torch and transformers. Damaged files, and
@@ -16,6 +16,7 @@ it can be computed again.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypedDict
@@ -28,15 +29,16 @@ from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.scratch import Scratch
 from compress.errors import CheckpointError
+from compress.evaluation.quality.overflow import Largest
 from compress.evaluation.quality.predictor import Predictor, Says, logits_by
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.kernels.cache import cache_directory
 from compress.kernels.private import why_not_believed
 from compress.system.reading import parse_json, special
-from compress.system.schema import fits
+from compress.system.schema import built, fits
 from compress.train.objective.heads import OutputHead
 
-FORMAT = 1
+FORMAT = 2
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 READ_BYTES = 2**24
 Note = Callable[[str], None]
@@ -49,6 +51,7 @@ class KeptMetadata(TypedDict):
     shape: tuple[int, int]
     dtype: str
     sha256: str
+    overflow: Largest
 
 
 def folder() -> Path:
@@ -88,6 +91,7 @@ class Kept:
             raise CheckpointError(f"{states} is not what was written")
         self.bytes = np.memmap(states, np.uint8, "r", shape=(tokens, width * dtype.itemsize))
         self.dtype, self.head = dtype, head
+        self.overflow: Largest = built(about["overflow"], Largest)
 
     def states(self, batch: Batch) -> Tensor:
         """[P, D] the states of the tokens of a batch."""
@@ -120,10 +124,11 @@ def not_believed(*places: Path) -> str | None:
 
 
 class Keeping:
-    """Passes on a model's states and writes them to the cache. A disk error is noted, and ends only the writing."""
+    """Passes on a model's states and writes them to the cache, with what is seen of its overflow meanwhile. A disk
+    error is noted, and ends only the writing."""
 
-    def __init__(self, asked: Predictor, place: Path, note: Note) -> None:
-        self.asked, self.place, self.note = asked, place, note
+    def __init__(self, asked: Predictor, place: Path, overflow: Largest, note: Note) -> None:
+        self.asked, self.place, self.overflow, self.note = asked, place, overflow, note
         self.scratch: Scratch | None = None
         self.digest, self.rows, self.width, self.dtype = hashlib.sha256(), 0, 0, ""
         self.writing = True
@@ -157,6 +162,7 @@ class Keeping:
             "shape": [self.rows, self.width],
             "dtype": self.dtype,
             "sha256": self.digest.hexdigest(),
+            "overflow": asdict(self.overflow),
         }
         with self.reported():
             self.scratch.become()
@@ -175,9 +181,9 @@ class Keeping:
 
 
 @contextmanager
-def keeping(asked: Predictor, place: Path, note: Note) -> Iterator[Says]:
+def keeping(asked: Predictor, place: Path, overflow: Largest, note: Note) -> Iterator[Says]:
     """A model whose states are cached, once everything inside the context has succeeded."""
-    says = Keeping(asked, place, note)
+    says = Keeping(asked, place, overflow, note)
     try:
         yield says
         says.finish()
