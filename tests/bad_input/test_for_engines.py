@@ -15,6 +15,7 @@ import compress
 from compress.errors import CompressError
 from compress.passes.protocol.recipe import load_recipe, make_pass
 from compress.runtime.load.loading import transformers_alone
+from compress.search.fitting.offered import Wishes, offered
 
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
@@ -196,6 +197,9 @@ def test_fit_offers_an_engine_no_experts_of_several_schemes(tmp_path: Path) -> N
     refused = command("fit", tmp_path / "model", *words, "--for", "vllm")
     assert (refused.code, refused.err.count("\n")) == (2, 1), refused
     assert "a scheme for each expert, and vllm takes one for all experts of a block; quantize with one" in refused.err
+    _, ignored = refused.err.strip().split(", or --ignore ")
+    patterns = [each.strip("' ") for each in ignored.split("--ignore")]
+    assert offered(str(tmp_path / "model"), patterns, "vllm", Wishes(), trusted=False).schemes
 
 
 def test_blocks_of_scales_end_where_a_part_of_a_layer_does(tmp_path: Path) -> None:

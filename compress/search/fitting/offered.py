@@ -9,6 +9,8 @@ from compress.api.forecast.forecast import plan, shapes_of
 from compress.api.opened import found_model
 from compress.errors import InputError
 from compress.model.experts import Experts
+from compress.model.layers import layers_of
+from compress.model.patterns import ignoring, matches
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.recipe import options_of
@@ -57,7 +59,7 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
     an engine that opens another form."""
     schemes = _schemes(engine)
     if engine is not None:
-        _check_experts(model, engine, trusted)
+        _check_experts(model, ignore, engine, trusted)
         return Offered(schemes)
     made = Offered(schemes, possible_tables(model, trusted) if wishes.embeddings else ())
     if wishes.trellis:
@@ -75,13 +77,16 @@ def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishe
     return made
 
 
-def _check_experts(model: str, engine: str, trusted: bool) -> None:
-    """Raises InputError for a mixture, whose experts would get several schemes, where an engine takes one for all."""
+def _check_experts(model: str, ignore: Sequence[str], engine: str, trusted: bool) -> None:
+    """Raises InputError for experts, which would get several schemes, where an engine takes one for all. Those that are
+    ignored get none."""
     empty, _ = shapes_of(found_model(model, None, trusted))
-    if any(isinstance(module, Experts) for module in empty.modules()):
+    mixtures = [(name, module) for name, module in empty.named_modules() if isinstance(module, Experts)]
+    experts = [layer.name for name, module in mixtures for layer in layers_of(module, name)]
+    if not all(any(matches(layer, pattern) for pattern in ignore) for layer in experts):
         raise InputError(
             f"fit chooses a scheme for each expert, and {engine} takes one for all experts of a block; quantize with "
-            f"one (compress quantize --for {engine}), or leave --for out"
+            f"one (compress quantize --for {engine}), leave --for out, or {ignoring(experts, experts)}"
         )
 
 
