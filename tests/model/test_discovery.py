@@ -15,7 +15,7 @@ from compress.model.layers import find_stacks
 from compress.model.structure.discovery import Finder, confirm, discover
 from compress.model.structure.excerpt import TOKENS, short_call
 from compress.model.structure.hollow import codes, decode, exponents
-from compress.model.structure.producers import shared_parameters
+from compress.model.structure.producers import registered_twice
 from compress.run.residency import Local
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
@@ -336,9 +336,9 @@ def test_shared_weights_are_refused():
 
 def test_shared_parameters_are_found_however_they_are_shared():
     block, twice = Sandwich(True), Sandwich(False)
-    assert shared_parameters(block) == {id(block.a.weight)}
-    assert shared_parameters(nn.ModuleList([twice, twice])) == {id(p) for p in twice.parameters()}
-    assert shared_parameters(twice) == set()
+    assert registered_twice(block) == {id(block.a.weight)}
+    assert registered_twice(nn.ModuleList([twice, twice])) == {id(p) for p in twice.parameters()}
+    assert registered_twice(twice) == set()
 
 
 class Functional(nn.Module):

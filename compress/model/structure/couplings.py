@@ -22,7 +22,7 @@ from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.structure.dependence import NONE, Dependence, Wiring, dependence_of
 from compress.model.structure.excerpt import in_float32, short_call
 from compress.model.structure.half_cut import HalfCut
-from compress.model.structure.producers import Producer, shared_parameters
+from compress.model.structure.producers import Producer, registered_twice
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
-                return _CouplingSearch(block, exact_call, set(shared) | shared_parameters(block)).found()
+                return _CouplingSearch(block, exact_call, set(shared) | registered_twice(block)).found()
         except Exception as error:  # noqa: BLE001 - couplings are an offer: a block that cannot be probed has none
             problem = f"no couplings: {type(error).__name__}: {first_line(error)}"
     return Couplings((), (problem,))

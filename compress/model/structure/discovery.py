@@ -39,7 +39,7 @@ from compress.model.structure.producers import (
     distance,
     powers_of_two,
     producers_of,
-    shared_parameters,
+    registered_twice,
 )
 
 
@@ -104,7 +104,7 @@ def _guarded(
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
-                run = _Discoverer(block, exact_call, set(shared) | shared_parameters(block))
+                run = _Discoverer(block, exact_call, set(shared) | registered_twice(block))
                 found = work(run)
         except Exception as error:  # noqa: BLE001 - folds are an offer: a block that cannot be probed goes without
             said = str(error).strip().splitlines()

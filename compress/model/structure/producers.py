@@ -58,8 +58,8 @@ class Producer:
         return x.movedim(axis, -1).reshape(-1, x.shape[axis])
 
 
-def shared_parameters(model: nn.Module) -> set[int]:
-    """Identities (`id`) of the parameters that are registered in several places."""
+def registered_twice(model: nn.Module) -> set[int]:
+    """Identities (`id`) of the parameters that have several names, be it as a part of one module that has several."""
     seen: set[int] = set()
     shared: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
