@@ -2,8 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
@@ -42,21 +41,6 @@ class Terminated(KeyboardInterrupt):
     def __str__(self) -> str:
         closed = ", as of a terminal that was closed" if self.number == signal.SIGHUP else ""
         return f"stopped by {signal.Signals(self.number).name}{closed}"
-
-
-@contextmanager
-def tokenizing(what: str) -> Iterator[None]:
-    """Turns a panic of the tokenizers library, which is no Exception, into an InputError. what: the text, for the
-    message."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of pyo3, which has no name to import
-            raise
-        raise InputError(
-            f"the tokenizer cannot split {what} ({first_line(error)}); give another text, or mend the pattern in its "
-            "tokenizer.json"
-        ) from None
 
 
 def why_not_written(error: OSError) -> str:

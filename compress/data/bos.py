@@ -13,7 +13,8 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from compress.errors import InputError, one_of, tokenizing
+from compress.checkpoint.read.tried import tokenizing
+from compress.errors import InputError, one_of
 
 Place = Literal["row", "window", "none"]
 PLACES = get_args(Place)
@@ -47,7 +48,7 @@ def bos_of(tokenizer: PreTrainedTokenizerBase, asked: str | None, source: str) -
     """BOS in the place that is asked for, or that is usual. Raises InputError for a place that does not exist, and
     where the tokenizer has no BOS for it."""
     token = tokenizer.bos_token_id
-    with tokenizing(source):
+    with tokenizing(tokenizer, source, ()):  # it was tried on this when it was loaded
         first = tokenizer("a", verbose=False)["input_ids"][:1]
     added = isinstance(token, int) and list(first) == [token]
     if asked is None:

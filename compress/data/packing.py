@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from compress.checkpoint.read.tried import check_on_text
+from compress.checkpoint.read.tried import tokenizing
 from compress.data.bos import Bos
 from compress.data.chat import Conversations
 from compress.data.documents import Documents
 from compress.data.tokens import Origin, Tokens
-from compress.errors import InputError, tokenizing
+from compress.errors import InputError
 
 OPEN = 64  # windows that later pieces may still go into
 EMPTY, SPARE = "empty", "not needed for so many samples"
@@ -105,8 +105,7 @@ def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None, bos: 
     texts = [row if isinstance(row, str) else None for _, row in file.rows]
     plain = [text for text in texts if text is not None and text.strip()]
     written = [chats.text(row, where) for where, row in file.rows if chats is not None and not isinstance(row, str)]
-    check_on_text(tokenizer, file.name, [*plain, *written])
-    with tokenizing(file.name):
+    with tokenizing(tokenizer, file.name, [*plain, *written]):
         tokens = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
         of_chats = iter(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"] if written else [])
     return [next(of_chats) if text is None else bos.row(next(tokens)) if text.strip() else [] for text in texts]

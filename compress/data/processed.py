@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.tried import tokenizing
 from compress.data.chat import Template, templated
 from compress.data.pictures import MOST_PIXELS, Sample, read_image, spread
 from compress.data.tokens import Origin
@@ -52,7 +53,9 @@ def processed(
     _check_sizes(processor, source)
     picked = spread(samples, count)
     template = templated(processor) if texts and getattr(processor, "chat_template", None) else None
-    made = [_inputs(sample, processor, texts, template) for sample in picked]
+    words = [_text(sample, processor, template) if texts else None for sample in picked]
+    with tokenizing(getattr(processor, "tokenizer", processor), source, [each for each in words if each is not None]):
+        made = [_inputs(sample, processor, text) for sample, text in zip(picked, words, strict=True)]
     batches = _batches(made, size)
     images = sum(len(sample.images) or sample.image is not None for sample in picked)
     tokens = sum(inputs[IDS].numel() for inputs in made if IDS in inputs)
@@ -83,15 +86,16 @@ def _check_sizes(processor: Any, source: str) -> None:
             )
 
 
-def _inputs(sample: Sample, processor: Any, texts: bool, template: Template | None) -> dict[str, Any]:
-    """The inputs of one sample, tensors whose first dimension is 1 or counts its patches."""
+def _inputs(sample: Sample, processor: Any, text: str | None) -> dict[str, Any]:
+    """The inputs of one sample, tensors whose first dimension is 1 or counts its patches. text: what goes with it; None
+    for a model that reads images alone."""
     places = sample.images if sample.image is None else (sample.image,)
     images = [read_image(place, sample.where) for place in places]
     given: dict[str, Any] = {"images": images} if images else {}
-    if texts:
-        given["text"] = [_text(sample, processor, template)]
+    if text is not None:
+        given["text"] = [text]
         bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
-        if bos and given["text"][0].startswith(bos):
+        if bos and text.startswith(bos):
             given["add_special_tokens"] = False
     elif not images:
         raise InputError(f"{sample.where} shows no image, and the model reads images alone; leave it out")

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.read.source import path_of
-from compress.checkpoint.read.tried import check_on_text
+from compress.checkpoint.read.tried import tokenizing
 from compress.data.bos import Bos, bos_of
 from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
 from compress.data.packing import EMPTY, packed_tokens
 from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
-from compress.errors import InputError, tokenizing
+from compress.errors import InputError
 from compress.model.calls import Batch
 
 DEFAULT_LENGTH = 2048
@@ -32,8 +32,7 @@ def tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos
     texts = documents.texts() if bos.place == "row" else [documents.text()]
     if (size := sum(map(len, texts))) >= LONG:
         LOGGER.info("tokenizing %s: %d million characters", documents.name, round(size / 1e6))
-    check_on_text(tokenizer, documents.name, texts)
-    with tokenizing(documents.name):
+    with tokenizing(tokenizer, documents.name, texts):
         rows = tokenizer(texts, verbose=False)["input_ids"]
     return torch.tensor([token for row in rows for token in bos.row(row)], dtype=torch.int64)
 

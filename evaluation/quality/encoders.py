@@ -25,7 +25,8 @@ from torch.nn.functional import cosine_similarity
 
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.errors import CheckpointError, InputError, one_of, tokenizing
+from compress.checkpoint.read.tried import tokenizing
+from compress.errors import CheckpointError, InputError, one_of
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.language import Model, dense, first_tokenizer, opened
@@ -70,11 +71,10 @@ class Encoder:
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
         device = next(self.network.parameters()).device
         found: list[Tensor] = []
-        with evaluating(self.network):
+        with evaluating(self.network), tokenizing(self.tokenizer, "the sentences", sentences):
             for first in range(0, len(order), BATCH):
                 part = [sentences[i] for i in order[first : first + BATCH]]
-                with tokenizing("the sentences"):
-                    batch = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(device)
+                batch = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(device)
                 hidden = getattr(self.network(**batch), "last_hidden_state", None)
                 if hidden is None:
                     raise InputError(f"{type(self.network).__name__} returns no last hidden states; give an encoder")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError, tokenizing
+from compress.checkpoint.read.tried import tokenizing
+from compress.errors import InputError
 from compress.evaluation.document import Generation
 from compress.system.reading import regular
 
@@ -63,7 +64,7 @@ def parting(first: str, second: str) -> int | None:
 def _continued(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
     if not getattr(model, "can_generate", lambda: False)():
         raise InputError(f"{type(model).__name__} does not generate text; continuations are of decoders")
-    with tokenizing("the prompt"):
+    with tokenizing(tokenizer, "the prompt", [prompt]):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     count = inputs["input_ids"].shape[1]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)

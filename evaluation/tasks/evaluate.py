@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.checkpoint.read.tried import tokenizing
 from compress.data.tokens import check_vocabulary
-from compress.errors import InputError, tokenizing
+from compress.errors import InputError
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of
 from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness
@@ -95,7 +96,8 @@ def ask_task(prepared: TokenizedTasks, i: int, model: nn.Module, step: Callable[
         if isinstance(task, Task):
             assert pairs is not None
             return [_ask(task, pairs, model, step)]
-        found = ask(task, model, prepared.tokenizer)
+        with tokenizing(prepared.tokenizer, task.name, task.words()):
+            found = ask(task, model, prepared.tokenizer)
         step(task.total, task.name)
     return found
 
@@ -123,7 +125,8 @@ def _ask(task: Task, pairs: Sequence[ContinuationPair], model: nn.Module, step: 
 
 def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[ContinuationPair]:
     """The tokens of context and choice, for every choice of every question."""
-    with tokenizing(task.name):
+    texts = [f"{question.context} {choice}" for question in task.questions for choice in question.choices]
+    with tokenizing(tokenizer, task.name, texts):
         behind = appended(tokenizer, task.questions[0].context)
         pairs = [
             encode(tokenizer, question.context, f" {choice}", window, question.where, behind)

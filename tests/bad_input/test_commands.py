@@ -52,6 +52,7 @@ def npy(desk: Desk, value: object) -> Path:
     return desk.here / "given.npy"
 
 
+ZORK = ("--prompt", "zork " * 6)
 CHAT = '{"messages": [{"role": "%s", "content": "Once upon a time"}]}'
 KNOWN = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 
@@ -396,6 +397,18 @@ TEXTS: dict[str, Case] = {
             d.file("t.txt", "zork " * 300), model=d.copy(tokenizer__json=with_normalizer("zork", "a" * 10_000_000))
         ),
         ("the tokenizer cannot split", "t.txt (it takes more than 1024 MiB of memory)"),
+    ),
+    "prompt of many tokens for a word": (
+        lambda d: command("generate", d.copy(tokenizer__json=with_normalizer("zork", "a" * 100_000)), *ZORK),
+        ("the tokenizer cannot split the prompt (it makes 600,001 tokens of 30 characters)",),
+    ),
+    "question of many tokens for a word": (
+        lambda d: command(
+            "evaluate",
+            d.copy(tokenizer__json=with_normalizer("zork", "a" * 100_000)),
+            *("--task", d.file("q.jsonl", json.dumps({"question": ZORK[1], "choices": ["a", "b"], "answer": 0}))),
+        ),
+        ("the tokenizer cannot split q", "tokens of"),
     ),
     "not parquet": (lambda d: d.gptq(d.file("t.parquet", "no")), ("t.parquet is not a parquet file",)),
     "missing token file": (lambda d: d.gptq(d.here / "no.pt"), ("no.pt' does not exist",)),

@@ -1,9 +1,10 @@
 """A tokenizer tried with limits before it is used: its file may ask for any number of tokens of a letter."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from compress.errors import InputError
+from compress.errors import InputError, first_line
 from compress.system.limited import Limited
 
 CHARACTERS = 2**14  # of a text that a tokenizer is tried on
@@ -28,11 +29,25 @@ def check_tokenizer(tokenizer: Any, texts: Iterable[str] = (PROBE,)) -> None:
         limited.stop()
 
 
-def check_on_text(tokenizer: Any, name: str, texts: Iterable[str]) -> None:
-    """`check_tokenizer` on texts of this name."""
+@contextmanager
+def tokenizing(tokenizer: Any, name: str, texts: Sequence[str]) -> Iterator[None]:
+    """Tries a tokenizer on texts of this name (`check_tokenizer`) before the body tokenizes them. Raises InputError for
+    one that fails, also by a panic of the tokenizers library in the body, which is no Exception."""
     try:
-        check_tokenizer(tokenizer, texts)
+        if texts:
+            check_tokenizer(tokenizer, texts)
     except InputError as error:
-        raise InputError(
-            f"the tokenizer cannot split {name} ({error}); give another text, or mend the pattern in its tokenizer.json"
-        ) from None
+        raise _cannot_split(name, error) from None
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3, which has no name to import
+            raise
+        raise _cannot_split(name, error) from None
+
+
+def _cannot_split(name: str, error: BaseException) -> InputError:
+    return InputError(
+        f"the tokenizer cannot split {name} ({first_line(error)}); give another text, or mend the pattern in its "
+        "tokenizer.json"
+    )

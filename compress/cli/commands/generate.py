@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 import compress
+from compress.checkpoint.read.tried import tokenizing
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
@@ -17,7 +18,7 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.errors import InputError, tokenizing
+from compress.errors import InputError
 from compress.system.terminal import visible
 
 
@@ -113,7 +114,7 @@ def tell(notes: Sequence[str], quiet: bool) -> None:
 
 def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:
     """The prompt as a model's inputs. Refuses an empty one, and one after which `more` tokens do not fit."""
-    with tokenizing("the prompt"):
+    with tokenizing(tokenizer, "the prompt", [prompt]):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     count = inputs["input_ids"].shape[1]
     if count == 0:
