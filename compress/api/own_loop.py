@@ -30,8 +30,7 @@ from compress.errors import InputError, one_of
 from compress.model.layers import Layer
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
-from compress.run.learn.ends import begin, left_of
-from compress.run.learn.trained_caches import TrainedCaches
+from compress.run.learn.ends import TrainedCaches, begin, left_of
 from compress.run.learn.training import Collected, treated, uncompiled
 from compress.run.plan.matching import adapter_in
 from compress.run.plan.storable import check_storable

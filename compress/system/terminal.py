@@ -2,19 +2,23 @@
 
 Such text comes from files that anybody may have written. Rich would read brackets in it as markup and :words: as emoji,
 and a terminal obeys control characters. A terminal may also lack characters: the C locale has ASCII alone.
+
+A table that is too wide for a terminal is transposed, where that fits (few models, many figures). Otherwise every row
+becomes a name and, below it, the other cells with their headings. No cell is cut and no word is broken.
 """
 
 import codecs
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-from compress.system.narrow import fitted
 
 WIDTH = 160  # columns where standard output is no terminal
 SPELLED = "compress.spelled"  # an error handler of encodings
@@ -69,7 +73,7 @@ def spell_what_streams_lack() -> None:
 
 class PlainConsole(Console):
     """A console that prints every string (alone, in a cell or as a title) as plain text in its own encoding, without
-    markup or emoji. On a terminal, tables are made to fit (`compress.system.narrow`)."""
+    markup or emoji. On a terminal, tables are made to fit (`fitted`)."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         shown: list[Any] = []
@@ -86,3 +90,60 @@ def console(stderr: bool = False) -> Console:
     """Standard output (or standard error); wide enough for whole tables when it is no terminal."""
     out = PlainConsole(stderr=stderr)
     return out if out.is_terminal else PlainConsole(stderr=stderr, width=WIDTH)
+
+
+INDENT = 2
+UNBOUNDED = 1 << 16  # columns
+
+
+def fitted(table: Table, console: Console) -> Iterator[RenderableType]:
+    """Renderables that show a table on this console. A title wider than its table comes first, as a line of its own:
+    rich would break it at the table's width."""
+    title = table.title
+    if title is not None and len(str(title)) > min(natural_width(table, console), console.width):
+        table.title = None
+        yield title
+    if natural_width(table, console) <= console.width:
+        yield table
+        return
+    if table.title is not None:
+        yield table.title
+    turned = transposed(table)
+    if natural_width(turned, console) <= console.width:
+        yield turned
+    else:
+        yield from stacked(table)
+
+
+def natural_width(table: Table, console: Console) -> int:
+    """The least width of a terminal, in columns, at which no cell is wrapped."""
+    return Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum
+
+
+def cells_of(table: Table) -> list[tuple[str, ...]]:
+    """The cells, row by row."""
+    return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
+
+
+def transposed(table: Table) -> Table:
+    """The table with rows and columns exchanged. The cells of the first column become the headings."""
+    first, *others = table.columns
+    turned = Table(str(first.header))
+    for row, (name, *_) in zip(table.rows, cells_of(table), strict=True):
+        turned.add_column(name, justify="right", style=row.style or "", header_style="bold")
+    for column in others:
+        turned.add_row(str(column.header), *map(str, column.cells))
+    return turned
+
+
+def stacked(table: Table) -> Iterator[RenderableType]:
+    """Two paragraphs for every row: its first cell, then the others, each after its heading. Empty cells are left out;
+    a row whose first cell is empty belongs to the row above it."""
+    _, *headings = (str(column.header) for column in table.columns)
+    for row, (name, *cells) in zip(table.rows, cells_of(table), strict=True):
+        if name:
+            yield Padding(name, 0, style=row.style or "none")
+        said = zip(headings, cells, strict=True)
+        told = "; ".join(f"{heading}: {cell}" if heading else cell for heading, cell in said if cell)
+        if told:
+            yield Padding(told, (0, 0, 0, INDENT), style=row.style or "none")

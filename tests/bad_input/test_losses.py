@@ -11,8 +11,7 @@ from compress.train.losses.attention import attention_loss
 from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import crd, empty_memory, info_nce
 from compress.train.losses.exits import exits_loss
-from compress.train.losses.features import features_loss
-from compress.train.losses.layer_pairs import layer_pairs
+from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.projector import ProjectorFit
 from compress.train.losses.relations import relations_loss

@@ -22,7 +22,7 @@ from compress import RTN, load, quantize
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Picture, ReportTable, Words
 from compress.evaluation.report.page import as_html
-from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, speed_tables
+from compress.evaluation.speed import check, decoder, dense, memory, models, options, plot, run, speed_tables
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.report import SpeedReport
 from compress.kernels.measure import benchmark
@@ -83,7 +83,7 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(models, "measure_ceilings", never)
-    monkeypatch.setattr(linears, "measure_ceilings", never)
+    monkeypatch.setattr(run, "measure_ceilings", never)
     words, part = REFUSED[name]
     found = command("bench", *words, "--json", tmp_path / "speed.json")
     assert (found.code, found.out) == (2, ""), found
@@ -205,7 +205,7 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "compress.kernels.measure.tune", SimpleNamespace(Problem=Problem, tune=answer))
     wanted = options.linear_options(shapes="64x128", tokens="1,16", device="cpu")
     said: list[str] = []
-    found = linears.tune_products(wanted, said.append)
+    found = run.tune_products(wanted, said.append)
     assert said == ["6 on cpu"]
     assert [(p["op"], p["M"], p["bits"], p["group_size"]) for p in found] == [
         (op, M, bits, group)

@@ -9,9 +9,10 @@ from typing import Any, TypeVar, cast
 
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
+from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt, narrow_bytes
+from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.configuration import Header, check_config
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
-from compress.checkpoint.read.seen import in_our_words
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.system.reading import special
@@ -216,3 +217,23 @@ def check_dense(source: Source) -> None:
         raise InputError(
             f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
         )
+
+
+Seen = Callable[[WeightFiles, Mapping[str, Any], Path], tuple[WeightFiles, dict[str, Any]]]
+METHODS: dict[Any, Seen] = {
+    COMPRESSED_TENSORS: narrow_bytes.seen,
+    gpt_oss.METHOD: gpt_oss.seen,
+    bitsandbytes.METHOD: bitsandbytes.seen,
+    modelopt.METHOD: modelopt.seen,
+}
+
+
+def in_our_words(files: WeightFiles, config: dict[str, Any], folder: Path) -> tuple[WeightFiles, dict[str, Any]]:
+    """(Weight files, configuration) of a checkpoint, as our readers take them; as they are, where nothing has to be
+    translated. Raises CheckpointError for a checkpoint of a known method that is damaged or cannot be read."""
+    quantization = config.get("quantization_config") or modelopt.beside(folder)
+    method = METHODS.get((quantization or {}).get("quant_method"))
+    if quantization is None or method is None:
+        return files, config
+    found, told = method(files, quantization, folder)
+    return found, {**config, "quantization_config": told}

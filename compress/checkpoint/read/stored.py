@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.read import modelopt
-from compress.checkpoint.read.seen import METHODS
-from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.source import METHODS, Source
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
 from compress.weights import fine_grained, gptq_awq, own_words

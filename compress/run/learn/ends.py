@@ -1,19 +1,25 @@
-"""Both ends of a training: the weights that layers begin with, and what is decided of those that it leaves."""
+"""Both ends of a training: the weights that layers begin with, and what is decided of those that it leaves. Between
+them, key-value caches are rounded."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from compress.model.attention import hold_scales
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.train import Trained
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
+from compress.runtime.load.caches import round_cache
 from compress.train.rounding.latents import begun
 from compress.train.rounding.swapped_layers import PARTS, finished
+from compress.weights.caches import SCALES, CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 
@@ -81,3 +87,45 @@ def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision
     if before is None or not hasattr(layer.module, PARTS[0]):
         return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
     return finished(layer, weight_NK, before, opened.dtype_of(layer.parameter))
+
+
+@dataclass
+class TrainedCaches:
+    """Rounding of keys and values in a model's attentions while it is trained: they are what the cache will hold, and
+    gradients pass unchanged. decided: {attention: how it keeps them}.
+
+    The hook is that of inference (`runtime.load.caches`), behind the rotation of keys, with the scales that were found
+    before.
+    """
+
+    model: nn.Module
+    decided: Mapping[str, CacheCodes]
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def on(self) -> None:
+        """Make attentions round keys and values. The scales are not in the model's state_dict."""
+        for name, codes in self.decided.items():
+            attention = self.model.get_submodule(name)
+            if codes.scales is not None:
+                device = next(attention.parameters()).device
+                hold_scales(attention, [scale.to(device) for scale in codes.scales], persistent=False)
+            self.handles.append(round_cache(attention, codes.scheme)[1])
+
+    def off(self) -> None:
+        """Stop rounding, and remove the scales."""
+        while self.handles:
+            self.handles.pop().remove()
+        for name in self.decided:
+            attention = self.model.get_submodule(name)
+            for scale in SCALES:
+                attention._buffers.pop(scale, None)
+                attention._non_persistent_buffers_set.discard(scale)
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Calls `on` for the context, `off` after it."""
+        try:
+            self.on()
+            yield
+        finally:
+            self.off()

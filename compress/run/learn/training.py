@@ -17,8 +17,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
-from compress.run.learn.ends import begin, left_of
-from compress.run.learn.trained_caches import TrainedCaches
+from compress.run.learn.ends import TrainedCaches, begin, left_of
 from compress.run.plan.plan import Plan
 from compress.run.plan.zeros import masked
 from compress.run.residency import widened

@@ -34,8 +34,7 @@ from compress.passes.protocol.stages import (
     Restructure,
     Survey,
 )
-from compress.run.plan.matching import Ignored, Matching, check_untouched
-from compress.run.plan.named import remarks_on_patterns
+from compress.run.plan.matching import Ignored, Matching, check_untouched, remarks_on_patterns
 from compress.weights.caches import CacheScheme, group_in
 from compress.weights.masks import Earlier
 

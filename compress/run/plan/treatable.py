@@ -6,8 +6,7 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.layers import check_tensors, find_stacks, treats_convolutions, whole_model
-from compress.run.plan.matching import Ignored, Matching, check_untouched
-from compress.run.plan.named import remarks_on_patterns
+from compress.run.plan.matching import Ignored, Matching, check_untouched, remarks_on_patterns
 from compress.run.plan.plan import Plan
 
 

@@ -16,8 +16,7 @@ from compress.model.structure.discovery import Finder, signature_of
 from compress.model.structure.rotate import why_not as unpassable
 from compress.model.structure.rotate import widest
 from compress.run.plan.batches import ChainBrokenError
-from compress.run.plan.matching import Ignored
-from compress.run.plan.named import remarks_on_patterns
+from compress.run.plan.matching import Ignored, remarks_on_patterns
 from compress.run.residency import Local, Residency
 from compress.run.walk.capture import capture, check_hidden_alone, output_shape
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.layers import Stack
 from compress.run.residency import Local
-from compress.run.walk.predicted import Measure, predicted
+from compress.run.walk.alone import Measure, predicted
 from compress.system.comm import Comm
 
 # Tokens of a rank that are enough to tell blocks apart.

@@ -25,11 +25,10 @@ from compress.model.structure.orders import find_orders
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
-from compress.run.plan.together import together
 from compress.run.reach import Reach
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.walk.again import again_by, arrivals_of, name_unseen
-from compress.run.walk.decide import Decided, decide
+from compress.run.walk.decide import Decided, decide, together
 from compress.run.walk.forward import ForwardsDone, suspended_forward
 from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record

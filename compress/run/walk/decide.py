@@ -1,6 +1,6 @@
-"""Asking a pass about the layers of a site."""
+"""Asks passes about the layers of a site, and finds which of them can be asked in the same forward."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -129,3 +129,27 @@ def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Si
     for i, of_part in enumerate(statistics):
         rows = site.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
         yield replace(rows, stats=of_part)
+
+
+def together(passes: Sequence[Pass], layers: Collection[str]) -> list[list[Pass]]:
+    """Passes in a row that can share a forward of the block: they only decide, by what they see of a layer's input, and
+    no two of them about the same layer. Every site then sees the compressed prefix of its block, whoever it is for."""
+    groups: list[list[Pass]] = []
+    for p in passes:
+        if groups and _can_share(p, groups[-1], layers):
+            groups[-1].append(p)
+        else:
+            groups.append([p])
+    return groups
+
+
+def _only_decides(p: Pass) -> bool:
+    decides = p.stage(Decide)
+    # Needs, so that whoever is not calibrated stays by itself: a group has a forward.
+    return len(p.stages) == 1 and decides is not None and bool(decides.needs)
+
+
+def _can_share(p: Pass, group: Sequence[Pass], layers: Collection[str]) -> bool:
+    return all(map(_only_decides, (p, *group))) and not any(
+        p.wants(name) and other.wants(name) for other in group for name in layers
+    )

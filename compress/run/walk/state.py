@@ -1,11 +1,14 @@
 """State of a run, and the calls of the next block, which flow through it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
@@ -14,11 +17,54 @@ from compress.model.sharing import shared_parameters
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.run.walk.rewrite import FoldFinder
-from compress.run.walk.spending import Spending
 from compress.system.comm import Comm
 from compress.system.progress import Reporter
 from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows
+
+Activity = Literal["forward", "statistics", "solve", "write"]
+T = TypeVar("T")
+
+
+class Spending:
+    """Adds seconds to `spent` of a record, by activity. Each counts once, for the innermost activity; what is left is
+    reading weights and everything else. A GPU is waited for where one activity follows another."""
+
+    def __init__(self, record: RunRecord, device: torch.device) -> None:
+        self.spent, self.waits = record.spent, device.type == "cuda"
+        self.inside: list[Activity] = []
+        self.since = 0.0
+
+    @contextmanager
+    def on(self, activity: Activity) -> Iterator[None]:
+        """Count the time inside the context as this activity, except for contexts of `on` inside it."""
+        self._turn()
+        self.inside.append(activity)
+        try:
+            yield
+        finally:
+            self._turn()
+            self.inside.pop()
+
+    def each(self, activity: Activity, values: Iterable[T]) -> Iterator[T]:
+        """Values that are made one by one, which is what counts."""
+        made = iter(values)
+        while True:
+            try:
+                with self.on(activity):
+                    value = next(made)
+            except StopIteration:
+                return
+            yield value
+
+    def _turn(self) -> None:
+        if self.waits:
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        if self.inside:
+            current = self.inside[-1]
+            self.spent[current] = self.spent.get(current, 0.0) + now - self.since
+        self.since = now
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from compress.errors import InputError
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.build import compilers
-from compress.runtime.steps.watch import note_attention, watched
+from compress.runtime.steps.trace import note_attention, watched
 
 SDPA = "sdpa"
 MARK = "compress_attends"

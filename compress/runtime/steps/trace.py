@@ -1,8 +1,11 @@
 """Records one forward of a decoder block on random tokens: what each module inside was given and returned, what went
 into the cache, and how attention was called. `form.py` reads the form of the block from it."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,52 @@ from transformers.cache_utils import Cache
 
 from compress.errors import CompressError
 from compress.runtime.layers.base import OnCodes
-from compress.runtime.steps.watch import Attended, watching
+
+
+class Attended(NamedTuple):
+    """One call of an attention function. at: the calls of modules that had ended before it."""
+
+    at: int
+    query: Tensor
+    scale: float
+    beside: dict[str, Any]
+
+
+class Watch:
+    """Notes of one forward: how many modules have ended, and the calls of attention functions."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.ended = 0
+        self.attended: list[Attended] = []
+
+
+_lock = threading.Lock()
+_now: Watch | None = None
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Note calls of attention functions in this thread."""
+    global _now
+    with _lock:
+        _now = Watch()
+        try:
+            yield _now
+        finally:
+            _now = None
+
+
+def watched() -> bool:
+    """True while a block is tried."""
+    return _now is not None
+
+
+def note_attention(query: Tensor, scale: float, beside: dict[str, Any]) -> None:
+    """Note a call of an attention function, if this thread watches."""
+    if _now is not None and _now.thread == threading.get_ident():
+        _now.attended.append(Attended(_now.ended, query, scale, beside))
+
 
 TOKENS = 2  # sequences of a trial
 HISTORY = 5  # tokens that each of them has in its cache

@@ -6,8 +6,7 @@ from typing import Literal, get_args
 from compress.errors import InputError, one_of
 from compress.train.losses.attention import Heads, Measure
 from compress.train.losses.divergence import Kind
-from compress.train.losses.features import Distance
-from compress.train.losses.layer_pairs import Mapped
+from compress.train.losses.features import Distance, Mapped
 from compress.train.losses.top_k import Tail
 
 ORIGINAL = "original"

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.train.losses.attention import attention_loss
-from compress.train.losses.features import features_loss
-from compress.train.losses.layer_pairs import layer_pairs
+from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.options import LossOptions
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.summed import Summed

@@ -46,10 +46,10 @@ def by_compress(job: Mapping[str, Any]) -> Callable[[], Any]:
     import torch
 
     import compress
-    from compress.run.walk import spending
+    from compress.run.walk import state
 
     # What a record says its seconds went to is by the clock; other processes are no concern of ours here.
-    vars(spending)["time"] = SimpleNamespace(monotonic=time.process_time)
+    vars(state)["time"] = SimpleNamespace(monotonic=time.process_time)
     torch.set_num_threads(job["threads"])
     sizes = {"group_size": job["group_size"]} if job["method"] == "GPTQ" else {}
     one = getattr(compress, job["method"])(scheme="w4a16", **sizes, **job["options"])

@@ -26,8 +26,8 @@ from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import asked, made_by, stored
+from compress.run.walk.alone import relative_error
 from compress.run.walk.held_out import divergence_between
-from compress.run.walk.predicted import relative_error
 
 EVALUATED = 8  # samples at once
 ZEROS = 0.6

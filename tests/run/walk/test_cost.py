@@ -11,7 +11,7 @@ from torch import nn
 
 import compress
 from compress.checkpoint.write.record import RunRecord
-from compress.run.walk.spending import Spending
+from compress.run.walk.state import Spending
 
 PASSES = {
     "rtn": compress.RTN(group_size=16),

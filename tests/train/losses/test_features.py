@@ -9,8 +9,7 @@ from thread_ranks import synced
 from torch import Tensor
 
 from compress.system.comm import Comm
-from compress.train.losses.features import features_loss
-from compress.train.losses.layer_pairs import layer_pairs
+from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.projector import ProjectorFit, projector
 
 
