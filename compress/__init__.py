@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from compress.search.sensitivity import measure_sensitivity
     from compress.search.sweep import sweep
     from compress.search.sweep_rows import Sweep
-    from compress.search.within import Mixed, quantize_within
     from compress.weights.grid import Grid, Quantized, fake_quantize
 
 __version__ = VERSION
@@ -93,7 +92,6 @@ _HOMES = {
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
-    "Mixed": "compress.search.within",
     "Pass": "compress.passes.protocol.base",
     "Prepared": "compress.api.own_loop",
     "QuantLinear": "compress.runtime.layers.linear",
@@ -136,7 +134,6 @@ _HOMES = {
     "prepare_qat": "compress.api.own_loop",
     "quantize": "compress.api.quantize",
     "quantize_for": "compress.api.quantize_for",
-    "quantize_within": "compress.search.within",
     "register": "compress.runtime.load.loading",
     "split_experts": "compress.model.experts_apart",
     "split_layers": "compress.model.apart.split",
@@ -167,7 +164,6 @@ __all__ = [
     "KVCache",
     "LowRank",
     "Magnitude",
-    "Mixed",
     "Pass",
     "Prepared",
     "QuantLinear",
@@ -211,7 +207,6 @@ __all__ = [
     "prepare_qat",
     "quantize",
     "quantize_for",
-    "quantize_within",
     "register",
     "split_experts",
     "split_layers",

@@ -18,7 +18,6 @@ KEYS = (
     {"identity", "recipe", "asked"},  # of a recipe of a sweep
     {"verdict", "runs"},  # report
     {"sensitivity", "allocation"},  # allocate
-    {"sensitivity", "allocation", "achieved_kl", "rounds"},  # allocate --run
     {"model", "target", "met", "searched"},  # fit
     {"output", "samples", "tokens", "top_k", "mass"},  # cache-logits
     {"output", "layers", "bytes", "lost"},  # export

@@ -54,9 +54,8 @@ class Sensitivity:
     """The sensitivities of one model.
 
     candidates: {name: passes, as a recipe holds them}. uniform_kl: {candidate: KL of the model with this candidate on
-    every layer, each decided on the original model}. run_kl: {candidate: KL of the model as `quantize` makes it, each
-    layer decided after the ones before it and compensating for them}, for one candidate. other_bytes: of the
-    checkpoint without the units. left_out: {layer: the reason why it is in no unit}.
+    every layer, each decided on the original model}. other_bytes: of the checkpoint without the units. left_out:
+    {layer: the reason why it is in no unit}.
     """
 
     model: dict[str, Any]
@@ -65,7 +64,6 @@ class Sensitivity:
     candidates: dict[str, list[dict[str, Any]]]
     units: list[Unit]
     uniform_kl: dict[str, float]
-    run_kl: dict[str, float] = field(default_factory=dict)
     other_bytes: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

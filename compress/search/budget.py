@@ -4,8 +4,7 @@
 
 f interpolates the points (sum, measured KL) of the uniform models linearly on logarithmic axes and is
 proportional outside them. This assumes that cross terms between layers equal those of a uniform model of the same sum.
-In these models no layer compensates for the errors of earlier ones. One of them is also quantized as the result will
-be, each layer after the ones before it, and f is scaled by the ratio of its two KLs.
+In these models no layer compensates for the errors of earlier ones, so that a recipe that is run comes out better.
 """
 
 import math
@@ -166,10 +165,6 @@ def prediction(found: Sensitivity) -> Callable[[float], float]:
             points.append((math.log(max(total, TINY)), math.log(max(kl, TINY))))
     if not points:
         return lambda score: score
-    # The ratio of KLs with and without compensation for earlier layers, of the uniform model that was run both ways.
-    made_up = [kl / found.uniform_kl[name] for name, kl in found.run_kl.items() if found.uniform_kl.get(name)]
-    factor = math.log(max(made_up[0], TINY)) if made_up else 0.0
-    points = [(x, y + factor) for x, y in points]
     points.sort()
     highest = -math.inf  # f must not fall: then a bound on the KL is a bound on the sum of scores
     rising = []

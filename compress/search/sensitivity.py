@@ -5,10 +5,8 @@ everything else that the result depends on.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +43,10 @@ from compress.model.online import input_rotation
 from compress.model.sharing import shared_parameters
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
-from compress.passes.protocol.where import only
 from compress.run.pipeline import walked
 from compress.run.plan.batches import ChainBrokenError, check_batches
 from compress.run.plan.plan import Plan
 from compress.run.plan.treatable import treatable
-from compress.run.walk.held_out import divergence_between
 from compress.run.walk.rewrite import FoldFinder
 from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
@@ -64,14 +60,6 @@ HELD_OUT = 16  # windows
 LEAST = 4  # windows of calibration data for each held-out window, at least
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
 HEADER = 64
-
-
-@dataclass(frozen=True)
-class MeasuredSensitivity:
-    """A table of sensitivities and the held-out rows of its KLs."""
-
-    table: Sensitivity
-    rows: Tokens
 
 
 @torch.inference_mode(False)
@@ -88,12 +76,11 @@ def measure_sensitivity(
     bos: str | None = None,
     batch_size: int = 8,
     ignore: Sequence[str] = (),
-    run_once: bool = True,
     device: str | torch.device | None = None,
     cached: bool = True,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
-) -> MeasuredSensitivity:
+) -> Sensitivity:
     """Apply every candidate to every layer of the original model, and estimate the KL (nats per token) of a model with
     that layer alone replaced, by the error of its output and one backward pass (`search.fisher`). The KL of uniform
     models is measured.
@@ -102,8 +89,7 @@ def measure_sensitivity(
     edit the whole model before; a model that is given in memory is changed. text: held-out
     text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows of calibration
     data, at most 16 and at most a fifth, which no candidate sees. fused: layers that read one tensor get the same
-    candidate. run_once: also quantize the model once, so that predicted KLs are those of layers that compensate for
-    earlier ones; `allocate` needs it for a KL, and not for a budget. cached: reuse an earlier result of equal inputs.
+    candidate. cached: reuse an earlier result of equal inputs.
 
     Raises InputError for candidates that suit no layer, and for a model that predicts no next token.
     """
@@ -117,18 +103,16 @@ def measure_sensitivity(
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
         "held_out": study.rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), fused, run_once, str(study.opened.dtype), VERSION],
+        "settings": [FORMAT, batch_size, list(ignore), fused, str(study.opened.dtype), VERSION],
         "passes": [study.edits, words],
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
-        return MeasuredSensitivity(found, study.rows)
+        return found
     found = _measured(study, candidates, words, fused)
-    if run_once:
-        found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
-    return MeasuredSensitivity(found, study.rows)
+    return found
 
 
 @dataclass(frozen=True)
@@ -262,29 +246,6 @@ def _fitted(candidates: Sequence[Candidate], plan: Plan) -> tuple[list[Candidate
     return found, described(found)
 
 
-def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, rows: Tokens) -> dict[str, float]:
-    """{candidate: KL} of one uniform model as `quantize` makes it, with compensation for earlier layers. The candidate
-    is the one of median KL among those that use calibration data and suit every unit. Empty where there is none."""
-    known = [c for c in candidates if found.uniform_kl.get(c.name) and any(p.needs() for p in c.passes)]
-    known = [c for c in known if all(c.name in unit.tried for unit in found.units)]
-    if not known:
-        return {}
-    middle = sorted(known, key=lambda c: -found.uniform_kl[c.name])[(len(known) - 1) // 2]
-    layers = [escape(layer) for unit in found.units for layer in unit.layers]
-    made = quantize(
-        deepcopy(study.model),
-        tuple(only(p, *layers) for p in middle.passes),
-        calibration=_again(study.shown),
-        ignore=study.ignore,
-        batch_size=study.batch_size,
-        device=study.opened.device,
-        restore=False,
-    ).model
-    assert made is not None
-    with evaluating(made), evaluating(study.model):
-        return {middle.name: divergence_between(study.model, made, rows.batches(study.batch_size))}
-
-
 def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens]:
     """(Calibration data of the candidates, rows that none of them sees). The rows are windows of `text`, or without it
     the last calibration windows. Raises InputError, also for a model that predicts no next token."""
@@ -306,13 +267,6 @@ def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data
         )
     seen, rows = whole.tokens.part(slice(None, -count)), whole.tokens.part(slice(-count, None))
     return Shown(seen, seen.batches(data.batch_size)), rows
-
-
-def _again(shown: Shown) -> Calibration:
-    """Calibration data as `quantize` takes it: rows of token ids, or batches where these are not all."""
-    if shown.tokens is None or shown.tokens.mask is not None:
-        return list(shown.batches)
-    return shown.tokens.ids
 
 
 def _most(text: str | Tensor) -> int:

@@ -102,8 +102,6 @@ def sweep(desk: Desk, recipes: list[object], *more: object) -> Outcome:
 
 
 BUDGETS: dict[str, Case] = {
-    "no budget": (allocate, ("--budget SIZE", "--max-kl")),
-    "two budgets": (lambda d: allocate(d, "--budget", "3bpw", "--max-kl", 0.1), ("--budget SIZE", "one of them")),
     "budget without a unit": (lambda d: allocate(d, "--budget", "3.5"), ("'3.5'", "3.5bpw", "2.1GB")),
     "method without bits": (
         lambda d: allocate(d, "--budget", "3bpw", "--method", "ternary"),
@@ -121,14 +119,6 @@ BUDGETS: dict[str, Case] = {
     "allocation into something else": (
         lambda d: allocate(d, "--budget", "3bpw", "--output", d.output),
         ("ends in .yaml",),
-    ),
-    "allocation that writes nothing": (
-        lambda d: command("allocate", d.model, "--calibration", d.tokens, "--budget", "3bpw"),
-        ("nothing to write", "--output RECIPE.yaml", "--run OUT"),
-    ),
-    "allocation that runs nothing": (
-        lambda d: allocate(d, "--budget", "3bpw", "--resume", "--no-verify"),
-        ("--resume, --verify: only for --run",),
     ),
     "sweep of two recipes of one name": (
         lambda d: sweep(d, ["w4a16-gptq", "w4a16-gptq"]),

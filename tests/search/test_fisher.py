@@ -30,8 +30,8 @@ def rounding(bits: int) -> Candidate:
 
 
 def table(model: torch.nn.Module, *bits: int, **data: object) -> Sensitivity:
-    how = {"calibration": CALIBRATION, "text": HELD_OUT, "run_once": False, **data}
-    return measure_sensitivity(model, [rounding(b) for b in bits], **how).table
+    how = {"calibration": CALIBRATION, "text": HELD_OUT, **data}
+    return measure_sensitivity(model, [rounding(b) for b in bits], **how)
 
 
 def log_probs(model: torch.nn.Module) -> torch.Tensor:

@@ -337,9 +337,9 @@ def test_what_is_offered_fits_the_model(model, tmp_path):
 
 def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_path):
     rotation = compress.Rotation(hidden=False, heads=False, online=True)
-    how = {"calibration": tokens(40, 24), "run_once": False}
+    how = {"calibration": tokens(40, 24)}
     plain, turned = (
-        compress.measure_sensitivity(str(model), [GRIDS], first=first, **how).table for first in ((), (rotation,))
+        compress.measure_sensitivity(str(model), [GRIDS], first=first, **how) for first in ((), (rotation,))
     )
     assert plain.uniform_kl != turned.uniform_kl
     assert plain.model["fingerprint"] != turned.model["fingerprint"]

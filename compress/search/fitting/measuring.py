@@ -64,10 +64,9 @@ def _measured(
         first=first,
         calibration=asked.texts.calibration,
         text=asked.texts.rows,
-        run_once=False,
         ignore=asked.ignore,
         batch_size=asked.batch_size,
         reporter=reporter,
         **asked.texts.how,
         **asked.shared,
-    ).table
+    )
