@@ -114,6 +114,7 @@ class Trial:
         common, texts = self.common, self.common.texts
         trains = any(p.stage(Learn) for p in self.passes)
         reads = any(p.calibrated for p in self.passes) or (trains and texts.training is None)
+        shown = texts.calibration if reads else texts.training
         quantize(
             common.model,
             self.passes,
@@ -121,8 +122,8 @@ class Trial:
             training=_given(texts.training) if trains else None,
             output=target,
             samples=texts.samples if reads else None,
-            length=None if not reads or in_rows(texts.calibration) else texts.length,
-            bos=texts.bos_of(texts.calibration) if reads else None,
+            length=texts.length if (reads or trains) and not in_rows(shown) else None,
+            bos=texts.bos_of(shown) if reads or trains else None,
             batch_size=texts.batch_size,
             device=common.device,
             resume=begun,

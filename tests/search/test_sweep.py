@@ -182,6 +182,21 @@ def test_passes_and_token_ids_from_python_go_on_where_they_were(desk):
             compress.sweep(desk / "model", wrong, text=ids[1], **how)
 
 
+def test_windows_of_training_data_are_as_asked_for(desk, monkeypatch):
+    """Of recipes that calibrate nothing, too."""
+    asked = []
+
+    def quantize(*_, **words):
+        asked.append((words["calibration"], words["training"], words["length"], words["bos"]))
+        raise InputError("no more")
+
+    monkeypatch.setattr(trial, "quantize", quantize)
+    recipes = {"train": compress.Train(steps=1), "rtn": compress.RTN(group_size=32)}
+    how = {"training": "demo", "length": 16, "bos": "window", "output": desk / "out"}
+    compress.sweep(desk / "model", recipes, text="demo", text_samples=2, **how)
+    assert asked == [(None, "demo", 16, "window"), (None, None, None, None)]
+
+
 def test_the_front_is_what_nothing_beats():
     figures = {"a": (1, 9.0), "b": (2, 5.0), "c": (3, 6.0), "d": (4, 5.0), "e": (2, 5.0)}
     rows = [SweepRow(name, {}, bytes=size, kl_mean=kl) for name, (size, kl) in figures.items()]
