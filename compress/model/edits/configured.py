@@ -144,9 +144,11 @@ class _ConfigurationSearch:
 
     def moved(self, fields: Fields, move: Field, before: Differing | None) -> tuple[Fields, Differing | None]:
         """(Fields with one more, what differs then). A number that followed from the changed one, and that the class
-        also reads from the configuration (the size of a head), keeps its value."""
+        also reads from the configuration (the size of a head), keeps its value, where the move changes what differed."""
         moved = (*fields, move)
         found = self.differing(moved)
+        if before and found is not None and before.items() <= found.items():
+            return moved, found
         followed = {a: own for (name, a), (_, own) in (found or {}).items() if (name, a) not in (before or {})}
         for pin in _unnamed(self.model.config, followed):
             pinned = self.differing((*moved, pin))
