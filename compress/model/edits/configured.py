@@ -144,7 +144,7 @@ class _ConfigurationSearch:
 
     def moved(self, fields: Fields, move: Field, before: Differing | None) -> tuple[Fields, Differing | None]:
         """(Fields with one more, what differs then). A number that followed from the changed one, and that the class
-        also reads from the configuration (the size of a head), keeps its value, where the move changes what differed."""
+        also reads from the configuration (the size of a head), keeps its value, if the move changes what differed."""
         moved = (*fields, move)
         found = self.differing(moved)
         if before and found is not None and before.items() <= found.items():
