@@ -73,7 +73,6 @@ def _arithmetic(dtype: torch.dtype | Literal["stored"] | None, device: torch.dev
 
 
 def _tokenizer(given: Any, *models: Model | None) -> Any:
-    """The given tokenizer, or that of the first model given by name."""
     return first_tokenizer(*models) if given is None else given
 
 

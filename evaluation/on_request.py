@@ -102,7 +102,6 @@ def speed_alone(model: str, device: str | torch.device | None = None, trust_remo
 
 
 def _loaded(name: str, device: torch.device, trusted: bool) -> nn.Module:
-    """A checkpoint as it runs: compressed, or dense where it is not compressed."""
     return load(name, torch.float32 if device.type == "cpu" else None, device, trust_remote_code=trusted)
 
 

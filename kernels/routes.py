@@ -50,7 +50,6 @@ class Route(NamedTuple):
 
 
 def _tokens(M: int, K: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A stand-in for M tokens that takes the memory of one."""
     return torch.empty(1, K, dtype=dtype, device=device).expand(M, K)
 
 

@@ -13,7 +13,6 @@ from compress.run.plan.plan import Plan
 from compress.run.plan.storable import with_dense
 from compress.run.plan.stored_sizes import WrittenLayer, stored_layers
 from compress.runtime.check.by_transformers import misread_experts
-from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme
 
 LEAVE = "leave --for out"
@@ -61,15 +60,11 @@ def _cut_blocks(name: str, layers: Mapping[str, WrittenLayer]) -> str | None:
     block; an expert's may not."""
     for group in fused_groups(layers):
         for part in group if NUMBERED.match(f"{group[0]}.weight") else group[:-1]:
-            rows, grid = layers[part].shape[0], _grid(layers[part].scheme)
+            rows, scheme = layers[part].shape[0], layers[part].scheme
+            grid = None if scheme is None else getattr(scheme.codes, "grid", None)
             if grid is not None and grid.block is not None and rows % grid.block[0]:
                 return (
                     f"{name} makes one layer of {listed(group)}, and the {rows} rows of {part} are no multiple of the "
                     f"{grid.block[0]} of a block: give --scheme fp8, or {LEAVE}"
                 )
     return None
-
-
-def _grid(scheme: Scheme | None) -> Grid | None:
-    codes = None if scheme is None else scheme.codes
-    return getattr(codes, "grid", None)

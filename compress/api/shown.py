@@ -220,5 +220,4 @@ def _what_to_show(found: FoundModel) -> str:
 
 
 def _reads_images(found: FoundModel) -> bool:
-    """True for a model read from disk that takes images."""
     return found.source is not None and "image" in modalities(found.source)

@@ -145,7 +145,8 @@ class Hessian:
         tokens = first + second
         for sum_KK in (self.total, self.early):
             if sum_KK is not None:
-                _mirror(sum_KK)
+                for part in symmetric_blocks(len(sum_KK)):  # the blocks below the diagonal
+                    sum_KK[part.stop :, part] = sum_KK[part, part.stop :].t()
         late = None if self.early is None or not first or not second else self.total - self.early
         drift = contrast = None
         if self.drift is not None:
@@ -180,12 +181,6 @@ def _add_products(sum_KK: Tensor, x_MK: Tensor) -> None:
     """Add x^T x to a sum, but for the blocks below its diagonal."""
     for part in symmetric_blocks(len(sum_KK)):
         sum_KK[part, part.start :].addmm_(x_MK[:, part].t(), x_MK[:, part.start :])
-
-
-def _mirror(sum_KK: Tensor) -> None:
-    """Give a symmetric sum its blocks below the diagonal."""
-    for part in symmetric_blocks(len(sum_KK)):
-        sum_KK[part.stop :, part] = sum_KK[part, part.stop :].t()
 
 
 class AffineHessian(Hessian):

@@ -104,7 +104,6 @@ def _is_small(path: Path) -> bool:
 
 
 def _small_files(folder: Path) -> list[Path] | None:
-    """All files of a folder; None where one of them is large or weights."""
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return files if all(_is_small(path) and lies_in(path, folder.parent) for path in files) else None
 

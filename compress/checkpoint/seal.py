@@ -158,7 +158,6 @@ def _of_files(directory: Path, names: Iterable[str], tensors: Container[str]) ->
 
 
 def _of_file(path: Path) -> str:
-    """SHA-256 of a file, which may be larger than memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

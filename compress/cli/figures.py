@@ -99,7 +99,6 @@ def _band(band: Band) -> str:
 
 
 def _listed(figures: Mapping[str, Figure], forms: Mapping[str, str]) -> str:
-    """Figures by their names in words."""
     words = ((name, form) for name, form in forms.items() if name in figures)
     return ", ".join(f"{name.replace('_', ' ')} {_signed(figures[name], form)}" for name, form in words)
 

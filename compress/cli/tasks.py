@@ -71,7 +71,6 @@ def _span(figure: Figure | None) -> str:
 
 
 def _ends(interval: tuple[float, float]) -> str:
-    """An interval of shares, in percent."""
     return " .. ".join(f"{100 * end:.2f}" for end in interval)
 
 

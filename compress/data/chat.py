@@ -55,7 +55,7 @@ class Conversations:
         if tools and not re.search(r"\btools\b", template):
             self.left_out["tools"] += 1
             tools = None
-        place = _place(template)
+        place = next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
         if place is None and any(map(_reasoning, messages)):
             self.left_out["reasoning"] += 1
         messages = [_plain(_with_reasoning(message, place), where) for message in messages]
@@ -167,13 +167,7 @@ def _plain(message: Message, where: str) -> Message:
 
 
 def _reasoning(message: Message) -> str | None:
-    """The reasoning that comes with a message, under whatever name."""
     return next((message[name] for name in REASONING if isinstance(message.get(name), str) and message[name]), None)
-
-
-def _place(template: str) -> str | None:
-    """The name by which a template reads the reasoning of a message; None where it does not."""
-    return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
 
 
 def _with_reasoning(message: Message, place: str | None) -> Message:

@@ -158,7 +158,6 @@ def _holds_rows(path: Path) -> bool:
 
 
 def _array(text: str, source: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a JSON array."""
     for number, record in enumerate(json_line(text, source, HOW), 1):
         yield f"{source} row {number}", record
 
@@ -223,7 +222,6 @@ def _is_text(kind: Any) -> bool:
 
 
 def _numbered(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
-    """The rows of a table, each with words that name it."""
     return [(f"{source} row {number}", record) for number, record in enumerate(table, 1)]
 
 
@@ -300,9 +298,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     level = [value]
     for _ in range(NESTED):
         yield from (each for each in level if isinstance(each, torch.Tensor))
-        inner = (each.values() if isinstance(each, Mapping) else each for each in level if _holds_values(each))
-        level = [each for values in inner for each in values]
-
-
-def _holds_values(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple)
+        holders = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        level = [each for held in holders for each in (held.values() if isinstance(held, Mapping) else held)]

@@ -80,21 +80,18 @@ def packed_tokens(
     picked = [windows[i] for i in torch.linspace(0, len(windows) - 1, count).round().long().tolist()]
     origins = [_origin(file, i, empty[i], pieces, picked) for i, file in enumerate(files)]
     pad: Any = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    rows = [_window_ids(window, bos) for window in picked]
+    rows = [[token for piece in window for token in piece.ids] for window in picked]
+    rows = [row if row[:1] == bos.before_windows else [*bos.before_windows, *row] for row in rows]
     longest = max(map(len, rows))
     ids_BT = torch.full((count, longest), 0 if pad is None else int(pad), dtype=torch.int64)
     mask = torch.zeros(count, longest, dtype=torch.bool)
     for i, joined in enumerate(rows):
         ids_BT[i, : len(joined)], mask[i, : len(joined)] = torch.tensor(joined), True
     fields = [line for file in files for line in file.said_of_fields("calibration")]
-    notes = [*fields, *map(_said, origins), _said_of_windows(mask), *([] if chats is None else chats.notes(source))]
+    share = 100 * float((~mask).float().mean())
+    padding = f"packed into {count} windows of {longest} tokens, {share:.1f} % of them padding, which is masked"
+    notes = [*fields, *map(_said, origins), padding, *([] if chats is None else chats.notes(source))]
     return Tokens(ids_BT, source, tuple(notes), None if bool(mask.all()) else mask, tuple(origins), bos=bos)
-
-
-def _window_ids(window: Sequence[RowPiece], bos: Bos) -> list[int]:
-    """The tokens of a window, and BOS before them where every window has it."""
-    joined = [token for piece in window for token in piece.ids]
-    return joined if joined[:1] == bos.before_windows else [*bos.before_windows, *joined]
 
 
 def _row_ids(file: Documents, tokenizer: Any, chats: Conversations | None, bos: Bos) -> list[list[int]]:
@@ -136,9 +133,3 @@ def _said(origin: Origin) -> str:
     return f"calibration {origin.file!r}: {origin.tokens} tokens of {origin.used} of {origin.rows} rows" + "".join(
         f"; {part}" for part in more
     )
-
-
-def _said_of_windows(mask: torch.Tensor) -> str:
-    """A remark on the windows, and the share of them that is padding."""
-    share = 100 * float((~mask).float().mean())
-    return f"packed into {len(mask)} windows of {mask.shape[1]} tokens, {share:.1f} % of them padding, which is masked"

@@ -79,7 +79,6 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _shows(row: str | Mapping[str, Any], where: str) -> bool:
-    """True for a conversation with an image in it."""
     return isinstance(row, Mapping) and (bool(row.get("images")) or any(True for _ in _image_parts(row, where)))
 
 
@@ -106,7 +105,8 @@ def _of_rows(documents: Documents, folder: Path) -> list[Sample]:
             places.append(_place(given, where, folder))
         if next(rest, None) is not None:
             raise InputError(f"{where} has more 'images' than its messages have parts of the type 'image'")
-        messages = [{**m, "content": [_bare(part) for part in m["content"]]} for m in messages]
+        for message in messages:  # templates expect an image without its place
+            message["content"] = [{"type": "image"} if p.get("type") == "image" else p for p in message["content"]]
         found.append(Sample(where, messages=tuple(messages), images=tuple(places)))
     return found
 
@@ -117,11 +117,6 @@ def _uniform(message: Message) -> Message:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     named = [{**part, "type": "image"} if str(part.get("type", "")).startswith("image") else part for part in parts]
     return {**message, "content": named}
-
-
-def _bare(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a message as templates expect it: an image without its place."""
-    return {"type": "image"} if part.get("type") == "image" else part
 
 
 def _place(given: Any, where: str, folder: Path) -> str:

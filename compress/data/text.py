@@ -1,7 +1,7 @@
 """Text and tokens: converts text, token files and tensors that a person gives to micro-batches of token ids."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ def load_tokens(
         found = Tokens(ids[:samples], name)
     else:
         wanted = length or default_length(config)
-        found = _of_text(source, _once(tokenizer)(), what, wanted, samples, vocabulary, packing, bos)
+        loaded = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer()
+        found = _of_text(source, loaded, what, wanted, samples, vocabulary, packing, bos)
     notes = found.notes
     if samples is not None and len(found.ids) < samples:
         notes += (
@@ -139,11 +140,6 @@ def _of_text(
     (file,) = documents
     origin = Origin(file.name, len(file.rows), None, picked.numel(), dropped={EMPTY: file.empty} if file.empty else {})
     return Tokens(picked, source, (*file.said_of_fields(what), *file.said_of_empty(what)), origins=(origin,), bos=bos)
-
-
-def _once(tokenizer: Any) -> Callable[[], PreTrainedTokenizerBase]:
-    """A function that gives the tokenizer, from one or from a function that loads it."""
-    return (lambda: tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
 
 
 def _check_inputs(batch: Batch) -> None:

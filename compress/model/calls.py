@@ -155,7 +155,6 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are its own, and its buffers."""
     return {name: value for name, value in vars(module).items() if name == "_buffers" or name not in _KEPT}
 
 

@@ -158,17 +158,14 @@ def _is_product(module: nn.Linear | Conv1D, weight: Tensor) -> bool:
     x = torch.linspace(-1, 1, inputs, dtype=weight.dtype, device=weight.device)[None]
     try:
         with torch.no_grad():
-            expected, found = (f(module, x) for f in (_usual_forward(module), kind.forward))
+            usual = Conv1D.forward if isinstance(module, Conv1D) else nn.Linear.forward
+            expected, found = usual(module, x), kind.forward(module, x)
             same = isinstance(found, Tensor) and found.shape == expected.shape
             same = same and (weight.is_meta or torch.allclose(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True))
     except Exception:  # noqa: BLE001 - it does not take what a linear layer takes
         same = False
     _PRODUCTS[kind, weight.is_meta] = same
     return same
-
-
-def _usual_forward(module: nn.Linear | Conv1D) -> Callable[..., Tensor]:
-    return Conv1D.forward if isinstance(module, Conv1D) else nn.Linear.forward
 
 
 def transposed_weights(model: nn.Module) -> set[str]:
@@ -255,7 +252,8 @@ def is_fused(module: nn.Module, parameter: nn.Parameter) -> bool:
     transposed convolution is not a stack of matrices."""
     if isinstance(parameter, UninitializedParameter):
         return False
-    return parameter.ndim == 3 and len(parameter) > 1 and not _is_torchs(module)
+    of_torch = any(k.__module__.startswith("torch.nn.") for k in type(module).__mro__ if k is not nn.Module)
+    return parameter.ndim == 3 and len(parameter) > 1 and not of_torch
 
 
 def treats_convolutions(model: nn.Module) -> bool:
@@ -368,8 +366,3 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.Embedding):
             found.setdefault(id(module._parameters.get("weight")), module)
     return list(found.values())
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """True for a module of a class of torch.nn, or of a subclass of one."""
-    return any(k.__module__.startswith("torch.nn.") for k in type(module).__mro__ if k is not nn.Module)

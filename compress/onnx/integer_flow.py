@@ -23,20 +23,16 @@ def keep_integers(program: Any) -> None:
     """Change an `onnx_ir.Model` so, in place."""
     graph = program.graph
     for node in list(graph):
-        if node.op_type == QUANTIZE and _of_convolution(node):
+        if node.op_type == QUANTIZE and any(
+            use.node.op_type == CONVOLUTION for back in _readers(node) for use in back.outputs[0].uses()
+        ):
             _share(graph, node)
     for node in list(graph):
         if node.op_type in MOVING and _moves_only(node):
             _round_again(graph, node)
 
 
-def _of_convolution(node: Any) -> bool:
-    """True for a QuantizeLinear whose result a convolution multiplies."""
-    return any(use.node.op_type == CONVOLUTION for back in _readers(node) for use in back.outputs[0].uses())
-
-
 def _readers(node: Any) -> list[Any]:
-    """The DequantizeLinear nodes of a QuantizeLinear."""
     return [use.node for use in node.outputs[0].uses() if use.node.op_type == DEQUANTIZE]
 
 

@@ -91,7 +91,8 @@ def sample_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
     # Without the configuration no layer forgets what lies behind a sliding window; the masks still hide it.
     cache = DynamicCache()
-    heads, width = _cached(config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
         held = torch.zeros(BATCH, heads, PAST, width)
         cache.update(held, held.clone(), layer)
@@ -101,12 +102,6 @@ def sample_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         "attention_mask": {0: free, 1: torch.export.Dim.AUTO},
         "past_key_values": [{0: free, 2: free} for _ in range(2 * config.num_hidden_layers)],
     }
-
-
-def _cached(config: Any) -> tuple[int, int]:
-    """(Heads of keys and values, their width)."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @contextmanager

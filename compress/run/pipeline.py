@@ -79,7 +79,8 @@ def _walk(this: Run) -> None:
         this = replace(this, plan=replace(this.plan, stacks=stacks))
     this = replace(this, plan=surveyed(this, partial(captured, this)))
     _name_left_alone(this)
-    originals = [_original_calls(this, stack) for stack in this.plan.stacks]
+    embedded = this.compares and this.plan.tables  # otherwise the original's calls are ours
+    originals = [captured(this, stack)[0] if embedded else None for stack in this.plan.stacks]
     round_tables(this)
     passed: list[Passed] = []
     others: list[Passed] = []
@@ -94,11 +95,6 @@ def _name_left_alone(run: Run) -> None:
     if not run.plan.decides:
         return
     run.record.left_alone.update(run.plan.left_alone(run.model))
-
-
-def _original_calls(run: Run, stack: Stack) -> list[Call] | None:
-    """The calls of a stack's first block that the original embedding makes; None where that is no other than ours."""
-    return captured(run, stack)[0] if run.compares and run.plan.tables else None
 
 
 def _run_stack(

@@ -44,13 +44,10 @@ class SettledRule(ColumnRule):
         """
         compiled = self.held()
         if compiled is None:
-            self._one_by_one(block)
+            with one_thread(is_small(block.target)):
+                self._each_column(block)
         else:
             descend_columns(block, compiled)
-
-    def _one_by_one(self, block: ColumnBlock) -> None:
-        with one_thread(is_small(block.target)):
-            self._each_column(block)
 
     def _each_column(self, block: ColumnBlock) -> None:
         columns, target = len(block.target), block.target

@@ -50,7 +50,8 @@ def joined(parts: Sequence[Decision]) -> Decision:
     """One decision about a layer from those about its groups: rows are stacked, figures averaged."""
     if len(parts) == 1:
         return parts[0]
-    figures = {key: _together([part.figures[key] for part in parts if key in part.figures]) for key in _keys(parts)}
+    keys = dict.fromkeys(key for part in parts for key in part.figures)  # each once, in order
+    figures = {key: _together([part.figures[key] for part in parts if key in part.figures]) for key in keys}
     if "dead_channels" in figures:
         figures["dead_channels"] = sum(int(part.figures.get("dead_channels", 0)) for part in parts)
     mask = next((part.kept for part in parts if part.kept is not None), None)
@@ -69,11 +70,6 @@ def _kept(decision: Decision, like: Tensor) -> Tensor:
         if decision.kept is None
         else decision.kept
     )
-
-
-def _keys(parts: Sequence[Decision]) -> list[str]:
-    """The names of the figures of all decisions, each once, in order."""
-    return list(dict.fromkeys(key for part in parts for key in part.figures))
 
 
 def _together(values: Sequence[float | int | str]) -> float | int | str:

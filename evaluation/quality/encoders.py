@@ -176,7 +176,6 @@ def _figures(
 
 
 def _alike(embeddings_SD: Tensor, at_P2: np.ndarray[Any, Any]) -> Values:
-    """The cosine of both sentences of each pair."""
     one, other = (embeddings_SD[torch.from_numpy(at_P2[:, i])].double() for i in (0, 1))
     return np.asarray(cosine_similarity(one, other).numpy(), np.float64)
 

@@ -71,7 +71,8 @@ class Gate:
             if value is None:
                 return f"{self.figure} was not measured{where}: {_why_not(found, self.figure)}"
             if self.of_noise and floor is None:
-                return f"the noise floor of {self.figure} was not measured{where}: {_no_floor(found)}"
+                why = found.missing.get("noise", "it was not asked for (--noise-floor)")
+                return f"the noise floor of {self.figure} was not measured{where}: {why}"
             limit = self.limit * floor if self.of_noise and floor is not None else self.limit
             if math.isnan(value) or math.isnan(limit):
                 return f"{self.figure} is not a number{where}"
@@ -147,10 +148,6 @@ def _of_tasks(found: Evaluation, name: str, figure: str) -> Iterator[tuple[float
         if name in (ANY, task.name):
             value = OF_TASKS[figure](task)
             yield value.value if isinstance(value, Figure) else value, None, f" on {task.name}" if name == ANY else ""
-
-
-def _no_floor(found: Evaluation) -> str:
-    return found.missing.get("noise", "it was not asked for (--noise-floor)")
 
 
 def _why_not(found: Evaluation, figure: str) -> str:

@@ -54,7 +54,6 @@ def _bits(found: SizeResult | None, field: str) -> str:
 
 
 def _part(found: SizeResult) -> str:
-    """The share of the parameters that are compressed."""
     return wording.share(found.compressed_parameters / max(1, found.parameters))
 
 

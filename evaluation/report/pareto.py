@@ -89,7 +89,9 @@ def drawn(points: Sequence[Point], key: str) -> str:
     for i in sorted(range(len(points)), key=lambda i: (i not in best, i)):
         (x, y), point, style = spots[i], points[i], "main" if i in best else "other"
         ends = wording.bounds(point.figure)
-        bar = "" if ends is None else _whisker(x, up, ends, "bar" if i in best else "otherbar")
+        bar, kind = "", "bar" if i in best else "otherbar"
+        if ends is not None:
+            bar = rule(x, up.place(max(ends[0], up.low)), x, up.place(ends[1]), kind)
         figures = f"{wording.data(point.bytes)}, {wording.with_error(point.figure)}"
         said = f"{wording.name(point.name)}\n{point.recipe}\n{figures}"
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" class="{style}"/>'
@@ -133,10 +135,6 @@ def _stairs(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
             made.append((x, made[-1][1]))
         made.append((x, y))
     return made
-
-
-def _whisker(x: float, up: Axis, ends: tuple[float, float], style: str) -> str:
-    return rule(x, up.place(max(ends[0], up.low)), x, up.place(ends[1]), style)
 
 
 def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]], style: str) -> list[str]:

@@ -122,7 +122,8 @@ def ask(harness: Harness, model: nn.Module, tokenizer: Any) -> list[tuple[TaskRe
         filters = list(dict.fromkeys(each["filter"] for each in samples))
         for way in filters:
             kept = sorted((each for each in samples if each["filter"] == way), key=lambda each: each["doc_id"])
-            if not all(_finite(each["filtered_resps"]) for each in kept):
+            said = [one[0] for each in kept for one in each["filtered_resps"] if isinstance(one, tuple)]
+            if not all(math.isfinite(number) for number in said if isinstance(number, float)):
                 raise CompressError("logits of the model are not finite numbers on these questions; it is damaged")
             metric, answers = _answers(name, kept, found["higher_is_better"][name])
             asked = TaskResult(
@@ -157,13 +158,7 @@ def _answers(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[st
     return word, Answers(values[metric], values.get("acc_norm") if metric == "acc" else None, surprisal)
 
 
-def _finite(found: Sequence[Any]) -> bool:
-    """True where all log-probabilities among a model's responses are finite."""
-    return all(math.isfinite(each[0]) for each in found if isinstance(each, tuple) and isinstance(each[0], float))
-
-
 def _fingerprint(samples: Sequence[Mapping[str, Any]]) -> str:
-    """sha256 of the questions as they were put, and of the right answers."""
     asked = [f"{each['doc_hash']} {each['prompt_hash']} {each['target_hash']}" for each in samples]
     return hashlib.sha256("\n".join(asked).encode()).hexdigest()
 

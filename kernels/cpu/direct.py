@@ -252,7 +252,6 @@ def _like_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _like_product(x: Tensor, words: Tensor, *_: Any) -> Tensor:
-    """The shape, for tracing."""
     return x.new_empty(*x.shape[:-1], words.shape[0] * (ROWS if words.dim() == STRIPS_DIMENSIONS else 1))
 
 

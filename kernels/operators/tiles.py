@@ -77,7 +77,6 @@ def _planar(columns: int, words: Tensor, *others: Any) -> TileWords:
 
 
 def _blocks(weight: TileWords, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their values) of a weight, tiles of rows that unpack into bounded memory."""
     for rows in row_blocks(len(weight.words), columns, weight.tile_rows):
         yield rows, tile_weight(tile_block(weight, rows.start, rows.stop), columns)
 

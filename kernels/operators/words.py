@@ -166,7 +166,6 @@ def _parts(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
 
 
 def _unpacked_product(x_MK: Tensor, weight: Planar, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias by dense products."""
     blocks = ((rows, planar_weight(part, x_MK.shape[1])) for rows, part in _parts(weight, x_MK.shape[1]))
     return product_of_blocks(x_MK, blocks, len(weight.words), bias)
 

@@ -48,7 +48,7 @@ def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float 
 
     repeats: whether forwards are repeated.
     """
-    if not plan.passes or any(looks_beyond(p) or not _measured(p) for p in plan.passes):
+    if not plan.passes or any(looks_beyond(p) or (p.calibrated and not _solves(p)) for p in plan.passes):
         return None
     rate = product_rate()
     streams = 1 + plan.compares if plan.calibrated else 0
@@ -61,7 +61,7 @@ def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float 
         if _solves(p):
             for site in (site for layers in treated for site in sites_of(layers)):
                 rows, columns = sum(layer.shape[0] for layer in site), site[0].shape[1]
-                operations += _statistics(p, columns, tokens.count) + _solving(p, rows, columns)
+                operations += tokens.count * columns**2 * (3 if p.drift else 1) + _solving(p, rows, columns)
     return seconds + operations / rate
 
 
@@ -82,10 +82,6 @@ def _timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def _measured(p: Pass) -> bool:
-    return _solves(p) or not p.calibrated
 
 
 def _solves(p: Pass) -> TypeGuard[SecondOrder]:
@@ -119,10 +115,6 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
 
 def _turns(p: Pass) -> int:
     return 1 + sum(getattr(p, name, 0) for name in TURNS)
-
-
-def _statistics(p: SecondOrder, columns: int, tokens: int) -> int:
-    return tokens * columns**2 * (3 if p.drift else 1)
 
 
 def _solving(p: SecondOrder, rows: int, columns: int) -> float:

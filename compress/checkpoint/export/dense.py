@@ -96,16 +96,14 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     holder = {n: next((of for of in lists if own(n).startswith(f"{of}.")), None) for n, _ in dense_names(source)}
     wanted, held = Counter(holder.values()), dict[str, dict[str, Tensor]]()
     for name, layer in dense_names(source):
-        tensor = source.weights.tensor(name) if layer is None else _dense(source, layer)
+        if layer is None:
+            tensor = source.weights.tensor(name)
+        else:
+            rotation = stored_in(source).layers[layer].scheme.rotation
+            tensor = for_plain_inputs(weight_of(source, layer).dequantize(), rotation)
         if (of := holder[name]) is None:
             yield name, as_stored(tensor, layer is not None and name in transposed)
             continue
         held.setdefault(of, {})[own(name)] = tensor
         if len(held[of]) == wanted[of]:
             yield from ((joined(n), whole) for n, whole in join_experts(empty, held.pop(of)).items())
-
-
-def _dense(source: Source, layer: str) -> Tensor:
-    """The weight of a layer for an input that nothing rotates."""
-    rotation = stored_in(source).layers[layer].scheme.rotation
-    return for_plain_inputs(weight_of(source, layer).dequantize(), rotation)

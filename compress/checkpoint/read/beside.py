@@ -146,7 +146,6 @@ def _unplaced(source: Source) -> tuple[set[str], list[str]]:
 
 
 def _last(name: str) -> str:
-    """The last two words of a tensor's name."""
     return ".".join(name.split(".")[-2:])
 
 

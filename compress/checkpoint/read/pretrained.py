@@ -168,8 +168,8 @@ def from_pretrained(
         missing = sorted(set(missing) - unstored(source))
     if missing:
         raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
-    if path is None:
-        _take_generation(source, model)
+    if path is None and model.can_generate() and (source.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
     mismatched = sorted((name, list(found), list(expected)) for name, found, expected in info["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -186,12 +186,6 @@ def from_pretrained(
                 f"{source.path} holds {lost[0]}, which is no part of {type(model).__name__} ({len(lost)} such tensors)"
             )
     return model.eval()
-
-
-def _take_generation(source: Source, model: Any) -> None:
-    """Give a model that was not loaded from its directory the settings of generation that lie there."""
-    if model.can_generate() and (source.path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.path)
 
 
 def empty_model(source: Source) -> nn.Module:

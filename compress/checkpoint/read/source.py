@@ -135,7 +135,8 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if kind is None and not path.exists():
         path = _download(name)
     if not path.is_dir():
-        raise InputError(f"model {name!r} is {kind or _file_kind(path)}")
+        kind = kind or FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
+        raise InputError(f"model {name!r} is {kind}")
     _check_entries(path)
     if not (path / "config.json").exists() and (path / ADAPTER).exists():
         raise InputError(
@@ -150,11 +151,6 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     named = config.pop(NAMING, None)
     weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)
-
-
-def _file_kind(path: Path) -> str:
-    """Words for a file that was given for a model: its kind, and what to give instead."""
-    return FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
 
 
 def _instead(path: Path) -> str:

@@ -63,8 +63,10 @@ def restated(
     found = dict(written)
     wanted = json.loads(config.to_json_string(use_diff=False))
     for key, (before, after) in changed.items():
-        inside = isinstance(found.get(key), dict) and isinstance(before, dict) and isinstance(after, dict)
-        found[key] = _merged(found[key], before, after) if inside else after
+        if isinstance(found.get(key), dict) and isinstance(before, dict) and isinstance(after, dict):
+            found[key] = {**found[key], **{of: value for of, value in after.items() if before.get(of) != value}}
+        else:
+            found[key] = after
     for other, own in getattr(config, "attribute_map", {}).items():
         if own in changed:
             found.pop(other, None)  # another name of the same key, which the file may use
@@ -87,11 +89,6 @@ def differences(config: PretrainedConfig, other: PretrainedConfig) -> dict[str, 
 
 # Keys that are not of the model.
 OF_WRITING = (NAMING, "transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")
-
-
-def _merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested configuration with its changed values."""
-    return {**written, **{key: value for key, value in after.items() if before.get(key) != value}}
 
 
 def quantization_config(

@@ -118,7 +118,9 @@ class Writer:
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         dense = {n: written_dense(layers[n], d.weight, opened) for n, d in decided.items() if n not in stored}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
-        plain |= _by_parameter(block, opened, {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()})
+        values = {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()}
+        prefix = f"{block}." if block else ""
+        plain |= {prefix + n: values[id(p)] for n, p in opened.block.named_parameters() if id(p) in values}
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
         owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
@@ -293,12 +295,6 @@ def written_dense(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
     assert input_rotation(layer.module) is None, f"{layer.name} rotates its input, which dense weights do not say"
     assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
     return values_NK.to(opened.dtype_of(layer.parameter))
-
-
-def _by_parameter(block: str, opened: Opened, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """{full name: value} of a block's parameters. values: {`id` of the parameter: value}."""
-    prefix = f"{block}." if block else ""
-    return {prefix + name: values[id(p)] for name, p in opened.block.named_parameters() if id(p) in values}
 
 
 def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:

@@ -40,7 +40,8 @@ class SplitAttention(nn.Module):
         made.register_parameter("in_proj_bias", None)
         for name in ("bias_k", "bias_v"):
             made.register_parameter(name, module._parameters.get(name))
-        for name, weight, bias in zip(PROJECTIONS, _weights(module), _biases(module), strict=True):
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        for name, weight, bias in zip(PROJECTIONS, _weights(module), biases, strict=True):
             made.add_module(name, _linear(weight, bias))
         out = module.out_proj
         made.add_module("out_proj", _linear(out.weight, out.bias))
@@ -103,7 +104,9 @@ class SplitAttention(nn.Module):
         rows = None if padding_BS is None else padding_BS[:, None, None]
         for each in (heads, rows):
             if each is not None:
-                hidden = each.to(q_BHTD) if each.is_floating_point() else _hidden(each, q_BHTD.dtype)
+                hidden = each.to(q_BHTD)
+                if not each.is_floating_point():  # True hides a key
+                    hidden = torch.zeros_like(hidden).masked_fill(each, -torch.inf)
                 hidden = pad(hidden, (0, keys - hidden.shape[-1]))
                 found = hidden if found is None else found + hidden
         return found
@@ -113,19 +116,10 @@ class SplitAttention(nn.Module):
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
 
 
-def _hidden(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where a mask is True."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-
-
 def _weights(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
     if module._qkv_same_embed_dim:
         return cast(Tensor, module.in_proj_weight).chunk(3)
     return tuple(cast(Tensor, getattr(module, f"{name}_weight")) for name in PROJECTIONS)
-
-
-def _biases(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
-    return (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -14,12 +14,9 @@ ADVICE = "compress.split_layers(model) makes linear layers of it"
 
 
 def is_whole(module: nn.Module) -> bool:
-    """True for a module that `split_layers` takes apart."""
-    return any(_is_own(module, kinds) for kinds in (LAYERS, CELLS, (nn.MultiheadAttention,)))
-
-
-def _is_own(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """True for a module of one of these classes, or of a subclass that computes as that does."""
+    """True for a module that `split_layers` takes apart: of one of these classes, or of a subclass that computes as
+    that does."""
+    kinds = (*LAYERS, *CELLS, nn.MultiheadAttention)
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 

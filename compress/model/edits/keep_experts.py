@@ -52,7 +52,8 @@ class KeepExperts:
                         cut = tensor.data.index_select(0, staying.to(tensor.device)).contiguous()
                         done.append(change(tensor, DATA, cut))
                 for key, value in list(vars(owner).items()):
-                    if not key.startswith("_") and type(value) is int and value == count and _counts(key):
+                    counts = not key.startswith("_") and ("expert" in key or key == "out_features")
+                    if counts and type(value) is int and value == count:
                         done.append(change(owner, key, len(self.kept)))
         return Applied(tuple(done))
 
@@ -63,11 +64,6 @@ class KeepExperts:
     def parts(self) -> dict[str, Tensor]:
         """No tensors: the entry holds everything."""
         return {}
-
-
-def _counts(attribute: str) -> bool:
-    """True for the name of a number of experts, or of a router's outputs."""
-    return "expert" in attribute or attribute == "out_features"
 
 
 def counts_of(model: nn.Module) -> list[tuple[str, str]]:

@@ -64,17 +64,15 @@ def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     return [problem]
 
 
-def _depthwise(module: nn.Module) -> bool:
-    return is_convolution(module) and module.groups == module.in_channels == module.out_channels
-
-
 def cuttable(block: nn.Module) -> dict[str, Producer]:
     """{name: layer} of a block whose rows or inputs may be cut. A depthwise convolution is no such layer: it holds
     numbers per channel."""
     return {
         name: Producer(module, "linear", Layer(name, module).shape[0])
         for name, module in block.named_modules()
-        if is_layer(module) and not _depthwise(module) and obstacle(module) is None
+        if is_layer(module)
+        and not (is_convolution(module) and module.groups == module.in_channels == module.out_channels)  # depthwise
+        and obstacle(module) is None
     }
 
 

@@ -179,7 +179,8 @@ def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
         held_C |= wiring.reach(name, torch.ones(wiring.inputs[name][0].shape[1], dtype=torch.bool))
     parts: dict[str, tuple[Tensor, Tensor]] = {}
     for name, rows in wiring.inputs.items():
-        alike = (n for n in parts if _same(wiring.inputs[n], rows))
+        same_size = (n for n in parts if len(wiring.inputs[n]) == len(rows))
+        alike = (n for n in same_size if all(map(torch.equal, wiring.inputs[n], rows)))
         known = next(alike, None)
         parts[name] = wiring.parts_of(name) if known is None else parts[known]
     # A watched module does not join components: a norm over the channels of one head, say, is used by all heads.
@@ -214,7 +215,3 @@ def _labels(part_K: Tensor, part_C: Tensor, label_C: Tensor) -> Tensor:
     lowest.scatter_reduce_(0, part_C[used], label_C[used], "amin")
     highest.scatter_reduce_(0, part_C[used], label_C[used], "amax")
     return torch.where(lowest == highest, highest, NONE)[part_K]
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -29,7 +29,8 @@ class HollowModel:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.model = _without_layers(model).eval()
         on_device = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        self.call = short_call(Call((), _widened(on_device), None, None))
+        widened = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in on_device.items()}
+        self.call = short_call(Call((), widened, None, None))
         modules = dict(self.model.named_modules())
         self.tables = {name: m for name, m in modules.items() if isinstance(m, nn.Embedding)}
         self.odd_tables: set[str] = set()
@@ -86,10 +87,6 @@ def _multiplies_rows(table: nn.Embedding, args: Any, kwargs: Any) -> bool:
 
 def _is_layer(module: nn.Module) -> bool:
     return is_linear(module) and "weight" in module._parameters
-
-
-def _widened(batch: Batch) -> Batch:
-    return {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def _without_layers(model: nn.Module) -> nn.Module:

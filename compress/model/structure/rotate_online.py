@@ -69,8 +69,10 @@ def unreached(
     """(Name, K) of layers of blocks whose inputs no rotation of a producer reaches: those that read neither a hidden
     state nor what a linear path leads to. streams, folds: the hidden states and, {block: folds along which a matrix
     passes}, the linear paths that are rotated. Layers that rotate their input already, and experts, are none."""
-    reached = {name for stream in streams for name in (*stream.readers, *_behind(stream.norms))}
-    reached |= {_full(block, each.name) for block, found in folds.items() for fold in found for each in fold.consumers}
+    reached = {name for stream in streams for name in stream.readers}
+    reached |= {name for stream in streams for norm in stream.norms for name in norm.readers}
+    for block, found in folds.items():
+        reached |= {f"{block}.{each.name}" if block else each.name for fold in found for each in fold.consumers}
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     inside = {inner for module in experts for inner in module.modules()}
     head = output_head(model)
@@ -80,12 +82,3 @@ def unreached(
             own = layer.is_called and is_linear(module) and module is not head and module not in inside
             if own and layer.name not in reached and input_rotation(module) is None:
                 yield layer.name, layer.shape[1]
-
-
-def _behind(norms: tuple[Any, ...]) -> Iterator[str]:
-    for norm in norms:
-        yield from norm.readers
-
-
-def _full(block: str, name: str) -> str:
-    return f"{block}.{name}" if block else name

@@ -217,5 +217,4 @@ def _bias(model: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _working(value: Tensor) -> Tensor:
-    """A tensor in float32, or better."""
     return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -107,7 +107,6 @@ class ActivationFormat(WeightFormat):
 
     @property
     def _narrow(self) -> bool:
-        """True where inputs are integers of fewer than 8 bits."""
         return self.scheme in NARROW
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:

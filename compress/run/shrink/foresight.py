@@ -21,7 +21,7 @@ from compress.model.edits.keep import Coupling, Keep
 from compress.model.edits.width import Width, narrow, taken_by, width_of
 from compress.model.layers import Layer, Stack, find_stacks
 from compress.model.valueless import size_of, without_values
-from compress.passes.protocol.removal import Part, RemovalOptions
+from compress.passes.protocol.removal import RemovalOptions
 from compress.run.plan.matching import Ignored
 from compress.run.residency import Residency
 from compress.run.shrink.blocks import CouplingFinder
@@ -94,16 +94,16 @@ class Foresight:
         for part in self.p.shares:
             found = any(c.part == part for each in cuts.values() for c in each)
             if not found:
-                raise InputError(f"{type(self.model).__name__} has no {part} that can be cut: {self._why_none(part)}")
+                why = (why for name, why in self.without.items() if name.endswith(f" ({part})"))
+                raise InputError(
+                    f"{type(self.model).__name__} has no {part} that can be cut: {next(why, 'no layers are blocks')}; "
+                    f"leave {part} out"
+                )
         before = ModelSize(*size_of(self.model))
         twin = self.cut_copy(stacks, cuts, width)
         after = ModelSize(*size_of(twin))
         size = None if width is None else width.size
         return Foreseen(self.p, cuts, before, after, twin, self.couplings, size, self.without, tuple(self.said))
-
-    def _why_none(self, part: Part) -> str:
-        said = next((why for name, why in self.without.items() if name.endswith(f" ({part})")), "no layers are blocks")
-        return f"{said}; leave {part} out"
 
     def cuts_of(self, name: str, block: nn.Module, call: Call) -> Iterator[Cut]:
         """The cuts of a block, in the order in which it computes."""

@@ -83,9 +83,7 @@ class Without:
                     after[i] = base
                     base = after[None] if not gone else [hidden_of(o) for o in through(base)]
                 hidden = after
-        return {key: [_as(o, h) for o, h in zip(outputs, states, strict=True)] for key, states in hidden.items()}
-
-
-def _as(output: Any, hidden: Tensor) -> Any:
-    """The return value of a block, with another hidden state."""
-    return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+        return {
+            key: [h if isinstance(o, Tensor) else (h, *o[1:]) for o, h in zip(outputs, states, strict=True)]
+            for key, states in hidden.items()
+        }

@@ -229,7 +229,8 @@ class BlockRun:
             return {}
         decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
         decisions = {n: replace(made, figures={**made.figures, **figures}) for n, made in decisions.items()}
-        _name_elsewhere(self.run, decisions)
+        if any("elsewhere" in decision.figures for decision in decisions.values()):
+            self.run.record.note(self.run.reporter, ELSEWHERE)
         for name, decision in decisions.items():
             self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
@@ -356,12 +357,6 @@ def _passed(
     passed = suspended_forward(block, calls, sites, visit, reference, here.versions, here.run.repeats)
     here.run.record.block_forwards += passed.forwards
     return passed
-
-
-def _name_elsewhere(run: Run, decisions: Mapping[str, Decision]) -> None:
-    """Say that tokens of layers could not be paired with those of the original."""
-    if any("elsewhere" in decision.figures for decision in decisions.values()):
-        run.record.note(run.reporter, ELSEWHERE)
 
 
 def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:

@@ -105,7 +105,6 @@ def instead(returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _stop(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Stand-in for a block at which the model need not go on."""
     raise StopError
 
 

@@ -63,7 +63,12 @@ def reconstructed(
             _start(layer, decisions[layer.name], versions, stage.rate > 0)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}
-        return {layer.name: _decided(layer, decisions[layer.name], opened, figures) for layer in trained}
+        made = {}
+        for layer in trained:
+            decision = decisions[layer.name]
+            weight = finished(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
+            made[layer.name] = replace(decision, weight=weight, figures=figures)
+        return made
 
 
 def _returned(block: nn.Module, call: Call) -> Tensor:
@@ -161,8 +166,3 @@ def _loss(task: ReconstructionTask, scale: float) -> float:
     """On all calls of all ranks."""
     errors = [float(_error(task, i)) for i in range(len(task.calls))]
     return math.fsum(task.comm.gather_objects(math.fsum(errors))) / scale
-
-
-def _decided(layer: Layer, before: Decision, opened: Opened, figures: Mapping[str, float]) -> Decision:
-    made = finished(layer, layer.weight, before, opened.dtype_of(layer.parameter))
-    return replace(before, weight=made.weight, figures=figures)

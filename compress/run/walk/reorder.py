@@ -5,13 +5,12 @@ One suspended forward collects a pass's statistics without changing a weight; th
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compress.model.known_edits import Edit
-from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.model.structure.orders import Orders
 from compress.passes.protocol.sites import Site
@@ -91,10 +90,6 @@ def torn(readers: Mapping[str, Tensor], group: int) -> str | None:
 def _scores(stage: Reorder, seen: Observed, name: str, places_RU: Tensor, opened: Opened, comm: Comm) -> Tensor:
     """[R N, U] of a layer, each copy of the channels below the other."""
     layer, statistics = seen
-    site = replace(_site(layer, opened, comm), stats=statistics)
+    site = Site({layer.name: layer.weight}, statistics, {layer.name: opened.dtype_of(layer.parameter)}, comm)
     score_NK = stage.score(site, name)
     return torch.cat([score_NK[:, each.to(score_NK.device)] for each in places_RU])
-
-
-def _site(layer: Layer, opened: Opened, comm: Comm) -> Site:
-    return Site({layer.name: layer.weight}, {}, {layer.name: opened.dtype_of(layer.parameter)}, comm)

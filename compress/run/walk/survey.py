@@ -19,7 +19,7 @@ from compress.run.walk.alone import Alone
 from compress.run.walk.decide import in_parts, seen
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.gradients import with_gradients
-from compress.run.walk.sites import BlockSites, same_on_all_ranks, structure_of
+from compress.run.walk.sites import same_on_all_ranks, structure_of
 from compress.run.walk.state import Run, Streams
 
 # What a pass has found out about layers so far.
@@ -87,16 +87,12 @@ def _walk(
     outputs: list[Any] = []
     for p, survey in asking.items():
         if survey.needs:
-            sites = _sites(structure, layers, p)
+            wanted = ([layers[n] for n in names if p.wants(n)] for names in structure.sites)
+            sites = [site for site in wanted if site]
             changed: dict[Layer, Tensor] = {}
             outputs = _look(run, opened, name, streams, survey, sites, found[p], changed)
             values.update(((p, layer.name), {layer: value}) for layer, value in changed.items())
     return streams.after(outputs, [])
-
-
-def _sites(structure: BlockSites, layers: Mapping[str, Layer], p: Pass) -> list[list[Layer]]:
-    sites = ([layers[n] for n in names if p.wants(n)] for names in structure.sites)
-    return [site for site in sites if site]
 
 
 def _look(

@@ -357,5 +357,4 @@ def mixtures_in(model: nn.Module) -> Iterator[Experts]:
 
 
 def _again(experts: Any, _: Any) -> None:
-    """Stack the experts of a module again, whose layers have read new codes."""
     experts.stack()

@@ -296,7 +296,6 @@ def _table_weight(layer: LevelsLinear | TableLinear, lookup: Tensor) -> StepWeig
 
 
 def _in_nibbles(scheme: Scheme) -> bool:
-    """True for levels that codes of 4 bits name."""
     return scheme.weights.bits == NARROW
 
 

@@ -137,7 +137,6 @@ class PackedLinear(WordLinear):
         return StepWeight(words, scale, zero, self.bias, self.container, self.group_size, self.input_group)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """x, rounded here where no kernel rounds it."""
         return x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
@@ -212,7 +211,6 @@ class PackedLinear(WordLinear):
 
 
 def _layout(scheme: Scheme) -> tuple[int, int]:
-    """(Bits of a code in its word, columns that share a scale, -1 for all)."""
     return _container(scheme), scheme.weights.group_size or -1
 
 

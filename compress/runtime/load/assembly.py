@@ -6,7 +6,7 @@ copy of a compressed weight: memory holds at most the checkpoint, and one layer 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -288,11 +288,6 @@ def readers(model: nn.Module) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _of_experts(model: nn.Module, names: Sequence[str]) -> bool:
-    """True for layers of an expert."""
-    return isinstance(model.get_submodule(names[0].rpartition(".")[0]), Expert)
-
-
 def _readers_of_experts(model: nn.Module) -> list[list[str]]:
     """The compressed layers that read what an expert does, of every expert: dummy inputs reach a few of them only."""
     mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
@@ -304,7 +299,8 @@ def _readers_of_experts(model: nn.Module) -> list[list[str]]:
 def fuse(model: nn.Module) -> list[str]:
     """Fuse layers that read one tensor. Returns a line with the reason for each group that cannot be fused."""
     try:
-        groups = _readers_of_experts(model) + [names for names in readers(model) if not _of_experts(model, names)]
+        others = (n for n in readers(model) if not isinstance(model.get_submodule(n[0].rpartition(".")[0]), Expert))
+        groups = [*_readers_of_experts(model), *others]
     except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
         return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
     refused = []

@@ -40,15 +40,12 @@ def _own_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: list[tuple[str, object, Tensor | None]] = [(key, id(p), p) for key, p in module._parameters.items()]
         if not isinstance(module, Unread | UnreadEmbedding):
-            held += [(key, (id(module), key), module._buffers[key]) for key in _lasting(module)]
+            lasting = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+            held += [(key, (id(module), key), buffer) for key, buffer in lasting.items()]
         for key, identity, tensor in held:
             if tensor is not None:
                 found.setdefault(identity, ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
     return list(found.values())
-
-
-def _lasting(module: nn.Module) -> list[str]:
-    return [key for key in module._buffers if key not in module._non_persistent_buffers_set]
 
 
 def _fill(name: str, tensor: Tensor, source: Source, dtype: torch.dtype | None, target: torch.device) -> None:

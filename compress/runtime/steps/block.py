@@ -118,7 +118,9 @@ class BlockSteps:
         """The result of a step; None where the block's own forward is to run."""
         if self.why_not is not None or not may_step(x):
             return None
-        if kwargs.get("past_key_values") is None or not _all_known(kwargs):
+        if kwargs.get("past_key_values") is None or not all(
+            key in KNOWN or value is None or value is False for key, value in kwargs.items()
+        ):
             return None
         known = self.known
         if known is not None and known.holds():
@@ -169,10 +171,6 @@ def may_step(x: Any) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
     )
-
-
-def _all_known(kwargs: dict[str, Any]) -> bool:
-    return all(key in KNOWN or value is None or value is False for key, value in kwargs.items())
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -170,7 +170,8 @@ def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Seq
     with _computing(this):
         this.objective.begin_step(rows, indices, this.micro, comm)
     for part, counting in micro_batches(indices, this.micro, comm):
-        totals = _totals(this, rows.take(part))
+        with torch.enable_grad(), _computing(this):
+            totals = this.objective(rows.take(part))
         loss = combined(this, totals, counts)
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (comm.world if counting else 0)).backward()
@@ -201,11 +202,6 @@ def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, 
     weights = this.objective.weights
     parts = [weights[name] / max(1, counts[name]) * total for name, total in totals.items()]
     return torch.stack(parts).sum()
-
-
-def _totals(this: Training, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    with torch.enable_grad(), _computing(this):
-        return this.objective(batch)
 
 
 def _computing(this: Training) -> AbstractContextManager[object]:

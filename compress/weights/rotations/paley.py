@@ -25,7 +25,7 @@ def paley(order: int) -> Tensor | None:
     if order % 4:
         return None
     if (field := prime_power(order - 1)) is not None:
-        return _first(jacobsthal(*field))
+        return torch.eye(order, dtype=torch.float64) + _bordered(jacobsthal(*field), -1)
     if (field := prime_power(order // 2 - 1)) is not None and (order // 2 - 1) % 4 == 1:
         return _second(jacobsthal(*field))
     return None
@@ -89,10 +89,6 @@ def _bordered(inner: Tensor, side: float) -> Tensor:
     found = torch.zeros(len(inner) + 1, len(inner) + 1, dtype=inner.dtype)
     found[0, 1:], found[1:, 0], found[1:, 1:] = 1, side, inner
     return found
-
-
-def _first(j: Tensor) -> Tensor:
-    return torch.eye(len(j) + 1, dtype=j.dtype) + _bordered(j, -1)
 
 
 def _second(j: Tensor) -> Tensor:

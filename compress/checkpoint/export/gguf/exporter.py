@@ -83,7 +83,7 @@ class GGUFLayout(Exporter):
 
 def _built(source: Source, place: Place) -> dict[str, dict[str, str]]:
     """Write the file of a family that is known here. Returns what `write_file` does."""
-    family, config = _family(source), read_config(source)
+    family, config = FAMILIES[source.config["architectures"][0]], read_config(source)
     lost = [f"not written: {words}" for words in totals(beside(source))]
     for line in (*family.notes(config), *tokenizer.notes_of(source.path), *lost):
         place.note(line)
@@ -102,10 +102,6 @@ def _grafted(source: Source, place: Place, template: Template) -> dict[str, dict
         place.note(line)
     own = _file_type(entries)
     return write_file(place, template.family, lambda writer: template.fill(writer, own), entries)
-
-
-def _family(source: Source) -> Architecture:
-    return FAMILIES[source.config["architectures"][0]]
 
 
 def _architecture(family: Architecture) -> Any:

@@ -98,7 +98,6 @@ class Template:
 
 
 def _rows(values: Tensor) -> list[bytes]:
-    """The bytes of each row of a matrix."""
     return [row.tobytes() for row in values.contiguous().view(torch.uint8).numpy()]
 
 

@@ -120,7 +120,7 @@ def _codes_blocks(held: StoredTerm) -> Blocks:
 
     def codes() -> Tensor:
         found = held.codes.to(torch.int16)
-        return found if zero is None else found - _by_input(zero.to(torch.int16), rows, columns)
+        return found if zero is None else found - _by_block(zero.to(torch.int16), rows, columns, 1)
 
     if zero is not None and held.grid.bits == 4:
         scale = _by_block(held.scale, rows, columns, Q4_1_SIZE).to(torch.float16)
@@ -140,11 +140,6 @@ def _codes_blocks(held: StoredTerm) -> Blocks:
 def _by_block(numbers: Tensor, rows: int, columns: int, size: int) -> Tensor:
     """Numbers of groups [N, G], or of all rows [1, G], as [N, B] of blocks."""
     return numbers.expand(rows, -1).repeat_interleave(columns // size // numbers.shape[-1], 1)
-
-
-def _by_input(numbers: Tensor, rows: int, columns: int) -> Tensor:
-    """Numbers of groups as [N, K]."""
-    return _by_block(numbers, rows, columns, 1)
 
 
 def _levels_why_not(form: Format, columns: int) -> str | None:
@@ -176,7 +171,6 @@ def _super_blocks_why_not(form: Format, columns: int) -> str | None:
 
 
 def _super_blocks(held: StoredTerm) -> Blocks:
-    """The bytes that are stored."""
     assert isinstance(held, KBlocks)
     return Blocks(held.format.type.upper(), held.blocks.shape[1], lambda: held.blocks)
 

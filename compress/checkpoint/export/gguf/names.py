@@ -84,7 +84,8 @@ def planned(source: Source, family: Architecture, names: Any) -> Iterator[FileTe
         name = names.get_name(tensor, SUFFIXES)
         module = tensor.rpartition(".")[0].rpartition(".")[2]
         count = heads.get(module) if family.rotated else None
-        rows = None if count is None else rotated_rows(_shape(source, tensor, layer)[0], count)
+        shape = source.headers[tensor][0] if layer is None else stored_in(source).layers[layer].shape
+        rows = None if count is None else rotated_rows(shape[0], count)
         shift = 1.0 if family.shifted and tensor.endswith("norm.weight") else 0.0
         yield FileTensor(name, tensor, layer, rows, shift)
         if layer is not None:
@@ -106,10 +107,6 @@ def _kept(source: Source) -> Iterator[tuple[str, str | None]]:
     what the model has no place for."""
     without = {*beside(source), *([HEAD] if read_config(source).tie_word_embeddings else [])}
     return ((name, layer) for name, layer in dense_names(source) if name not in without)
-
-
-def _shape(source: Source, tensor: str, layer: str | None) -> tuple[int, ...]:
-    return source.headers[tensor][0] if layer is None else stored_in(source).layers[layer].shape
 
 
 def floats_why_not(source: Source) -> str | None:
