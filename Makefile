@@ -1,20 +1,25 @@
-# What a person runs and what CI runs: `make demo`, `make test`, `make documents`, `make check`; for a release,
-# `make release`, which calls `make wheels`.
+# What a person runs: `make demo`, `make test`. What CI runs: `make check`, which calls `make test-all` and
+# `make documents`. For a release: `make release`, which calls `make wheels`.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-oldest documents check format lint types lock notebooks docs release-tools wheels release clean
+.PHONY: demo test test-all test-oldest documents check format lint types lock notebooks docs release-tools wheels release clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
 
-# One process a core, up to as many as memory surely holds; tests run with one thread each.
+# Every command, pass, format, export, contract and refusal. One process a core, up to as many as memory surely holds;
+# tests run with one thread each.
 test: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-# The same with the lowest versions that pyproject.toml allows, in build/oldest. Without the extra `onnx`, which asks for
+# The same, and what tests it on more cases, processes and processors.
+test-all: $(STAMP)
+	$(BIN)/pytest -m 'not slow and not gpu and not documents' --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# The default run with the lowest versions that pyproject.toml allows, in build/oldest. Without the extra `onnx`, which asks for
 # a newer transformers. ONLY: what to run, by default all.
 test-oldest: build/oldest/.installed
 	build/oldest/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(ONLY)
@@ -30,7 +35,7 @@ build/oldest/.installed: pyproject.toml constraints-oldest.txt
 documents: $(STAMP)
 	$(BIN)/pytest -m documents --numprocesses auto --maxprocesses 8 --dist worksteal tests/test_documents.py
 
-check: $(STAMP) format lint types test documents
+check: $(STAMP) format lint types test-all documents
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -26,6 +26,17 @@ from compress.checkpoint.read.source import DEMO
 from compress.runtime.load.loading import transformers_alone
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `first` leave all of their cases but the first to the full run."""
+    seen: set[str] = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("first") and function in seen:
+            item.add_marker(pytest.mark.full)
+        seen.add(function)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_libraries() -> Iterator[None]:
     import transformers

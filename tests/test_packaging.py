@@ -344,6 +344,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_what_needs_no_model_starts_no_slow_library() -> None:
     """Whole names, too, leave to those who need them what reads tables, foreign checkpoints and GPUs."""
     done = subprocess.run(

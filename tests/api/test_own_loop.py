@@ -97,6 +97,7 @@ def test_training_goes_on_from_a_state_dict(tmp_path):
     assert torch.equal(logits(again.model), logits(prepared.model))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # those of dynamo
 @every("kind", ["llama", "gpt2"])
 def test_blocks_compile_without_graph_breaks(tmp_path_factory, kind):

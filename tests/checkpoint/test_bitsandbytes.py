@@ -30,6 +30,7 @@ def exported(request, tmp_path_factory):
     return folder / "out", folder / "there"
 
 
+@pytest.mark.first
 def test_the_formula_of_bitsandbytes_finds_what_was_decided(exported):
     out, there = exported
     held, decided = load_file(there / "model.safetensors"), compress.load(out, dequantize=True)

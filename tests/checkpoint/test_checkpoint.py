@@ -95,6 +95,7 @@ def test_other_families_reload_in_transformers(kind, tmp_path):
     assert found["layers"] == len(result.record.layers)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_weights_stay_in_the_dtype_of_their_file(kind, key, tmp_path):

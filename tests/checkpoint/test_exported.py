@@ -38,6 +38,7 @@ def made(model: object, name: str, out: Path) -> Path:
     return out
 
 
+@pytest.mark.first
 # A tied head shows in embeddings alone.
 @pytest.mark.parametrize(
     ("name", "tied"), [(name, tied) for name in RUNS for tied in ((False, True) if "embeddings" in name else (False,))]

@@ -39,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_llama().bfloat16(), tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_values_in_less_room(name: str, model: Path, tmp_path: Path) -> None:
     passes, kind = RUNS[name]
@@ -140,6 +141,7 @@ def test_a_model_without_a_record_is_refused(model: Path, tmp_path: Path) -> Non
     assert "holds no compress.json, which names the layers that are pruned" in last_line(outcome)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["numbers", "static int8 inputs"])
 def test_a_run_writes_what_an_export_of_its_output_would(name: str, model: Path, tmp_path: Path) -> None:
     passes, _ = RUNS[name]

@@ -46,6 +46,7 @@ def run(tmp_path: Path, method: str = "rtn", dtype: torch.dtype = torch.float16,
     return out
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("bits", "method", "group", "dtype"),
     [

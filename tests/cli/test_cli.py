@@ -317,6 +317,7 @@ def test_a_signal_that_arrives_while_an_object_is_removed_is_not_lost(
     assert outcome.code == 128 + number, outcome
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_error_and_get_no_words_of_others(desk: Desk, closed: str) -> None:
     words = f"'{sys.executable}' -m compress quantize '{desk.model}' --method rtn --group-size 32 --no-verify"
@@ -395,6 +396,7 @@ def test_a_full_disk_at_the_end_keeps_the_blocks(desk: Desk) -> None:
     assert weights(desk.output) == weights(desk.here / "again")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("full_at", [1, 2])
 def test_a_full_disk_while_training_writes_a_checkpoint_keeps_the_one_before(
     desk: Desk, full_at: int, monkeypatch: pytest.MonkeyPatch
@@ -442,6 +444,7 @@ def test_a_full_disk_promises_nothing_that_is_not_there_and_leaves_no_half_of_a_
         assert sorted(path.name for path in desk.here.iterdir()) == ["figures.json", "link.json"]
 
 
+@pytest.mark.full
 def test_a_full_disk_is_said_of_an_export_whose_library_counts_numbers(desk: Desk) -> None:
     pytest.importorskip("gguf")
     assert desk.rtn(desk.model).code == 0
@@ -604,6 +607,7 @@ def test_methods_shows_the_card_of_a_pass_of_your_own(tmp_path: Path, monkeypatc
     assert lines["grid"][1].startswith("signed-scale, symmetric")
 
 
+@pytest.mark.full
 def test_nothing_in_the_working_directory_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for a recipe, which may be anybody's, nor in place of a library."""
     (tmp_path / "r.yaml").write_text("passes:\n - 'beside:X': {}\n")

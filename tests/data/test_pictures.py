@@ -108,6 +108,7 @@ def test_samples_share_a_batch_where_nothing_has_to_be_padded(models: dict[str, 
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("model", "given", "layers", "says"),
     [

@@ -25,6 +25,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_components_are_the_bytes_of_the_files(name: str, llama: Path, tmp_path: Path) -> None:
     recipe, held = RECIPES[name]

@@ -59,6 +59,7 @@ def plain(path: Path, sentences: list[str], pooling: str) -> torch.Tensor:
     return torch.stack([each.mean(0) if pooling == "mean" else each[0] for each in states]).double()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_figures_of_an_encoder_are_those_of_single_sentences(encoders: tuple[Path, ...], pooling: str) -> None:
     reference, model, file = encoders

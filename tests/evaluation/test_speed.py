@@ -259,6 +259,7 @@ def test_a_checkpoint_end_to_end(llama_w4: Path, tmp_path: Path) -> None:
     assert found["results"][1]["schemes"] == ["w4a16 g32 symmetric"]
 
 
+@pytest.mark.full
 def test_a_wrong_model_is_not_timed_and_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, 1.05)
     outcome = command(*MODEL, "--json", tmp_path / "speed.json")
@@ -276,6 +277,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_variant_that_fails_is_named_and_the_others_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     error, code, said = FAILURES[name]

@@ -21,7 +21,7 @@ def fresh(monkeypatch):
     cpu._loaded.cache_clear()
 
 
-@pytest.fixture(scope="module", params=["native", "avx2", *TARGETS])
+@pytest.fixture(scope="module", params=["native", pytest.param("avx2", marks=pytest.mark.full), *TARGETS])
 def compiled(request):
     """Why there are no compiled kernels, or the library to test: for this processor, for one without AVX-512, and for
     ARM."""

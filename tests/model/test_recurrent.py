@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("words", CASES)
 def test_every_weight_gets_codes_that_run_in_memory_and_from_disk(words, tmp_path):
     p, options = CASES[words]

@@ -87,6 +87,7 @@ def test_a_decoder_is_exported_and_read_back(tmp_path, monkeypatch):
         read_back(there, record["graph"])
 
 
+@pytest.mark.full
 def test_factors_of_integer_products_are_read_back_from_16_bits(tmp_path):
     """The scales of rows of 96 outputs are kept in 16 bits, before a Cast."""
     out = compressed(make_llama(num_hidden_layers=1).half(), tmp_path, scheme="w8a8")

@@ -122,6 +122,7 @@ def test_groups_repeat_their_scale():
     assert not torch.equal(held.scale[:, 2], held.scale[:, 3])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "FLOAT16"), (torch.bfloat16, "BFLOAT16")])
 def test_tables_of_16_bits_stay_so(dtype, kind, tmp_path):
     """A token embedding is widened behind its rows, the same table as a head and a bias before they are used."""

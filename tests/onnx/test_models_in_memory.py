@@ -45,6 +45,7 @@ def found_in(folder) -> dict:
     return found
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("to", ["onnx", "onnx-exact", "onnx-qdq"])
 def test_convolutions_in_int8(to, tmp_path):
     """Depthwise and grouped ones, a stem, and a shortcut that is added to another convolution."""

@@ -192,6 +192,7 @@ def _token_file(tmp_path):
     return tmp_path / "tokens.pt"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["awq", "smoothquant", "smoothquant-awq-gptq"])
 def test_a_stopped_run_folds_again(name, tmp_path):
     passes = {

@@ -270,6 +270,7 @@ def test_a_correction_of_unknown_noise_is_left_out():
     assert_same_quantized(decision.weight, alone.weight)
 
 
+@pytest.mark.full
 @every(("tokens", "scheme", "seed"), pairs([12, 48, 96, 192], ["w3a16", "w4a16", "w8a8"], [0, 1, 2]))
 def test_few_tokens_do_not_make_it_worse_than_rounding(tokens, scheme, seed):
     """Output error on new tokens, of inputs that quantizing the layers before has changed, against the original."""

@@ -212,6 +212,7 @@ METHODS = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_is_stopped_resumed_verified_and_loaded(name, tmp_path):
     """K of the down projections is 96: no multiple of 5."""

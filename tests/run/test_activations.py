@@ -50,6 +50,7 @@ def test_rounded_inputs_are_what_the_kernels_multiply():
     assert static.fake_quantize(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("options", "name"), each(SCHEMES, sorted(METHODS)), ids=str)
 def test_memory_checkpoint_and_transformers_agree(name, options, tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs the hf extra")
@@ -307,6 +308,7 @@ def test_the_checkpoint_says_what_it_holds(tmp_path):
     assert schemes[prefix] == "w8a8 channel symmetric, input static asymmetric"
 
 
+@pytest.mark.first
 @every_scheme
 def test_a_stopped_run_resumes_to_the_same_files(options, tmp_path):
     method = fast_gptq(**options)

@@ -532,6 +532,7 @@ def resnet20_after(folded, method):
     return right(rounded, data)
 
 
+@pytest.mark.first
 def test_resnet20_in_int8(folded_resnet20):
     method = compress.RTN(**STATIC, calibrator="mse", activation_grid="asymmetric")
     assert lost(folded_resnet20[2], resnet20_after(folded_resnet20, method)) <= CHANCE

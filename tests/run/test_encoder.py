@@ -55,6 +55,7 @@ def judged(model, tokenizer, pairs):
 STATIC = {"scheme": "w8a8", "activations": "static"}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("method", "cosine"),
     [
@@ -80,6 +81,7 @@ def test_embeddings_of_an_int8_encoder(minilm, method, cosine):
     assert abs(found - score) <= 0.5
 
 
+@pytest.mark.full
 def test_gptq_on_few_sentences_is_closer_than_rounding(minilm):
     """The attention of a block on fewer tokens than its layers have inputs, where a plain least-squares fit is off."""
     original, held_out, batches, (before, _) = minilm

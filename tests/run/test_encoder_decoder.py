@@ -47,6 +47,7 @@ def pairs(count=2):
     return [{"input_ids": tokens(3, 16, i), "decoder_input_ids": tokens(3, 12, i + 5)} for i in range(count)]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_linear_layer_of_both_stacks_is_compressed_and_runs(kind, method, tmp_path):
@@ -71,6 +72,7 @@ def test_every_linear_layer_of_both_stacks_is_compressed_and_runs(kind, method, 
     assert float((computed - expected).abs().max()) < allowed * float(expected.std())
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", MODELS)
 def test_stack_by_stack_decides_as_the_model_in_one_block_does(kind):
     made = [MODELS[kind](), MODELS[kind]()]
@@ -92,6 +94,7 @@ def test_the_decoder_is_calibrated_behind_the_compressed_encoder():
     assert any(x.shape == expected.shape and not torch.equal(x, expected) for x in seen)  # the order was found before
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_in_the_decoder(tmp_path):
     source = save(bart(), tmp_path / "in")
     asked = {"calibration": pairs(), "verify": False}

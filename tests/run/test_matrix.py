@@ -143,6 +143,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["llama", "gemma"])  # a head of its own, and one tied to an embedding that is scaled
 def test_all_of_it_together(kind, tmp_path):
     """Weights, inputs, outputs, embedding, head and cache: memory, checkpoint and transformers say the same."""

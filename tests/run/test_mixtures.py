@@ -122,6 +122,7 @@ def test_what_transformers_misreads_is_said_and_not_compared(scheme, family, tmp
 SOME = [pair for pair in each(list(METHODS), list(FAMILIES)) if pair[0] not in ("gptq in groups", "w8a8 static", "2:4")]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("method", "family"), SOME)
 def test_a_family_by_a_method(method, family, tmp_path):
     check(family, method, tmp_path)

@@ -343,6 +343,7 @@ def albert():
     return model
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", [GPTQ, compress.SmoothQuant(activations="static")], ids=["gptq", "smoothquant"])
 def test_layers_that_share_one_block_are_compressed_and_run(method, tmp_path):
     source = save(albert(), tmp_path / "in")

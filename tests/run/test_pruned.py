@@ -111,6 +111,7 @@ def test_the_command_line_writes_a_plain_checkpoint_with_zeros_and_shows_them(
             assert torch.all((weight != 0).sum(1) <= weight.shape[1] // 4)
 
 
+@pytest.mark.full
 def test_sparsegpt_then_gptq_are_stopped_resumed_and_loaded_with_their_zeros(llama: Path, tmp_path: Path) -> None:
     passes = [compress.SparseGPT(pattern="2:4"), fast_gptq(scheme="w4a16", group_size=32)]
     how = {"calibration": tokens(16, 16), "verify": False}

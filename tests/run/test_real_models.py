@@ -7,6 +7,8 @@ import torch
 
 import compress
 
+pytestmark = pytest.mark.full
+
 MODELS = [("babyllama-105", 32), ("ts-llama-3.7m", 128)]  # and the group size that divides its widths
 ROWS = 8  # of 255 tokens: enough to tell two methods apart
 CALIBRATION = 16

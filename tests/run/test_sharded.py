@@ -36,6 +36,7 @@ from compress.checkpoint.read.stored import read_tensors
 from compress.run.residency import Sharded
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.dist,
     pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
 ]

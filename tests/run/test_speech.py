@@ -66,6 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 def test_both_stacks_are_compressed_from_the_command_line_verified_and_run(place: Path, method: str) -> None:
     out = place / method

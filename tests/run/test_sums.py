@@ -35,6 +35,7 @@ IDS = tokens(24, 16)
 HALF = ("*.[qk]_proj", "*.o_proj", "*.down_proj")  # alone at its site, beside another, and of other widths
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "lqs"])  # "lqs, all" is more of it
 def test_what_is_written_is_what_was_decided_and_resumes_to_the_same_bits(
     name: str, llama: Path, tmp_path: Path

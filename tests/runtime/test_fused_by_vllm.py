@@ -71,6 +71,7 @@ def test_what_vllm_multiplies_by_is_what_was_decided(scheme, kind, models, tmp_p
     check(out, kind)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("method", "kind"), each([*METHODS], ["dense", "mixture"]))
 def test_every_way_to_nvfp4_shares_its_global_scale(method, kind, models, tmp_path):
     how = {"calibration": tokens(12), "verify": False}

@@ -391,6 +391,7 @@ def test_generates_with_and_without_a_static_cache(fuse, tmp_path):
     assert torch.equal(model.generate(tokens(2, 5), **options, cache_implementation="static"), expected)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "fuse"), [("w4a16_asym", True), ("w8a8_static_asym", False), ("fp8_static", True)])
 def test_a_model_compiles_into_one_graph(name, fuse):
     model = compress.load(LLMCOMPRESSOR / name, fuse=fuse)

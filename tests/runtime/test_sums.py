@@ -61,6 +61,7 @@ def layer_of(name: str, dtype: torch.dtype = torch.float32, bias: bool = True, *
     return QuantLinear.from_quantized(SUMS[name](*terms), added if bias else None)
 
 
+@pytest.mark.first
 @torch.no_grad()
 @pytest.mark.parametrize("name", SUMS)
 @every("dtype", DTYPES)
@@ -91,6 +92,7 @@ def test_codes_and_entries_are_one_product(name, monkeypatch):
     assert error(layer, x, layer(x)) <= 1
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     N=st.integers(1, 70) | st.sampled_from([16, 48]),
@@ -262,6 +264,7 @@ def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
     assert reasons == ("svd has no kernel: it is multiplied as the format knows",)
 
 
+@pytest.mark.first
 @torch.no_grad()
 @pytest.mark.parametrize("tiles", [False, True])
 def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path, monkeypatch):

@@ -90,6 +90,7 @@ def expected() -> dict[str, torch.Tensor]:
     return {n: torch.stack([exact(model, n, ids) for ids in CALIBRATION[:ROWS].split(1)]).detach() for n in EXACT}
 
 
+@pytest.mark.first
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by torch's own derivatives
 @pytest.mark.parametrize("one_block", [False, True])
 def test_squared_gradients_are_the_diagonal_of_the_fisher_information(monkeypatch, expected, one_block):

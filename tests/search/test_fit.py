@@ -247,6 +247,7 @@ def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.full
 def test_trellis_codes_that_a_model_cannot_hold_are_named(model, tmp_path):
     other = save(make_llama(intermediate_size=80), tmp_path / "other")
     words = ["fit", other, "--bits", 3.5, "--calibration", "text.pt", "--output", "OUT", "--no-rotate"]
@@ -258,6 +259,7 @@ def test_trellis_codes_that_a_model_cannot_hold_are_named(model, tmp_path):
     assert any(note.startswith(why) for note in notes)
 
 
+@pytest.mark.full
 def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(model):
     words = [
         "fit",

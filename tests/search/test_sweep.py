@@ -83,6 +83,7 @@ def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
     assert "recipe w8 failed" in swept(desk, "w8").err
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_stopped_goes_on(desk, monkeypatch):
     evaluate = trial.evaluate
 
@@ -114,6 +115,7 @@ def counted(monkeypatch):
     return found
 
 
+@pytest.mark.full
 def test_tasks_and_speed_of_each_recipe_and_of_the_original_once(desk, monkeypatch, counted):
     monkeypatch.setattr(reference_states, "cache_directory", lambda: desk / "cache")
     questions = [{"goal": f"{word} is", "sol1": "one", "sol2": "two of it", "label": 0} for word in ("he", "it", "who")]
@@ -165,6 +167,7 @@ def test_what_cannot_be_asked_is_refused_before_work(desk, more, says):
     assert not (desk / "out").exists()
 
 
+@pytest.mark.full
 def test_passes_and_token_ids_from_python_go_on_where_they_were(desk):
     ids = [torch.randint(VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(i)) for i in range(2)]
     recipes = {"rtn": compress.RTN(group_size=32), "gptq": [fast_gptq(group_size=32)]}

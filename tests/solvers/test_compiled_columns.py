@@ -28,7 +28,10 @@ GRIDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["native", "avx2", "without OpenMP", *TARGETS])
+@pytest.fixture(
+    scope="module",
+    params=["native", *(pytest.param(name, marks=pytest.mark.full) for name in ("avx2", "without OpenMP")), *TARGETS],
+)
 def compiled(request) -> Iterator[ctypes.CDLL | Emulated]:
     if request.param in processor.ARM:
         with emulated(request.param, "columns") as found:

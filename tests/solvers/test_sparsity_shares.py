@@ -117,6 +117,7 @@ def test_whole_numbers_of_each_row_keep_the_budget(layers: list[tuple[int, int, 
     )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", [compress.Wanda, compress.SparseGPT], ids=lambda method: method.name)
 def test_a_run_gives_its_layers_shares_that_spend_the_budget(method: type) -> None:
     sparsities = {}
@@ -184,6 +185,7 @@ def test_the_damage_of_a_layer_is_the_kl_of_the_model_with_that_layer_alone_prun
         assert Remembering.found[name].damage == pytest.approx(kl, rel=1e-2), name
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("one_block", [False, True])
 def test_a_layer_that_hardly_moves_the_predictions_loses_more(one_block: bool) -> None:
     """A thousandth of a layer has the same loss, as a part of what it returns."""

@@ -24,6 +24,7 @@ def test_calls_are_answered_by_one_process_and_errors_come_back() -> None:
     assert work(1)[0] != first
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("unseen", ["interpreter", "library"])
 def test_what_takes_too_long_or_too_much_is_ended(unseen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation that no signal interrupts, a loop, and memory that a library gives up over."""

@@ -19,6 +19,7 @@ from compress.checkpoint.read.stored import read_tensors
 from compress.weights.matrix import Weight
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.dist,
     pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
 ]

@@ -59,6 +59,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[order]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("method", "dtype", "kind", "options"),
     [
@@ -98,6 +99,7 @@ def test_gguf_py_reads_what_was_decided(method, dtype, kind, options, tmp_path):
     assert record["verification"]["tensors"] == len(reader.tensors)
 
 
+@pytest.mark.full
 def test_nvfp4_has_its_global_scale_beside_it(tmp_path):
     out = quantized(tmp_path, "gptq", torch.bfloat16, scheme="nvfp4a16", model=WIDE)
     found = values_of(reader := read(compress.export(out, tmp_path / "there", "gguf").output))

@@ -34,6 +34,7 @@ def test_weight_only(library, K, group, bits, dtype):
                 assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
 
 
+@pytest.mark.full
 @every("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every("bits", [4, 8])
 @every(("K", "group"), GROUPS)

@@ -48,6 +48,7 @@ def test_layout(kind, K, dtype):
         assert laid.held[2, 0, 4 * 3 + 2] == rows.held[35, 1]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(data=st.data())
@@ -87,6 +88,7 @@ def arguments(kind, gradient=False):
     return (x, *weight[:4], torch.ones(48), *weight[4:]), values.double()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract_and_gradient(kind):
     given, values = arguments(kind, gradient=True)

@@ -1,5 +1,6 @@
 """The compiled products with sparse rows and with tiles: any shape against the values of all terms, added in fp64."""
 
+import pytest
 import torch
 from combinations import every
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +11,8 @@ from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts import tiles as pack_tiles
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import pack_strips
+
+pytestmark = pytest.mark.full
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOKENS = [1, 3, 16, 17, 65]

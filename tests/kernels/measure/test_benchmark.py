@@ -76,6 +76,7 @@ def test_float8_products_are_held_to_inputs_as_they_round_them(kind):
     assert benchmark.error_of(out, x, weight, kind) <= 1 < benchmark.error_of(1.05 * out, x, weight, kind)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("K", [256, 4096])
 def test_a_wrong_kernel_is_not_timed(monkeypatch, K):
     spoil(monkeypatch, 1.05)

@@ -121,6 +121,7 @@ def test_operator_is_the_reference(dtype, zero):
     assert ((out.double().view(6, 40) - truth).abs() <= reference.tolerance(x, dense, truth, dtype)).all()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("gradient", [True, False])
 def test_contract(gradient):
     torch.library.opcheck(sparse24.sparse24_linear.registered, arguments(gradient=gradient))

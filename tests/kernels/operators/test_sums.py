@@ -113,6 +113,7 @@ def test_gradient_operators_and_their_own_gradients():
         torch.testing.assert_close(twice, dense.sum(1).float().expand_as(twice), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_into_one_graph(kind):
     op, given, _ = arguments(kind)

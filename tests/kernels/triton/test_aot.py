@@ -11,7 +11,10 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.timeout(1200)  # it compiles every kernel, with an empty cache for minutes on a busy machine
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(1200),
+]  # it compiles every kernel, with an empty cache for minutes on a busy machine
 
 # The budget of 4-bit weights in groups of 128 on an H200, 4.125 bits each (see `aot.instruction_budget`).
 W4_BUDGET = 3.7

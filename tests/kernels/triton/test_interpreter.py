@@ -9,6 +9,8 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.full
+
 NAMES = ("cases", "sums", "grouped", "experts", "invariance", "int8_words", "fp8_blocks", "levels", "trellis")
 # Triton 3.6 hands numpy arrays of one element to range().
 OF_TRITON = "ignore:Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning"

@@ -40,6 +40,7 @@ def test_every_section_runs_dry_and_leaves_its_file(tmp_path):
     assert len(done.stdout) < 12_000
 
 
+@pytest.mark.full
 def test_a_section_is_stopped_at_its_limit_with_all_that_it_started(tmp_path):
     started = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
     words = (sys.executable, "-c", started + "print('begun', flush=True); time.sleep(60)")

@@ -79,6 +79,7 @@ def test_a_teacher_that_is_padded_further_teaches_the_tokens_of_both(desk):
         assert (done.code, says in done.err) == (2, True), done.err
 
 
+@pytest.mark.full
 def test_a_student_without_masks_is_called_trained_and_not_pruned(desk):
     """A layer that training prunes is called pruned as before."""
     words = [desk.model, "--student-layers", 1, "--calibration", desk.tokens, "--steps", 1, "--train", "held_out=0"]
@@ -97,6 +98,7 @@ def test_a_student_without_masks_is_called_trained_and_not_pruned(desk):
             assert coverage["rest"]["pruned, stored dense"] == sum(p.numel() for p in linears(desk.here / output))
 
 
+@pytest.mark.full
 def test_what_chooses_blocks_is_shown_the_training_data_where_there_is_no_other(desk):
     """The same blocks go, and as many samples are looked at, as with the first of the training data for calibration."""
     words = ["--student-layers", 1, "--training", desk.tokens, "--steps", 1, "--train", "held_out=0"]

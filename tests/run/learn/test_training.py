@@ -114,6 +114,7 @@ class StopAfter(Silent):
             raise KeyboardInterrupt
 
 
+@pytest.mark.full
 @every("stops", [["step 3"], ["step 5", "after training, model.layers.0"]])
 def test_a_run_that_was_stopped_goes_on_and_ends_the_same(folder, tmp_path_factory, stops):
     place = tmp_path_factory.mktemp("out")

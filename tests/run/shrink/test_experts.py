@@ -45,6 +45,7 @@ def masked(model, gone, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", scores)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_left_is_the_original_with_experts_masked_out(family, tmp_path, monkeypatch):
     made(family, **EIGHT[family]).save_pretrained(tmp_path / "model")
@@ -76,6 +77,7 @@ def test_what_is_left_is_the_original_with_experts_masked_out(family, tmp_path, 
     assert not torch.allclose(found, unmasked, atol=1e-2)
 
 
+@pytest.mark.full
 def test_steps_behind_it_see_the_smaller_model(tmp_path):
     made("qwen3-moe", **EIGHT["qwen3-moe"]).save_pretrained(tmp_path / "model")
     passes = [
@@ -159,6 +161,7 @@ def sequences(rows, seed):
     return found
 
 
+@pytest.mark.full
 def test_on_a_trained_mixture_the_least_go_better_than_any_others():
     torch.manual_seed(0)
     model = made("qwen3-moe", **EIGHT["qwen3-moe"])

@@ -62,6 +62,7 @@ def half_dead_bert():
     return model
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("importance", ["loss", "magnitude"])
 @pytest.mark.parametrize("make", [half_dead_llama, half_dead_bert])
 def test_channels_in_which_nothing_is_leave_nothing_behind(make, importance):
@@ -76,6 +77,7 @@ def test_channels_in_which_nothing_is_leave_nothing_behind(make, importance):
     torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "bert"])
 def test_every_tensor_has_the_same_channels_and_transformers_loads_it(kind, tmp_path):
     """A quarter goes; of GPT-2 and BERT a quarter of the heads, too. Qwen's hidden state may have any width."""
@@ -97,6 +99,7 @@ def test_every_tensor_has_the_same_channels_and_transformers_loads_it(kind, tmp_
     assert result.record.structure["after"]["parameters"] == sum(p.numel() for p in again.parameters())
 
 
+@pytest.mark.full
 def test_channels_and_whatever_else_goes_together():
     model = build("mistral")
     how = compress.Structure(hidden=0.5, heads=0.5, channels=0.25, layers=1)

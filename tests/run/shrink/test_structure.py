@@ -73,6 +73,7 @@ def batch():
     return {"input_ids": tokens(3, 12, seed=9)}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_left_loads_anywhere_and_is_what_was_foreseen(kind, tmp_path):
     """A quarter of the channels and heads, and a block: of BERT, whose configuration has no size of heads, without."""
@@ -178,6 +179,7 @@ def test_the_blocks_go_without_which_the_model_loses_least(kind):
     assert [int(name.split(".")[-1]) for name in structure["dropped"]] == sorted([first, second])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["opt", "gpt2", "qwen2"])
 def test_what_is_behind_a_block_that_goes_makes_up_for_it(kind, monkeypatch):
     def first(self, gone):
@@ -206,6 +208,7 @@ def test_the_smallest_weights_need_no_calibration():
         assert torch.equal(model.get_submodule(cut["block"]).mlp.up_proj.weight, mlp.up_proj.weight[kept])
 
 
+@pytest.mark.full
 def test_a_recipe_goes_on_with_the_smaller_model_and_resumes(tmp_path):
     made("mistral").save_pretrained(tmp_path / "model")
     structure = {"channels": 0.25, "multiple": 16, "layers": 1}
@@ -242,6 +245,7 @@ def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}, facts_of(model), config
 
 
+@pytest.mark.full
 @every("when", ["while it removes", "in the loop after it", "in what is planned after it"])
 def test_a_model_in_memory_is_what_it_was_where_a_run_fails(when):
     model = made("bert")
@@ -328,6 +332,7 @@ def test_what_no_configuration_can_say_is_refused(make, parts, data, ignore, sai
     assert state(model)[1:] == before[1:]
 
 
+@pytest.mark.full
 def test_an_encoder_and_its_decoder_lose_channels():
     model = build("t5")
     ids = [{"input_ids": tokens(4, 16), "decoder_input_ids": tokens(4, 16, seed=2)}]

@@ -152,6 +152,7 @@ def test_suspended_forward_decides_the_codes_of_a_replay_in_a_fraction_of_the_fo
     assert replayed == 5 * result.record.block_forwards
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("make", "p"),
     [

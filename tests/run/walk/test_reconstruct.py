@@ -21,6 +21,7 @@ def losses(result, key: str) -> list[float]:
     return [found[0], found[-1]]
 
 
+@pytest.mark.full
 @every(
     "passes",
     [

@@ -79,6 +79,7 @@ def assert_same(before, after):
         assert (same, tuple(rest)) == (True, now[1:]), place
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("passes", [FOLDS, EVERYTHING], ids=["folds", "everything"])
 def test_whatever_is_raised_the_model_is_as_it_was(passes, tmp_path, monkeypatch):
     rounding = GPTQ if passes is FOLDS else SmoothQuant

@@ -10,6 +10,7 @@ from losses_worker import TOKENS, WORLD, gradients, made
 from places import RANKS, SUPPORT
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_two_ranks_have_the_gradients_of_one_process(tmp_path) -> None:
     """With a rank that has nothing but padding, a head that is resharded after its forward, negatives of all ranks."""
