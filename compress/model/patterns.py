@@ -7,6 +7,7 @@ from functools import cache
 from glob import escape
 
 from compress.errors import InputError
+from compress.system.limited import check_expressions
 
 # What compressed-tensors and vLLM write before a regular expression, which has to match from a name's beginning.
 REGULAR = "re:"
@@ -28,6 +29,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix(REGULAR))
     except (re.error, OverflowError, RecursionError) as error:
         raise InputError(f"pattern {pattern!r} is no regular expression ({error}); {FORMS}") from None
+
+
+def check_quick(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises InputError for regular expressions that stand still at one of the names."""
+    regular = [pattern for pattern in patterns if pattern.startswith(REGULAR)]
+    shown = ", ".join(map(repr, regular[:SHOWN]))
+    check_expressions(f"pattern {shown}", [pattern.removeprefix(REGULAR) for pattern in regular], names)
 
 
 def patterns_of(layers: Sequence[str], everything: Sequence[str]) -> list[str]:

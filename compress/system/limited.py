@@ -8,10 +8,11 @@ import contextlib
 import faulthandler
 import gc
 import os
+import re
 import resource
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,29 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"  # of the tokenizers library, whose threa
 
 class LimitError(InputError):
     """Work that takes more time or memory than it may."""
+
+
+def check_expressions(what: str, expressions: Sequence[str], names: Sequence[str]) -> None:
+    """Raises LimitError for regular expressions that take much time or memory to match with names of layers from the
+    beginning: repetitions inside of repetitions double it with every letter. what: the expressions, in words."""
+
+    def match(_: object) -> None:
+        for expression in expressions:
+            with contextlib.suppress(re.error, OverflowError, RecursionError):  # it is none, as its reader says
+                compiled = re.compile(expression)
+                for name in names:
+                    compiled.match(name)
+
+    limited = Limited(match)
+    try:
+        if expressions:
+            limited(None)
+    except LimitError as error:
+        raise LimitError(
+            f"{what} cannot be matched with names of layers ({error}); write it without repetitions inside of others"
+        ) from None
+    finally:
+        limited.stop()
 
 
 class Limited:

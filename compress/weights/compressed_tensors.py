@@ -1,13 +1,14 @@
 """Converts schemes to and from the `quantization_config` of compressed-tensors."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from compress.errors import CheckpointError, InputError
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
+from compress.system.limited import check_expressions
 from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes
@@ -24,6 +25,7 @@ LAYOUTS: dict[str, Layout] = {
 OF_LEVELS = {kind.layout: kind for kind in LEVEL_FORMATS.values() if kind.layout is not None}
 LAYOUTS |= {layout: layout for layout in OF_LEVELS}
 # The dtype in which scales are stored, where it is not the model's.
+REGULAR = "re:"  # before a regular expression among the targets
 SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 # Names of tensors that mark a layer of a checkpoint as compressed.
 OWN_PARTS = frozenset(
@@ -375,10 +377,18 @@ def group_for(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
     raise CheckpointError(f"no config group of the quantization_config targets {layer}")
 
 
+def check_targets(quantization: Mapping[str, Any], layers: Sequence[str]) -> None:
+    """Raises InputError for patterns of config groups that stand still at the name of a layer."""
+    groups: Iterable[Mapping[str, Any]] = (quantization.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or () if target.startswith(REGULAR)]
+    expressions = [target.removeprefix(REGULAR) for target in targets]
+    check_expressions(f"targets of the quantization_config, {targets[:1]},", expressions, layers)
+
+
 def _matches(target: str, layer: str) -> bool:
-    if not target.startswith("re:"):
+    if not target.startswith(REGULAR):
         return False
     try:
-        return re.match(target[3:], layer) is not None
+        return re.match(target.removeprefix(REGULAR), layer) is not None
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"the quantization_config targets {target!r}, which is no pattern ({error})") from None

@@ -9,10 +9,11 @@ some layers another width or group size: the first pattern that matches.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from compress.errors import CheckpointError, InputError
+from compress.system.limited import check_expressions
 from compress.weights.formats.gptq_awq import AWQ_BITS, AWQWords, GPTQActOrder, GPTQWords, grid_of_words
 from compress.weights.scheme import Scheme
 
@@ -98,6 +99,12 @@ def read_awq(quantization: Mapping[str, Any], layer: str, where: object) -> Sche
 def group_size_of(quantization: Mapping[str, Any]) -> int:
     """Inputs that share a scale; -1 for one scale per output."""
     return quantization.get("group_size") or -1
+
+
+def check_dynamic(quantization: Mapping[str, Any], layers: Sequence[str]) -> None:
+    """Raises InputError for patterns of `dynamic` that stand still at the name of a layer."""
+    patterns = [*(quantization.get("dynamic") or ())]
+    check_expressions(f"dynamic {patterns[:1]}", [pattern.removeprefix("+:") for pattern in patterns], layers)
 
 
 def _own_words(quantization: Mapping[str, Any], layer: str, where: object) -> Mapping[str, Any]:

@@ -1406,6 +1406,23 @@ def test_a_model_whose_codes_cannot_be_read_is_refused(desk: Desk, llama_w4: Pat
     assert not desk.output.exists()
 
 
+def test_a_pattern_that_stands_still_is_refused(
+    desk: Desk, llama_w4: Path, copy_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recipe, and of a checkpoint: each letter of a name doubles the time."""
+    monkeypatch.setattr("compress.system.limited.SECONDS", 1)
+    still = "re:(([a-z]|[a-z_.0-9])+)+!"
+    model = copy_of(llama_w4, "still")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = [still]
+    (model / "config.json").write_text(json.dumps(config))
+    of_recipe = desk.recipe(f"passes: [{{rtn: {{group_size: 32}}, only: ['{still}']}}]")
+    for outcome, what in ((of_recipe, "pattern"), (command("inspect", model), "targets of the quantization_config")):
+        assert outcome.code == 2
+        line = last_line(outcome)
+        assert all(words in line for words in (what, still, "cannot be matched", "(it takes more than 1 seconds)"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -21,7 +21,7 @@ from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.errors import CheckpointError
 from compress.kernels.layouts.words import pack_rows, words_of
-from compress.weights.compressed_tensors import LAYOUTS, group_for
+from compress.weights.compressed_tensors import LAYOUTS, check_targets, group_for
 from compress.weights.formats.codes import Int8Rows, Packed
 
 BYTE = 8
@@ -35,6 +35,7 @@ def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
     told = {**quantization, "config_groups": {**groups, **packed}}
     if not packed:
         return files, dict(quantization)
+    check_targets(told, sorted({name.rpartition(".")[0] for name in files.headers}))
     hidden: set[str] = set()
     views: dict[str, View] = {}
     for name, (shape, dtype) in files.headers.items():

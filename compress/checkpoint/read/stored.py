@@ -14,7 +14,7 @@ from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
 from compress.weights import fine_grained, gptq_awq, own_words
 from compress.weights.caches import SCALES, CacheScheme
-from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, scheme_for
+from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, check_targets, scheme_for
 from compress.weights.formats.codes import CodesFormat, Int8Table
 from compress.weights.formats.gptq_awq import groups_in_order
 from compress.weights.matrix import Weight
@@ -130,6 +130,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
     if method in gptq_awq.METHODS:
         if not words:
             raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
+        gptq_awq.check_dynamic(quantization, sorted(words))
         return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
         readable = ", ".join((*METHODS, fine_grained.METHOD, *gptq_awq.METHODS))
@@ -143,6 +144,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
     if not names and not cache:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
+    check_targets(quantization, sorted(names))
     return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
 
 

@@ -12,7 +12,7 @@ from compress.model.apart.split import ADVICE
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head, token_tables
 from compress.model.left_alone import left_alone
-from compress.model.patterns import FORMS, matches
+from compress.model.patterns import FORMS, check_quick, matches
 from compress.model.sharing import shared_parameters
 from compress.passes.protocol.base import Pass
 from compress.run.installed import RoundInput, RoundOutput
@@ -94,6 +94,12 @@ class Matching:
 def adapter_in(model: nn.Module) -> str | None:
     """The name of the first module of peft's in a model ("": the model itself); None where there is none."""
     return next((n for n, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"), None)
+
+
+def check_filters(model: nn.Module, passes: Sequence[Pass]) -> None:
+    """Raises InputError for patterns of passes, as a recipe has them, that stand still at a name of the model."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    check_quick([pattern for p in passes for each in p.where for pattern in each.patterns], names)
 
 
 def check_untouched(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from compress.passes.protocol.stages import (
     Restructure,
     Survey,
 )
-from compress.run.plan.matching import Ignored, Matching, check_untouched, remarks_on_patterns
+from compress.run.plan.matching import Ignored, Matching, check_filters, check_untouched, remarks_on_patterns
 from compress.weights.caches import CacheScheme, group_in
 from compress.weights.masks import Earlier
 
@@ -140,6 +140,7 @@ def plan(
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
     whether tensors have values, which are then checked. experts: whether each of fused ones is a layer.
     """
+    check_filters(model, passes)
     if valued:
         check_tensors(model)
         check_untouched(model)
