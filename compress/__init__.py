@@ -60,10 +60,7 @@ if TYPE_CHECKING:
     from compress.runtime.layers.linear import QuantLinear
     from compress.runtime.load.loading import load, register
     from compress.runtime.load.steps import compile_steps
-    from compress.search.budget import Allocation, allocate
-    from compress.search.candidate import Candidate, grid_of_candidates
     from compress.search.fit import FitResult, fit
-    from compress.search.sensitivity import measure_sensitivity
     from compress.search.sweep import sweep
     from compress.search.sweep_rows import Sweep
     from compress.weights.grid import Grid, Quantized, fake_quantize
@@ -77,11 +74,9 @@ _HOMES = {
     "GPTQ": "compress.passes.gptq",
     "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
-    "Allocation": "compress.search.budget",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
     "Cached": "compress.api.cache_logits",
-    "Candidate": "compress.search.candidate",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
@@ -109,7 +104,6 @@ _HOMES = {
     "Train": "compress.passes.train",
     "Trellis": "compress.passes.trellis",
     "Wanda": "compress.passes.wanda",
-    "allocate": "compress.search.budget",
     "but": "compress.passes.protocol.where",
     "cache_logits": "compress.api.cache_logits",
     "compile_steps": "compress.runtime.load.steps",
@@ -123,11 +117,9 @@ _HOMES = {
     "fake_quantize": "compress.weights.grid",
     "fit": "compress.search.fit",
     "fold_batch_norm": "compress.model.batchnorm",
-    "grid_of_candidates": "compress.search.candidate",
     "load": "compress.runtime.load.loading",
     "load_recipe": "compress.passes.protocol.recipe",
     "lora": "compress.runtime.layers.adapters",
-    "measure_sensitivity": "compress.search.sensitivity",
     "on_codes": "compress.api.on_codes",
     "only": "compress.passes.protocol.where",
     "plan": "compress.api.forecast.forecast",
@@ -146,11 +138,9 @@ __all__ = [
     "GPTQ",
     "LQS",
     "RTN",
-    "Allocation",
     "BatchNormFolds",
     "Binary",
     "Cached",
-    "Candidate",
     "CheckpointError",
     "CompressError",
     "Embeddings",
@@ -182,7 +172,6 @@ __all__ = [
     "Trellis",
     "Wanda",
     "__version__",
-    "allocate",
     "but",
     "cache_logits",
     "compile_steps",
@@ -196,11 +185,9 @@ __all__ = [
     "fake_quantize",
     "fit",
     "fold_batch_norm",
-    "grid_of_candidates",
     "load",
     "load_recipe",
     "lora",
-    "measure_sensitivity",
     "on_codes",
     "only",
     "plan",

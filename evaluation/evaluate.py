@@ -104,7 +104,7 @@ def evaluate(
     the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
     predicted. bos: as in `quantize`. samples: at most so many windows of each text. noise_floor: measure the reference
     against itself, too, in the 16 bits that it is stored in. cache: store the outputs of a reference that is given by
-    name, or read them where they are stored, with the stored results of `measure_sensitivity`
+    name, or read them where they are stored, with the stored measurements of `fit`
     (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`,
     or lm-eval:NAME. questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or
     tasks are words. dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU and for "stored"); models

@@ -17,8 +17,8 @@ KEYS = (
     {"model", "speed"},  # the original's, of a sweep
     {"identity", "recipe", "asked"},  # of a recipe of a sweep
     {"verdict", "runs"},  # report
-    {"sensitivity", "allocation"},  # allocate
     {"model", "target", "met", "searched"},  # fit
+    {"recipe", "embedding", "predicted_kl"},  # fit --recipe-only
     {"output", "samples", "tokens", "top_k", "mass"},  # cache-logits
     {"output", "layers", "bytes", "lost"},  # export
     {"model", "exports"},  # export --list

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.commands.allocate import allocate
 from compress.cli.commands.bench import bench
 from compress.cli.commands.cache_logits import cache_logits
 from compress.cli.commands.demo import demo
@@ -69,7 +68,7 @@ def cli() -> None:
     compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
     compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
     compress fit MODEL --size 85MB --calibration TEXT --output OUT
-    compress allocate MODEL --budget 3.5bpw --calibration TEXT --output mixed.yaml
+    compress fit MODEL --size 3.5bpw --recipe-only --calibration TEXT --output mixed.yaml
     compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
     compress evaluate OUT --reference MODEL --text TEXT
     compress report OUT... --output report.html
@@ -95,7 +94,6 @@ for command in (
     distill,
     cache_logits,
     fit,
-    allocate,
     sweep,
     evaluate,
     report,

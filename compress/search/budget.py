@@ -1,4 +1,4 @@
-"""`allocate`: makes a recipe from sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
+"""A recipe from sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
 
     KL of a model ~ f(sum over units of the KL of the candidate chosen for each, alone: its Fisher-weighted loss)
 
@@ -62,7 +62,6 @@ class Allocation:
     bytes: int
     total_bytes: int
     bits_per_weight: float
-    notes: tuple[str, ...] = ()
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -75,21 +74,19 @@ def parse_budget(words: str) -> Budget:
     words = f"{words}B" if re.fullmatch(r"\s*[0-9]{1,18}\s*", words) else words
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise InputError(f"budget {words!r}; allowed: {FORM}")
+        raise InputError(f"size {words!r}; allowed: {FORM}")
     number, unit = float(found[1]), found[2].upper()
     return Budget(bits_per_weight=number) if unit == "BPW" else Budget(bytes=int(number * UNITS[unit]))
 
 
-def allocate(found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None) -> Allocation:
+def allocate(found: Sensitivity, budget: Budget | None = None, *, max_kl: float | None = None) -> Allocation:
     """Choose a candidate for every unit: the least sum of scores within the budget, or, with `max_kl`, the fewest bytes
     at which the predicted KL is at most `max_kl` (nats per token).
 
-    budget: a Budget, or words like 3.5bpw and 2.1GB. Raises InputError for a budget or KL that cannot be reached; the
-    message names the closest that can.
+    Raises InputError for a budget or KL that cannot be reached; the message names the closest that can.
     """
     if (budget is None) == (max_kl is None):
         raise InputError("give a budget or max_kl, one of them")
-    budget = parse_budget(budget) if isinstance(budget, str) else budget
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise InputError(f"max_kl {max_kl}; allowed: above 0, nats per token (0.02 is close to the original)")
     names = {unit.name: list(unit.tried) for unit in found.units}

@@ -25,6 +25,7 @@ from torch import Tensor
 from compress.api.opened import found_model
 from compress.api.request import Data, Extent
 from compress.api.shown import calibration_data
+from compress.checkpoint.ours import check_replaceable
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.pretrained import tokenizer_of
 from compress.checkpoint.write.directory import Directory, claimed
@@ -38,26 +39,27 @@ from compress.search.fitting.offered import Offered, Wishes, offered
 from compress.search.fitting.proof import FitProof
 from compress.search.fitting.recovery import recovered
 from compress.search.fitting.request import FitAsked, FitTexts
-from compress.search.fitting.target import fit_target
-from compress.search.fitting.work import Fitting
-from compress.search.sensitivity import LEAST
+from compress.search.fitting.target import FitTarget, fit_target
+from compress.search.fitting.work import Fitting, write_choice
 from compress.search.texts import in_rows
 from compress.search.trial import MODEL
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 
 HELD_OUT = 32  # windows, at most
+LEAST = 4  # windows of calibration data for each held-out window, at least
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of `fit`. output: the checkpoint; beside: the folder of proof and recipe."""
+    """The result of `fit`. output: the checkpoint; beside: the folder of proof and recipe. With recipe_only output is
+    the recipe, and there is nothing else but the choice with its predicted KL."""
 
     output: Path
-    beside: Path
     choice: FitChoice
-    proof: FitProof
-    evaluation: Evaluation
+    beside: Path | None = None
+    proof: FitProof | None = None
+    evaluation: Evaluation | None = None
 
 
 def fit(
@@ -70,7 +72,9 @@ def fit(
     calibration: str | Tensor,
     output: str | Path,
     text: str | Tensor | None = None,
+    recipe_only: bool = False,
     engine: str | None = None,
+    method: str = "gptq",
     embeddings: bool = True,
     trellis: bool = True,
     rotate: bool = True,
@@ -88,53 +92,98 @@ def fit(
 ) -> FitResult:
     """Find the recipe that meets a target, run it, and measure what it cost on text that no weight was fitted to.
 
-    One of: size, of all weight files, like 85MB; bits per weight of the layers, like 3.4; kl, nats per token;
-    task_loss, the share by which the loss on held-out text may rise, like 0.01 or 1%. A size or bits are met with the
-    least KL, a loss with the fewest bytes. calibration, ignore, samples, length, bos, batch_size, device: as in
-    `quantize`. text: held-out text or token ids; by default the last fifth of the calibration data, up to 32 windows,
-    which is then kept from calibration. engine: vllm or transformers: schemes that it runs. embeddings: without an
-    engine, the token embedding may be compressed, too, for a size or a loss. trellis: without an engine, layers may
-    have trellis codes of 2 to 4 bits, which lose less than grids of as many bits and take longer to decode. rotate:
-    without an engine, the model may be rotated, partly as it runs, where that lowers the KL of 3 bits by a fifth. Only
-    `compress.load` reads a checkpoint with any of the three. hours: the most that the work may take; it leaves the best
-    recipe so far. recover: a time like 30min, in which the recipe that was found is trained on calibration data, within
-    hours; the result is taken if it is closer to the original on held-out text.
+    One of: size, of all weight files, like 85MB, or of the layers, like 3.4bpw; bits, the same as a number; kl, nats
+    per token; task_loss, the share by which the loss on held-out text may rise, like 0.01 or 1%. A size or bits are met
+    with the least KL, a loss with the fewest bytes. calibration, ignore, samples, length, bos, batch_size, device: as
+    in `quantize`. text: held-out text or token ids; by default the last fifth of the calibration data, up to 32
+    windows, which is then kept from calibration. recipe_only: choose by predicted KL, and write the recipe to output, a
+    .yaml file, without running it. engine: vllm or transformers: schemes that it runs. method: gptq, or k-quants: types
+    of llama.cpp alone, without the parts that follow. embeddings: the token embedding may be compressed, too, for a
+    size or a loss. trellis: layers may have trellis codes of 2 to 4 bits, which lose less than grids of as many bits
+    and take longer to decode. rotate: the model may be rotated, partly as it runs, where that lowers the KL of 3 bits
+    by a fifth. Only `compress.load` reads a checkpoint with any of the three, and an engine gets none. hours: the most
+    that the work may take; it leaves the best recipe so far. recover: a time like 30min, in which the recipe that was
+    found is trained on calibration data, within hours; the result is taken if it is closer on held-out text.
 
     Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
     minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
-    data, extent = Data(calibration, samples, length, batch_size, bos=bos), Extent(ignore)
+    data = Data(calibration, samples, length, batch_size, bos=bos)
     data.check()
-    extent.check()
+    Extent(ignore).check()
+    shared = {"device": device, "trust_remote_code": trust_remote_code}
+    wishes = Wishes(method, embeddings, trellis, rotate)
+    begun = partial(_begun, str(model), target, data, text, ignore, engine, wishes, shared, watch, reporter or Silent())
+    if recipe_only:
+        return _chosen(begun(path := _recipe_file(output, overwrite, hours, recover)), path)
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
-        shared = {"device": device, "trust_remote_code": trust_remote_code}
-        texts = _texts(model, data, text, shared)
-        asked = FitAsked(str(model), target, texts, ignore, batch_size, shared)
-        found = offered(asked.model, ignore, engine, Wishes(embeddings, trellis, rotate), trust_remote_code)
-        _check_reach(asked, found)
-        beside = place.output.with_name(f"{place.output.name}.fit")
-        made = _carried_out(Fitting(asked, found, beside, watch, reporter or Silent()), place, minutes)
+        made = _carried_out(begun(place.output), place, minutes)
         place.take_name(overwrite)
     return made
 
 
-def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:
-    """Measure, search, recover and prove; the checkpoint is left where it only needs its name."""
-    work.tell_time()
+def _begun(
+    model: str,
+    target: FitTarget,
+    data: Data,
+    text: str | Tensor | None,
+    ignore: Sequence[str],
+    engine: str | None,
+    wishes: Wishes,
+    shared: dict[str, Any],
+    watch: Deadline,
+    reporter: Reporter,
+    output: Path,
+) -> Fitting:
+    """The work, with its texts read and what recipes may have settled. Raises InputError."""
+    asked = FitAsked(model, target, _texts(model, data, text, shared), ignore, data.batch_size, shared)
+    found = offered(model, ignore, engine, wishes, shared["trust_remote_code"])
+    _check_reach(asked, found)
+    return Fitting(asked, found, output.with_name(f"{output.name}.fit"), watch, reporter)
+
+
+def _recipe_file(output: str | Path, overwrite: bool, hours: float | None, recover: str | None) -> Path:
+    """The path of a recipe to write. Raises InputError for another file's, and for options of a recipe that is run."""
+    if hours is not None or recover is not None:
+        raise InputError("hours and recover are of a recipe that is run; leave them out, or recipe_only")
+    path = Path(output)
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError(f"output {str(output)!r}; a recipe is a file that ends in .yaml")
+    if not overwrite:
+        check_replaceable(path, "give another file, or --overwrite")
+    return path
+
+
+def _chosen(work: Fitting, path: Path) -> FitResult:
+    """Measure and choose, and write the recipe."""
+    _measure(work, recipe_only=True)
+    choice = work.choose()
+    write_choice(work, choice, path)
+    return FitResult(path, choice)
+
+
+def _measure(work: Fitting, recipe_only: bool = False) -> None:
+    """Say how long it takes, and measure everything that the choice depends on."""
+    work.tell_time(recipe_only)
     for note in work.offered.notes:
         work.note(note)
     _check_reach(work.asked, work.offered)  # without trellis codes, if these take too long
     work.choose_rotation()
     work.measure()
+
+
+def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:
+    """Measure, search, recover and prove; the checkpoint is left where it only needs its name."""
+    _measure(work)
     chosen = work.search()
     if minutes is not None:
         chosen = recovered(work, chosen, minutes)
     proof = work.proof(chosen)
     (work.beside / chosen / MODEL).rename(place.model)
     work.leave(chosen, proof)
-    return FitResult(place.output, work.beside, work.choices[chosen], proof, work.runs[chosen])
+    return FitResult(place.output, work.choices[chosen], work.beside, proof, work.runs[chosen])
 
 
 def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:

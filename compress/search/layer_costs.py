@@ -20,7 +20,6 @@ from compress.calibration.collect import collected
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
-from compress.checkpoint.write.writer import halved
 from compress.model.calls import Arrivals, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
@@ -65,9 +64,9 @@ class Made:
 OfBlock = dict[str, dict[str, Made]]
 
 
-def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch], fused: bool) -> LayerCosts:
+def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch]) -> LayerCosts:
     """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`). held_out:
-    rows for the KL of uniform models. fused: layers that read one tensor are one unit."""
+    rows for the KL of uniform models."""
     found = LayerCosts()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
@@ -81,7 +80,7 @@ def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch
             batches = [{k: t.to(device) for k, t in batch.items()} for batch in held_out]
             held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
             for index, (name, _) in enumerate(stack.blocks):
-                look = _Block(run, name, opened, candidates, fused, found, fisher)
+                look = _Block(run, name, opened, candidates, found, fisher)
                 streams = look.walk(streams.called_as(calls[index]))
                 look.enter(index, held)
                 run.steps.finish(name, usual=True)
@@ -104,11 +103,10 @@ class _Block:
         name: str,
         opened: Opened,
         candidates: Sequence[Candidate],
-        fused: bool,
         found: LayerCosts,
         fisher: Fisher,
     ) -> None:
-        self.run, self.name, self.opened, self.fused, self.found = run, name, opened, fused, found
+        self.run, self.name, self.opened, self.found = run, name, opened, found
         self.fisher = fisher
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
@@ -137,7 +135,7 @@ class _Block:
             return
         weighted = self.fisher.weighted(site, arrivals)
         for candidate in self.candidates:
-            suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
+            suited = [layer for layer in site if candidate.suits(layer.name, layer.shape) is None]
             if suited:
                 of_passes = [[{k: s[n] for k, n in own.items()} for s in statistics] for own in names[candidate.name]]
                 decisions = self._decided(candidate, suited, of_passes)
@@ -178,9 +176,8 @@ class _Block:
             rows = slice(i * height, (i + 1) * height)
             loss += quadratic(self.run.comm, weight[rows] - new[rows], result.hessian)
             energy += quadratic(self.run.comm, weight[rows], result.hessian)
-        stored = halved(layer, decision) if candidate.halved else decision
         fisher = nan if weighted is None else weighted.cost(weight - new)
-        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored), fisher)
+        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, decision), fisher)
 
     def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
         """(Bytes of a layer's tensors in the checkpoint, bytes of their header entries)."""
@@ -193,9 +190,8 @@ class _Block:
 
     def enter(self, index: int, held: HeldOut) -> None:
         """Enter the units of the block into what was found, and take held-out rows to the next one."""
-        groups = [g for site in self.sites for g in ([site] if self.fused else [[layer] for layer in site])]
         of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
-        for group in map(tuple, groups):
+        for group in map(tuple, self.sites):
             tried = {name: [m[la.name] for la in group] for name, m in self.made.items() if _all_in(group, m)}
             if tried:
                 of_units[group] = tried

@@ -57,7 +57,6 @@ from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
 
 HELD_OUT = 16  # windows
-LEAST = 4  # windows of calibration data for each held-out window, at least
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
 HEADER = 64
 
@@ -69,8 +68,7 @@ def measure_sensitivity(
     *,
     calibration: Calibration,
     first: Sequence[Pass] = (),
-    text: str | Tensor | None = None,
-    fused: bool = True,
+    text: str | Tensor,
     samples: int | None = None,
     length: int | None = None,
     bos: str | None = None,
@@ -86,14 +84,11 @@ def measure_sensitivity(
     models is measured.
 
     calibration, samples, length, bos, batch_size, ignore, device: as in `quantize`. first: passes like `rotate` that
-    edit the whole model before; a model that is given in memory is changed. text: held-out
-    text, or token ids [samples, length], of which up to 16 windows are used. By default the last windows of calibration
-    data, at most 16 and at most a fifth, which no candidate sees. fused: layers that read one tensor get the same
-    candidate. cached: reuse an earlier result of equal inputs.
+    edit the whole model before; a model that is given in memory is changed. text: held-out text, or token ids
+    [samples, length], of which up to 16 windows are used. cached: reuse an earlier result of equal inputs.
 
     Raises InputError for candidates that suit no layer, and for a model that predicts no next token.
     """
-    described(candidates)  # refuses two of one name
     data = Data(calibration, samples, length, batch_size, bos=bos)
     data.check()
     Extent(ignore).check()
@@ -103,14 +98,14 @@ def measure_sensitivity(
         "model": study.opened.fingerprint(),
         "calibration": study.shown.fingerprint(),
         "held_out": study.rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), fused, str(study.opened.dtype), VERSION],
+        "settings": [FORMAT, batch_size, list(ignore), str(study.opened.dtype), VERSION],
         "passes": [study.edits, words],
     }
     path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
         study.run.reporter.note(f"sensitivities as measured before ({path})")
         return found
-    found = _measured(study, candidates, words, fused)
+    found = _measured(study, candidates, words)
     keep_sensitivity(path, found)
     return found
 
@@ -161,7 +156,7 @@ def _study(
     model: nn.Module | str | Path,
     data: Data,
     first: Sequence[Pass],
-    text: str | Tensor | None,
+    text: str | Tensor,
     ignore: Sequence[str],
     device: str | torch.device | None,
     trust_remote_code: bool,
@@ -180,12 +175,12 @@ def _study(
         opened = replace(opened, model=made.model, notes=[*opened.notes, *made.record.notes])
     plan = treatable(opened.model, ignore)
     check_batches(opened.model, whole.batches)
-    shown, rows = _held_out(opened, whole, text, data)
+    rows = _held_out(opened, text, data)
     record = RunRecord(notes=[*opened.notes, *remarks_on_data(whole), *_remarks_on(opened.model, plan)])
     run = Run(
         opened.model,
         plan,
-        shown.batches,
+        whole.batches,
         residency_of(opened, [*plan.stacks], fsdp=False, keep=True, stores={}),
         Discard(),
         comm,
@@ -194,7 +189,7 @@ def _study(
         FoldFinder(comm, shared_parameters(opened.model)),
         Steps.of(reporter, plan),
     )
-    return Study(opened, first, shown, rows, run, ignore, data.batch_size)
+    return Study(opened, first, whole, rows, run, ignore, data.batch_size)
 
 
 def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
@@ -205,12 +200,10 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
     return [*plan.notes, *remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
 
 
-def _measured(
-    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], fused: bool
-) -> Sensitivity:
+def _measured(study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]]) -> Sensitivity:
     """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. Raises InputError
     where a layer rotates its input and takes no candidate."""
-    how: dict[str, Any] = {"candidates": candidates, "held_out": study.rows.batches(study.batch_size), "fused": fused}
+    how: dict[str, Any] = {"candidates": candidates, "held_out": study.rows.batches(study.batch_size)}
     with evaluating(study.model):
         made = walked(study.run, partial(measured, **how), study.joined)
     if not made.units:
@@ -239,34 +232,20 @@ def _fitted(candidates: Sequence[Candidate], plan: Plan) -> tuple[list[Candidate
     layers = [layer for of_block in plan.layers.values() for layer in of_block]
     widths = {layer.shape[1] for layer in layers}
     found = [Candidate(c.name, tuple(p.fitted(widths) for p in c.passes)) for c in candidates]
-    whys = [c.suits(layer.name, layer.shape, layer.has_format) for c in found for layer in layers]
+    whys = [c.suits(layer.name, layer.shape) for c in found for layer in layers]
     if all(whys):
         why = next(iter(whys), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
     return found, described(found)
 
 
-def _held_out(opened: OpenedModel, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens]:
-    """(Calibration data of the candidates, rows that none of them sees). The rows are windows of `text`, or without it
-    the last calibration windows. Raises InputError, also for a model that predicts no next token."""
+def _held_out(opened: OpenedModel, text: str | Tensor, data: Data) -> Tokens:
+    """Windows of held-out text. Raises InputError, also for a model that predicts no next token."""
     config = getattr(opened.model, "config", None)
     if not hasattr(opened.model, "generate") or getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{type(opened.model).__name__} predicts no next token, so that there is no KL to measure")
-    if text is not None:
-        tokenizer, samples = partial(tokenizer_of, opened.source), _most(text)
-        words: dict[str, Any] = {"length": data.length, "samples": samples, "bos": None if in_rows(text) else data.bos}
-        return whole, load_tokens(text, tokenizer, config, what="held-out", **words)
-    if whole.tokens is None:
-        raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")
-    total = len(whole.tokens.ids)
-    count = min(HELD_OUT, total // (LEAST + 1))
-    if not count:
-        raise InputError(
-            f"calibration has {total} samples, of which none can be held out; give {LEAST + 1} or more, or "
-            "held-out text"
-        )
-    seen, rows = whole.tokens.part(slice(None, -count)), whole.tokens.part(slice(-count, None))
-    return Shown(seen, seen.batches(data.batch_size)), rows
+    tokenizer, bos = partial(tokenizer_of, opened.source), None if in_rows(text) else data.bos
+    return load_tokens(text, tokenizer, config, what="held-out", length=data.length, samples=_most(text), bos=bos)
 
 
 def _most(text: str | Tensor) -> int:

@@ -1,11 +1,11 @@
-"""Sensitivities of the original's layers to several schemes, read from the latest measurement for a budget."""
+"""Sensitivities of the original's layers to several schemes, read from the latest measurement of `fit`."""
 
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.sensitivity import Sensitivity, sensitivity_of_model
 from compress.evaluation.document import SensitivityResult, UnitSensitivity
 from compress.evaluation.quality.language import Model
 
-NOT_MEASURED = "nothing is kept of it: `compress allocate` measures it"
+NOT_MEASURED = "nothing is kept of it: `compress fit` measures it"
 NOT_READ = "nothing was read that is kept of the original"
 IN_MEMORY = "the original was in memory, where nothing is kept of it"
 

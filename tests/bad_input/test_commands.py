@@ -77,11 +77,6 @@ def low_rank(desk: Desk, setting: str, *more: object) -> Outcome:
     return command(*words, "--set", setting, *more)
 
 
-def allocate(desk: Desk, *more: object) -> Outcome:
-    words = ["allocate", desk.model, "--calibration", desk.tokens, "--output", desk.here / "mixed.yaml"]
-    return command(*words, *more)
-
-
 def fit(desk: Desk, *more: object) -> Outcome:
     data = ["--calibration", desk.tokens, "--text", desk.tokens]
     return command("fit", desk.model, *data, "--output", desk.output, "--no-trellis", "--no-rotate", *more)
@@ -102,24 +97,6 @@ def sweep(desk: Desk, recipes: list[object], *more: object) -> Outcome:
 
 
 BUDGETS: dict[str, Case] = {
-    "budget without a unit": (lambda d: allocate(d, "--budget", "3.5"), ("'3.5'", "3.5bpw", "2.1GB")),
-    "method without bits": (
-        lambda d: allocate(d, "--budget", "3bpw", "--method", "ternary"),
-        ("'ternary' has no scheme", "gptq, k-quants, rtn, spqr"),
-    ),
-    "bits twice": (lambda d: allocate(d, "--budget", "3bpw", "--bits", "3,3"), ("bits 3, 3", "each once")),
-    "candidates that fold": (
-        lambda d: allocate(d, "--budget", "3bpw", "--method", "awq"),
-        ("awq does more than decide", "like gptq"),
-    ),
-    "candidates that suit no layer": (
-        lambda d: allocate(d, "--budget", "3bpw", "--group-sizes", 36),
-        ("no candidate suits any layer", "give others"),
-    ),
-    "allocation into something else": (
-        lambda d: allocate(d, "--budget", "3bpw", "--output", d.output),
-        ("ends in .yaml",),
-    ),
     "sweep of two recipes of one name": (
         lambda d: sweep(d, ["w4a16-gptq", "w4a16-gptq"]),
         ("two recipes are called 'w4a16-gptq'", "rename one"),
@@ -138,7 +115,26 @@ FITS: dict[str, Case] = {
     "fit to nothing": (fit, ("0 targets given; give one", "--size 85MB", "--task-loss 1%")),
     "fit to two things": (lambda d: fit(d, "--kl", 0.1, "--bits", 3), ("2 targets given; give one", "--kl 0.05")),
     "fit to a size without a unit": (lambda d: fit(d, "--size", "8.5"), ("'8.5'", "2.1GB")),
-    "fit to a size in bits": (lambda d: fit(d, "--size", "3bpw"), ("'3bpw'", "like 85MB", "--bits")),
+    "fit to a size in bits that nothing has": (
+        lambda d: fit(d, "--size", "1.5bpw"),
+        ("bits 1.5; the smallest recipe has 2.", "give that or more"),
+    ),
+    "fit by another method": (
+        lambda d: fit(d, "--bits", 3, "--method", "awq"),
+        ("unknown method 'awq'", "gptq, k-quants"),
+    ),
+    "fit of K-quants for an engine": (
+        lambda d: fit(d, "--bits", 5, "--method", "k-quants", "--for", "vllm"),
+        ("--for vllm has schemes of its own", "--method k-quants"),
+    ),
+    "fit that leaves a recipe in something else": (
+        lambda d: fit(d, "--bits", 3, "--recipe-only"),
+        ("a recipe is a file that ends in .yaml",),
+    ),
+    "fit that runs nothing and trains it": (
+        lambda d: fit(d, "--bits", 3, "--recipe-only", "--recover", "5min", "--output", d.here / "mixed.yaml"),
+        ("hours and recover are of a recipe that is run",),
+    ),
     "fit to no bits": (lambda d: fit(d, "--bits", 0), ("bits 0.0; allowed: above 0", "like 3.4")),
     "fit to no KL": (lambda d: fit(d, "--kl", 0), ("kl 0.0; allowed: above 0", "0.02")),
     "fit to words": (lambda d: fit(d, "--task-loss", "little"), ("task loss 'little'; allowed: above 0", "like 1%")),

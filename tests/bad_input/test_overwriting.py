@@ -28,8 +28,8 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "cache-logits --json": lambda d, p: command(
         *("cache-logits", d.model, "--output", d.here / "said.safetensors", "--calibration", d.tokens, "--json", p)
     ),
-    "allocate --output .yaml": lambda d, p: command(
-        "allocate", d.model, "--budget", "3bpw", "--calibration", d.tokens, "--output", p
+    "fit --recipe-only --output .yaml": lambda d, p: command(
+        *("fit", d.model, "--bits", 3, "--recipe-only", "--calibration", d.tokens, "--text", d.tokens, "--output", p)
     ),
     "bench --html": lambda d, p: command("bench", "--html", p),
     "inspect --html": lambda d, p: command("inspect", d.model, "--calibration", "--html", p),

@@ -261,7 +261,7 @@ def test_an_original_of_float32_has_no_floor_and_says_why(ids: torch.Tensor, tmp
     found = compress.evaluate(model, reference=model, text=ids, noise_floor=True)
     assert found.texts[0].noise is None
     assert found.missing == {
-        "sensitivity": "nothing is kept of it: `compress allocate` measures it",
+        "sensitivity": "nothing is kept of it: `compress fit` measures it",
         "noise": "the reference is stored in float32, as these figures are: its rounding cannot be told from theirs",
     }
     assert "noise" not in compress.evaluate(model, reference=model, text=ids).missing

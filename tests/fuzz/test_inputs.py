@@ -261,7 +261,7 @@ WORK = (
     "export",
     "report",
     "verify",
-    "allocate",
+    "fit",
     "sweep",
     "methods",
 )
@@ -271,7 +271,7 @@ def options(things: Things, chance: random.Random) -> Made:
     """A command with random options: names that it has, and values that it may not expect."""
     name = chance.choice(WORK)
     subject: dict[str, list[object]] = {
-        **{each: [things.model] for each in ("quantize", "plan", "prune", "allocate")},
+        **{each: [things.model] for each in ("quantize", "plan", "prune", "fit")},
         **{each: [things.small] for each in ("evaluate", "inspect", "generate", "export", "verify", "report")},
         "sweep": [things.model, ROOT / "recipes" / "sweeps" / "w4-rtn.yaml"],
     }

@@ -141,29 +141,31 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
     model = save(make_llama(), tmp_path / "model")
     recipe, data = tmp_path / "mixed.yaml", ["--calibration", "demo", "--samples", "24"]
-    fast = [
-        f"--set={name}={value}" for name, value in {"refit": 0, "sweeps": 0, "clip": False, "shrink": False}.items()
-    ]
-    words = ["--bits", "2,4", "--group-sizes", "32", "--budget", "4bpw", "--output", recipe]
-    found = command("allocate", model, *words, *data, *fast, "--json", tmp_path / "found.json")
+    words = ["--size", "4bpw", "--recipe-only", "--no-trellis", "--no-rotate", "--text", "demo", "--output", recipe]
+    found = command("fit", model, *words, *data, "--json", tmp_path / "found.json")
     assert found.code == 0, found.err
     assert "predicted KL" in found.out
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "found.json", "mixed.yaml", "model"}
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert told["bits_per_weight"] <= 4
     made = command("quantize", model, "--recipe", recipe, *data, "--output", tmp_path / "out")
     assert made.code == 0, made.err
-    assert compress.evaluate(tmp_path / "out").bits_per_weight <= 4
+    assert compress.evaluate(tmp_path / "out").bits_per_weight == pytest.approx(told["bits_per_weight"], rel=1e-9)
     how = {"samples": 2, "text": "demo"}
     known, unread = (
         compress.evaluate(tmp_path / "out", reference=model, cache=cache, **how) for cache in (True, False)
     )
-    table = json.loads((tmp_path / "found.json").read_text())["sensitivity"]
-    assert [unit.fisher for unit in known.sensitivity.units] == [
-        {name: tried["fisher"] for name, tried in unit["tried"].items()} for unit in table["units"]
-    ]
-    assert known.sensitivity.bits["w4 g32"] == pytest.approx(5, abs=0.05)  # scales of float32
+    assert {unit.name for unit in known.sensitivity.units} == {*told["chosen"]}
+    assert all(unit.fisher["w2"] > unit.fisher["w8"] > 0 for unit in known.sensitivity.units)
     assert "sensitivity" not in known.missing
     assert (unread.sensitivity, unread.missing["sensitivity"]) == (
         None,
         "nothing was read that is kept of the original",
     )
     other = compress.evaluate(tmp_path / "out", reference=tmp_path / "out", **how)
-    assert (other.sensitivity, "compress allocate" in other.missing["sensitivity"]) == (None, True)
+    assert (other.sensitivity, "compress fit" in other.missing["sensitivity"]) == (None, True)
+    words[1] = "2.5GB"
+    again = command("fit", model, *words, *data, "--overwrite")
+    assert "sensitivities as measured before" in again.err
+    kl = command("fit", model, "--kl", 1e-9, *words[2:], *data, "--overwrite")
+    assert (kl.code, "no recipe is predicted to be within it (the best has KL" in kl.err) == (2, True)

@@ -30,6 +30,7 @@ from compress.search.fitting.recovery import recovered
 from compress.search.fitting.request import FitAsked, FitTexts
 from compress.search.fitting.target import fit_target
 from compress.search.fitting.work import Fitting
+from compress.search.sensitivity import measure_sensitivity
 from compress.system.progress import Silent
 
 WEIGHTS = 1000
@@ -335,13 +336,16 @@ def test_what_is_offered_fits_the_model(model, tmp_path):
         assert any(c.name == "w2-trellis" for c in made.schemes) != tied
         assert any("trellis codes are left out" in note for note in made.notes) == tied
     assert offered(str(model), (), "vllm", Wishes(), trusted=False).rotation == ()
+    types = offered(str(model), (), None, Wishes("k-quants"), trusted=False)
+    assert [c.name for c in types.schemes] == ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+    assert (types.tables, types.rotation) == ((), ())
 
 
 def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_path):
     rotation = compress.Rotation(hidden=False, heads=False, online=True)
     how = {"calibration": tokens(40, 24)}
     plain, turned = (
-        compress.measure_sensitivity(str(model), [GRIDS], first=first, **how) for first in ((), (rotation,))
+        measure_sensitivity(str(model), [GRIDS], first=first, text=tokens(4, 24), **how) for first in ((), (rotation,))
     )
     assert plain.uniform_kl != turned.uniform_kl
     assert plain.model["fingerprint"] != turned.model["fingerprint"]

@@ -15,6 +15,7 @@ from compress.cli.options import (
     overwrite_option,
     quiet_option,
     trust_option,
+    writable,
     write_report,
 )
 from compress.system.terminal import visible
@@ -23,15 +24,36 @@ if TYPE_CHECKING:
     from compress.search.fit import FitResult
 
 
+def recipe_file(context: click.Context, parameter: click.Parameter, value: str) -> str | None:
+    """Refuse a file that cannot be written, where a recipe is all that is asked for."""
+    return writable(context, parameter, value) if context.params.get("recipe_only") else value
+
+
 @click.command(short_help="Meet a size or a loss with the best recipe, and show the proof.")
 @click.argument("model")
-@click.option("--size", metavar="SIZE", help="Bytes of all weight files, at most: 85MB, 1.5GiB, or a number.")
+@click.option(
+    "--size",
+    metavar="SIZE",
+    help="Bytes of all weight files, at most: 85MB, 1.5GiB, or a number. Or 3.4bpw: --bits 3.4.",
+)
 @click.option(
     "--bits", type=float, help="Bits per weight of the layers, at most, like 3.4. Embeddings stay as they are."
 )
 @click.option("--kl", type=float, help="KL to the original on held-out text, at most, in nats per token, like 0.05.")
 @click.option("--task-loss", metavar="SHARE", help="Rise of the loss on held-out text, at most, like 1%.")
+@click.option(
+    "--recipe-only",
+    is_flag=True,
+    is_eager=True,  # before --output, which is a file then
+    help="Choose by predicted KL and write the recipe to --output, a .yaml file, for compress quantize --recipe.",
+)
 @click.option("--for", "engine", metavar="ENGINE", help="vllm or transformers: only schemes that it runs.")
+@click.option(
+    "--method",
+    default="gptq",
+    show_default=True,
+    help="gptq, or k-quants: types of llama.cpp alone, for compress export --to gguf.",
+)
 @click.option(
     "--embeddings/--no-embeddings",
     default=True,
@@ -68,7 +90,13 @@ if TYPE_CHECKING:
 )
 @extent_options
 @ignore_option
-@click.option("--output", required=True, metavar="OUT", help="The directory to write; proof and recipe are in OUT.fit.")
+@click.option(
+    "--output",
+    required=True,
+    metavar="OUT",
+    callback=recipe_file,
+    help="The directory to write; proof and recipe are in OUT.fit.",
+)
 @overwrite_option("Replace an existing or unfinished output, and files that other options name.")
 @trust_option
 @device_option
@@ -82,6 +110,7 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
     \b
     compress fit MODEL --size 85MB --calibration TEXT --output OUT
     compress fit MODEL --bits 3.4 --for vllm --calibration TEXT --output OUT
+    compress fit MODEL --size 3.5bpw --recipe-only --calibration TEXT --output mixed.yaml
     compress fit MODEL --kl 0.05 --hours 0.5 --calibration TEXT --text TEXT --output OUT
 
     Says first how long it will take. The same command goes on where it was stopped. A target that is missed is an exit
@@ -92,15 +121,36 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
 
     with reporting("fit", quiet) as reporter:
         made = compress.fit(model, output=output, reporter=reporter, **options)
-    write_report(json_file, asdict(made.proof))
+    write_report(json_file, asdict(made.proof) if made.proof is not None else predicted(made))
     if not quiet and json_file != "-":
         show(made)
-    if not made.proof.met:
+    if made.proof is not None and not made.proof.met:
         fail(f"the target, {made.proof.target}, is missed; {output} is the nearest to it", 1)
+
+
+def predicted(made: "FitResult") -> dict[str, Any]:
+    """The content of `--json` for a recipe that was not run."""
+    choice = made.choice
+    return {
+        "recipe": str(made.output),
+        "bytes": choice.bytes,
+        "bits_per_weight": choice.allocation.bits_per_weight,
+        "predicted_kl": choice.predicted_kl,
+        "embedding": choice.table.name,
+        "chosen": choice.allocation.chosen,
+    }
 
 
 def show(made: "FitResult") -> None:
     """Print the result in words, and where everything lies."""
+    if made.proof is None:
+        choice = made.choice
+        click.echo(
+            f"{choice.allocation.bits_per_weight:.4g} bits per weight, weight files of {choice.bytes:,} bytes; "
+            f"predicted KL {choice.predicted_kl:.4g}, without what layers make up for"
+        )
+        click.echo(visible(f"{made.output}: run it with compress quantize MODEL --recipe {made.output} ..."))
+        return
     from compress.search.fitting.proof import paragraph_of
 
     click.echo(visible(paragraph_of(made.proof)))

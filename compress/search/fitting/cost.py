@@ -29,10 +29,11 @@ class FitCost:
 
     def said(self, runs: int) -> str:
         """The estimate in words, for so many recipes."""
+        measuring = f"{in_words(self.score)} to measure layers"
+        if not runs:
+            return f"about {measuring}"
         total = self.score + runs * self.run
-        return (
-            f"about {in_words(total)}: {in_words(self.score)} to measure layers, {in_words(self.run)} for each recipe"
-        )
+        return f"about {in_words(total)}: {measuring}, {in_words(self.run)} for each recipe"
 
 
 def in_words(seconds: float) -> str:

@@ -19,7 +19,7 @@ ENOUGH = 0.8  # of the KL without a rotation
 # {method: options with which layers are measured}. Trellis codes of 2^10 states take a quarter of the time of those of
 # 2^12 that are run. Of normal numbers they have 5, 8 and 12 % more error for 2, 3 and 4 bits (tests/kernels/layouts).
 SWEEP_ALONE = {"refit": 0, "sweeps": 0}
-FAST = {"gptq": SWEEP_ALONE, "trellis": {**SWEEP_ALONE, "state_bits": 10}}
+FAST = {"gptq": SWEEP_ALONE, "k-quants": SWEEP_ALONE, "trellis": {**SWEEP_ALONE, "state_bits": 10}}
 
 
 def as_measured(schemes: Sequence[Candidate]) -> list[Candidate]:

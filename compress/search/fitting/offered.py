@@ -7,24 +7,31 @@ from typing import Any
 from compress.api.engines import check_engine, engine_named, picked
 from compress.api.forecast.forecast import plan, shapes_of
 from compress.api.opened import found_model
-from compress.errors import InputError
+from compress.errors import InputError, one_of
+from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.model.experts import Experts
 from compress.model.layers import layers_of
 from compress.model.patterns import ignoring, matches
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
+from compress.passes.k_quants import KQuants
 from compress.passes.protocol.recipe import options_of
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.passes.whole_model.rotate import Rotation
 from compress.run.plan.matching import tied_head
-from compress.search.candidate import BITS, Candidate, trellis_candidate
+from compress.search.candidate import Candidate
 from compress.search.fitting.tables import possible_tables
+
+BITS = (2, 3, 4, 5, 6, 8)
+METHODS = ("gptq", "k-quants")
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Parts of recipes that are wanted; for an engine there are none of them."""
+    """The wanted method of layers, and other parts of recipes. For an engine, and for K-quants, which are llama.cpp's
+    types, there are none of these."""
 
+    method: str = "gptq"
     embeddings: bool = True
     trellis: bool = True
     rotate: bool = True
@@ -56,14 +63,18 @@ class Offered:
 
 def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishes, trusted: bool) -> Offered:
     """The parts of recipes that there are for a model. trusted: code of its repository may run. Raises InputError for
-    an engine that opens another form."""
+    an unknown method, and for an engine that opens another form."""
+    if one_of("method", wishes.method, METHODS) == "k-quants":
+        if engine is not None:
+            raise InputError(f"--for {engine} has schemes of its own; leave out either it or --method k-quants")
+        return Offered([Candidate(type_, (KQuants(scheme=type_),)) for type_ in K_QUANTS])
     schemes = _schemes(engine)
     if engine is not None:
         _check_experts(model, ignore, engine, trusted)
         return Offered(schemes)
     made = Offered(schemes, possible_tables(model, trusted) if wishes.embeddings else ())
     if wishes.trellis:
-        codes = [trellis_candidate(scheme) for scheme in TRELLIS_SCHEMES]
+        codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
         more = replace(made, schemes=[*codes, *schemes])
         why = _why_not(model, ignore, codes[0].passes, trusted)
         made = more if why is None else more.without_trellises(why)
@@ -98,7 +109,7 @@ def _schemes(engine: str | None) -> list[Candidate]:
         if engine_named(engine).to is not None:
             raise InputError(
                 f"--for {engine} opens another form than the checkpoint whose size is fitted; allowed: vllm, "
-                f"transformers (for {engine}: compress quantize --for {engine}, or allocate and export)"
+                f"transformers (for {engine}: compress quantize --for {engine}; K-quants: --method k-quants)"
             )
         schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
         options, _ = picked(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])

@@ -11,7 +11,7 @@ from compress.evaluation.document import Evaluation
 from compress.search.budget import Budget, parse_budget
 
 SURE = 0.95  # one-sided, by Student's t over windows
-WORDS = "--size 85MB, --bits 3.4, --kl 0.05 or --task-loss 1%"
+WORDS = "--size 85MB, --bits 3.4 (or --size 3.4bpw), --kl 0.05 or --task-loss 1%"
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,7 @@ def fit_target(
     if len(given) != 1:
         raise InputError(f"{len(given)} targets given; give one: {WORDS}")
     if size is not None:
-        budget = parse_budget(size)
-        if budget.bytes is None:
-            raise InputError(
-                f"size {size!r}; allowed: bytes of the weight files, like 85MB or 1.5GiB (--bits: per weight)"
-            )
-        return FitTarget(budget)
+        return FitTarget(parse_budget(size))
     if bits is not None:
         if not 0 < bits < math.inf:
             raise InputError(f"bits {bits}; allowed: above 0, bits per weight of the compressed layers, like 3.4")

@@ -73,10 +73,10 @@ class Fitting:
         self.notes.append(words)
         self.reporter.note(words)
 
-    def tell_time(self) -> None:
+    def tell_time(self, recipe_only: bool = False) -> None:
         """Say how long it will take, and leave rotations or trellis codes out, or both, where there is no time for
         them. Raises InputError where one recipe takes longer than may be taken."""
-        runs = 2 if self.asked.target.budget is not None else 3
+        runs = 0 if recipe_only else 2 if self.asked.target.budget is not None else 3
         cost, whole = self._cost(), self.offered
         if cost is not None and not self.watch.allows(cost.least):
             why = f"measuring and one recipe would take {in_words(cost.least)}"
@@ -110,23 +110,35 @@ class Fitting:
         self.found = measured(asked, self.offered, self.reporter)
         self.tables = table_options(asked.model, asked.texts.rows, tables, self.reporter, **asked.shared)
 
+    def choose(self) -> FitChoice:
+        """The recipe that meets the target by its predicted KL. Raises InputError where none does."""
+        target = self.asked.target
+        if target.budget is None:
+            choice = below_kl(self.table, self.tables, self._aim())
+            why = f"is predicted to be within it (the best has KL {best(self.table, self.tables).predicted_kl:.3g})"
+        else:
+            choice, why = within_budget(self.table, self.tables, target.budget), "of these layers is as small"
+        if choice is None:
+            raise InputError(f"target {target}; no recipe {why}: give more")
+        return choice
+
     def search(self) -> str:
         """Choose and run recipes; the name of the best."""
         target = self.asked.target
-        if target.budget is None:
-            return self._below(target)
-        choice = within_budget(self.table, self.tables, target.budget)
-        if choice is None:
-            raise InputError(f"target {target}; no recipe of these layers is as small: give more")
-        return self.run(choice)
+        return self._below(target) if target.budget is None else self.run(self.choose())
+
+    def _aim(self) -> float:
+        """The most KL for a loss."""
+        target = self.asked.target
+        if target.task_loss is None:
+            return target.limit
+        loss = evaluate(self.asked.model, text=self.asked.texts.rows, **self.asked.shared).perplexity
+        assert loss is not None
+        return target.limit * math.log(loss)  # a rise of the loss is about the KL
 
     def _below(self, target: FitTarget) -> str:
         """The recipe of the fewest bytes that is measured to be within a loss; the nearest, where none is."""
-        aim = target.limit
-        if target.task_loss is not None:
-            loss = evaluate(self.asked.model, text=self.asked.texts.rows, **self.asked.shared).perplexity
-            assert loss is not None
-            aim *= math.log(loss)  # a rise of the loss is about the KL
+        aim = self._aim()
         for _ in range(ROUNDS):
             choice = below_kl(self.table, self.tables, aim) or best(self.table, self.tables)
             if choice in self.choices.values():
@@ -226,18 +238,22 @@ class Fitting:
 
     def leave(self, chosen: str, proof: FitProof) -> None:
         """Write recipe and proof, and remove the other checkpoints."""
-        choice = self.choices[chosen]
-        before, behind = (
-            describe(passes)["passes"] for passes in (self.offered.rotation, (*choice.recovery, *choice.table.passes))
-        )
-        steps = [*before, *choice.allocation.recipe["passes"], *behind]
-        about = f"{proof.model}: {proof.target}, {choice.bytes:,} bytes"
-        write_recipe(self.beside / RECIPE, replace(choice.allocation, recipe={"passes": steps}), about)
+        write_choice(self, self.choices[chosen], self.beside / RECIPE)
         write_json(self.beside / PROOF, asdict(proof))
         write_whole(self.beside / PAGE, noted(markdown_of(proof)))
         for name in self.runs:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self.beside / name / MODEL)
+
+
+def write_choice(work: Fitting, choice: FitChoice, path: Path) -> None:
+    """Write a recipe with all its parts."""
+    before, behind = (
+        describe(passes)["passes"] for passes in (work.offered.rotation, (*choice.recovery, *choice.table.passes))
+    )
+    steps = [*before, *choice.allocation.recipe["passes"], *behind]
+    about = f"{work.asked.name}: {work.asked.target}, {choice.bytes:,} bytes"
+    write_recipe(path, replace(choice.allocation, recipe={"passes": steps}), about)
 
 
 def _front_point(choice: FitChoice) -> FrontPoint:
