@@ -130,7 +130,8 @@ def _schemes(source: Source) -> dict[str, Scheme]:
     if method in gptq_awq.METHODS:
         if not words:
             raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
-        gptq_awq.check_dynamic(quantization, sorted(words))
+        if method == gptq_awq.GPTQ:  # AWQ has no words for single layers
+            gptq_awq.check_dynamic(quantization, sorted(words))
         return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
         readable = ", ".join((*METHODS, fine_grained.METHOD, *gptq_awq.METHODS))
