@@ -19,7 +19,7 @@ HALF = "float16"  # of scales, an option of passes
 # Methods whose formats are sums or tiles, whatever their options are.
 OF_THEIR_OWN = ("spqr", "lqs")
 SYMMETRIC = ("signed-scale", "symmetric", "narrow")
-# What becomes one layer: the experts of a block; these, and layers that read one input.
+# Layers of which an engine makes one: the experts of a block; these, and layers that read one input.
 Merges = Literal["nothing", "experts", "inputs"]
 
 

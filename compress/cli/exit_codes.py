@@ -17,8 +17,8 @@ from compress.errors import CompressError, InputError, Terminated, first_line, w
 from compress.system.terminal import visible
 
 GATE = 3  # an evaluation that fails a gate
-# What a shell reports for commands that were interrupted, ended by another signal (its number is added), or whose
-# reader went away (as `| head` does).
+# Exit codes, as of a shell, for commands that were interrupted, ended by another signal (its number is added), or
+# whose reader went away (as `| head` does).
 STOPPED, BY_SIGNAL, UNREAD = 130, 128, 141
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 AGAIN_S = 0.05  # until a lost signal is sent again

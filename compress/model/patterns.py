@@ -9,7 +9,7 @@ from glob import escape
 from compress.errors import InputError
 from compress.system.limited import check_expressions
 
-# What compressed-tensors and vLLM write before a regular expression, which has to match from a name's beginning.
+# The prefix of a regular expression, as in compressed-tensors and vLLM. It has to match from a name's beginning.
 REGULAR = "re:"
 SHOWN = 4  # patterns in a message
 FORMS = "patterns are shell-style and match whole names ('*.down_proj'), or regular expressions ('re:.*down_proj')"

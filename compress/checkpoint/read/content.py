@@ -1,8 +1,7 @@
 """SHA-256 of the content of files, computed once for a file that stays as it is.
 
-Pieces of a file are hashed by several threads: 1.9 GB a second and core, about what reading the file once costs. Hashes
-of large files are kept by path, device, inode, size and times of change: in this process, and for others in
-`$COMPRESS_CACHE_DIR/hashes`.
+Pieces of a file are hashed by several threads, about as fast as the file is read. Hashes of large files are kept by
+path, device, inode, size and times of change: in this process, and for others in `$COMPRESS_CACHE_DIR/hashes`.
 """
 
 import hashlib

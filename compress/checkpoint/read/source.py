@@ -147,7 +147,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise InputError(f"{path} holds no config.json; {_instead(path)}")
     config = read_json(path / "config.json")
     check_config(config, path / "config.json")
-    # What the files of an output are called is not what those of its model were.
+    # Files of an output may have other names than those of its model.
     named = config.pop(NAMING, None)
     weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)

@@ -79,8 +79,8 @@ def measure(
     whole = decoder.config_of(shape).num_hidden_layers
     vocabulary = decoder.config_of(shape).vocab_size
     tokens = torch.randint(vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
-    runs = [("gptq", 1), ("gptq", blocks)] if library == "llmcompressor" else [("rtn", 1), ("rtn", blocks), ("gptq", 1)]
-    runs += [] if library == "llmcompressor" else [("gptq", blocks)]
+    methods = ("rtn", "gptq") if library == "compress" else ("gptq",)
+    runs = [(method, count) for method in methods for count in dict.fromkeys((1, blocks))]
     first: dict[str, float] = {}
     for method, count in runs:
         model = build(shape, count, device)
