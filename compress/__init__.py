@@ -11,26 +11,30 @@ and transformers are imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from compress.errors import CheckpointError, CompressError, InputError
-from compress.system.version import VERSION
+from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.base.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.api.cache_logits import Cached, cache_logits
-    from compress.api.forecast.forecast import Forecast, plan
-    from compress.api.job import Result
-    from compress.api.on_codes import on_codes
-    from compress.api.own_loop import Prepared, prepare_qat
-    from compress.api.quantize import quantize
-    from compress.api.quantize_for import quantize_for
-    from compress.api.verify import verify
     from compress.checkpoint.export.write import Exported, export, export_dense, export_sparse24
     from compress.evaluation.document import Evaluation
     from compress.evaluation.evaluate import evaluate
     from compress.evaluation.quality.classifiers import evaluate_classifier
     from compress.evaluation.quality.encoders import evaluate_encoder
-    from compress.model.apart.split import split_layers
+    from compress.inference.layers.adapters import lora
+    from compress.inference.layers.linear import QuantLinear
+    from compress.inference.load.loading import load, register
+    from compress.inference.load.steps import compile_steps
+    from compress.jobs.cache_logits import Cached, cache_logits
+    from compress.jobs.forecast.forecast import Forecast, plan
+    from compress.jobs.job import Result
+    from compress.jobs.on_codes import on_codes
+    from compress.jobs.qat_loop import Prepared, prepare_qat
+    from compress.jobs.quantize import quantize
+    from compress.jobs.quantize_for import quantize_for
+    from compress.jobs.verify import verify
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
-    from compress.model.experts_apart import split_experts
+    from compress.model.split_experts import split_experts
+    from compress.model.splitting.split_layers import split_layers
     from compress.onnx.in_memory import export_onnx
     from compress.passes.awq import AWQ
     from compress.passes.binary import Binary
@@ -42,8 +46,8 @@ if TYPE_CHECKING:
     from compress.passes.lqs import LQS
     from compress.passes.magnitude import Magnitude
     from compress.passes.protocol.base import Pass
+    from compress.passes.protocol.layer_filter import but, only
     from compress.passes.protocol.recipe import load_recipe
-    from compress.passes.protocol.where import but, only
     from compress.passes.reconstruct import Reconstruct
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
@@ -56,10 +60,6 @@ if TYPE_CHECKING:
     from compress.passes.wanda import Wanda
     from compress.passes.whole_model.rotate import Rotation
     from compress.passes.whole_model.structure import Structure
-    from compress.runtime.layers.adapters import lora
-    from compress.runtime.layers.linear import QuantLinear
-    from compress.runtime.load.loading import load, register
-    from compress.runtime.load.steps import compile_steps
     from compress.search.fit import FitResult, fit
     from compress.search.sweep import sweep
     from compress.search.sweep_rows import Sweep
@@ -76,23 +76,23 @@ _HOMES = {
     "RTN": "compress.passes.rtn",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
-    "Cached": "compress.api.cache_logits",
+    "Cached": "compress.jobs.cache_logits",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
     "FitResult": "compress.search.fit",
-    "Forecast": "compress.api.forecast.forecast",
+    "Forecast": "compress.jobs.forecast.forecast",
     "Grid": "compress.weights.grid",
     "KQuants": "compress.passes.k_quants",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
     "Pass": "compress.passes.protocol.base",
-    "Prepared": "compress.api.own_loop",
-    "QuantLinear": "compress.runtime.layers.linear",
+    "Prepared": "compress.jobs.qat_loop",
+    "QuantLinear": "compress.inference.layers.linear",
     "Quantized": "compress.weights.grid",
     "Reconstruct": "compress.passes.reconstruct",
-    "Result": "compress.api.job",
+    "Result": "compress.jobs.job",
     "Rotation": "compress.passes.whole_model.rotate",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
@@ -104,9 +104,9 @@ _HOMES = {
     "Train": "compress.passes.train",
     "Trellis": "compress.passes.trellis",
     "Wanda": "compress.passes.wanda",
-    "but": "compress.passes.protocol.where",
-    "cache_logits": "compress.api.cache_logits",
-    "compile_steps": "compress.runtime.load.steps",
+    "but": "compress.passes.protocol.layer_filter",
+    "cache_logits": "compress.jobs.cache_logits",
+    "compile_steps": "compress.inference.load.steps",
     "evaluate": "compress.evaluation.evaluate",
     "evaluate_classifier": "compress.evaluation.quality.classifiers",
     "evaluate_encoder": "compress.evaluation.quality.encoders",
@@ -117,20 +117,20 @@ _HOMES = {
     "fake_quantize": "compress.weights.grid",
     "fit": "compress.search.fit",
     "fold_batch_norm": "compress.model.batchnorm",
-    "load": "compress.runtime.load.loading",
+    "load": "compress.inference.load.loading",
     "load_recipe": "compress.passes.protocol.recipe",
-    "lora": "compress.runtime.layers.adapters",
-    "on_codes": "compress.api.on_codes",
-    "only": "compress.passes.protocol.where",
-    "plan": "compress.api.forecast.forecast",
-    "prepare_qat": "compress.api.own_loop",
-    "quantize": "compress.api.quantize",
-    "quantize_for": "compress.api.quantize_for",
-    "register": "compress.runtime.load.loading",
-    "split_experts": "compress.model.experts_apart",
-    "split_layers": "compress.model.apart.split",
+    "lora": "compress.inference.layers.adapters",
+    "on_codes": "compress.jobs.on_codes",
+    "only": "compress.passes.protocol.layer_filter",
+    "plan": "compress.jobs.forecast.forecast",
+    "prepare_qat": "compress.jobs.qat_loop",
+    "quantize": "compress.jobs.quantize",
+    "quantize_for": "compress.jobs.quantize_for",
+    "register": "compress.inference.load.loading",
+    "split_experts": "compress.model.split_experts",
+    "split_layers": "compress.model.splitting.split_layers",
     "sweep": "compress.search.sweep",
-    "verify": "compress.api.verify",
+    "verify": "compress.jobs.verify",
 }
 
 __all__ = [

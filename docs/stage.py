@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/guides.md"),
     *("docs/formats.md", "docs/models.md", "docs/troubleshooting.md"),
-    *("compress/passes/README.md", "compress/train/README.md", "compress/runtime/README.md"),
+    *("compress/passes/README.md", "compress/train/README.md", "compress/inference/README.md"),
     *("evaluation/README.md", "kernels/README.md", "recipes/README.md"),
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")

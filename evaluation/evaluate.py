@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compress.base.device import find_device
+from compress.base.errors import InputError
+from compress.base.progress import Counted, Reporter, Silent, tell_tokens
 from compress.checkpoint.read.source import find_source
-from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality.language import Model, common_vocabulary, config_of, first_tokenizer, loaded, opened
@@ -23,8 +25,6 @@ from compress.evaluation.quality.texts import Role, Text, gap, load_text
 from compress.evaluation.reference_model import Original
 from compress.evaluation.tasks.evaluate import TokenizedTasks, ask_tasks, compare_tasks, prepare_tasks, read_tasks
 from compress.model.calls import evaluating
-from compress.system.device import find_device
-from compress.system.progress import Counted, Reporter, Silent, tell_tokens
 
 Given = str | Tensor
 NO_TEXT = "no text was given"

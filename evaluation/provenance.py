@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.base.schema import built, fits
+from compress.base.version import VERSION
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.portable_names import command, shown
 from compress.checkpoint.read.source import Source
@@ -13,8 +15,6 @@ from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
 from compress.kernels.measure.provenance import origin
-from compress.system.schema import built, fits
-from compress.system.version import VERSION
 
 NO_REFERENCE = "no reference was given"
 IN_MEMORY = "the model was in memory, not in files"

@@ -8,18 +8,18 @@ from typing import Any
 
 import yaml
 
+from compress.base.errors import CheckpointError, CompressError, InputError, first_line
+from compress.base.safe_open import lies_in
 from compress.checkpoint import seal
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.leftovers import holds
-from compress.checkpoint.read.checked import check_tensors
+from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.evaluation.report.card import HUB_ID, card_of_run
 from compress.evaluation.report.markdown import plain
 from compress.evaluation.report.runs import open_runs
-from compress.system.reading import lies_in
 
 CARD = "README.md"
 HINTS = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "use a token that may write there"}

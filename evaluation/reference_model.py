@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress.base.errors import CompressError
 from compress.checkpoint.read.source import Source
-from compress.errors import CompressError
 from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import noise

@@ -22,7 +22,7 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import dense
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import FEW_TOKENS, TYPES, Operation, strips_operation
-from compress.kernels.cpu.crossings import NEVER
+from compress.kernels.cpu.dense_thresholds import NEVER
 from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from compress.errors import CompressError, InputError
 from compress.kernels.cpu import build
+from compress.kernels.errors import CompressError, InputError
 
 LEAST_BYTES = 4 << 20  # of a tensor that is spilled
 SAID_BY_ALLOCATOR = "cannot spill"

@@ -21,7 +21,7 @@ from vision import conv_bn
 
 import compress
 from compress.checkpoint.read.source import DEMO
-from compress.runtime.load.loading import transformers_alone
+from compress.inference.load.loading import transformers_alone
 
 pytestmark = [
     pytest.mark.documents,
@@ -40,7 +40,7 @@ NOT_RUN = {
     "--calibration FOLDER": "needs a model that reads images (data/test_pictures.py)",
     "--calibration rows.jsonl": "needs a model that reads images (data/test_pictures.py)",
     '{"messages": ': "is a row of chats, and the built-in model has no chat template (data/test_chat.py)",
-    "--structure experts": "needs a mixture, and the built-in model is none (run/shrink/test_experts.py)",
+    "--structure experts": "needs a mixture, and the built-in model is none (engine/shrink/test_experts.py)",
     "lm-eval:arc_easy": "fetches a data set (evaluation/test_lm_eval.py)",
     "compress.compile_steps(model)": "compiles for a minute (runtime/test_steps.py)",
 }

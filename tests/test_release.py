@@ -65,7 +65,7 @@ def test_a_wheel_of_the_sdist_is_that_of_the_checkout(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         for name in (
-            "compress/api/quantize.py",
+            "compress/jobs/quantize.py",
             "compress/kernels/cpu/cpu_gemm.cpp",
             "compress/recipes/w4a16-gptq.yaml",
         ):

@@ -14,13 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError
+from compress.base.safe_open import lies_in
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS, LEGAL, of_checkpoint
-from compress.checkpoint.ours import is_ours
+from compress.checkpoint.ownership import is_ours
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.seal import is_document
-from compress.errors import CheckpointError
-from compress.system.reading import lies_in
 
 OTHERS = "*"  # among patterns: small files that no pattern names
 EVERYTHING = (*COMPANIONS, OTHERS)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.errors import InputError
+from compress.base.safe_open import parse_json
 from compress.checkpoint.scratch import Scratch
-from compress.errors import InputError
-from compress.system.reading import parse_json
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-# File names of a checkpoint in our own words (`weights.own_words`). transformers loads files of a variant only when
+# File names of a checkpoint in our own words (`weights.own_config`). transformers loads files of a variant only when
 # asked for it. With the usual names it would ignore the unknown method, with a warning, and go on with random weights.
 VARIANT = "compress"
 OWN_INDEX, OWN_WHOLE = f"model.safetensors.index.{VARIANT}.json", f"model.{VARIANT}.safetensors"

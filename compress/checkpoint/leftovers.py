@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypedDict
 
+from compress.base.schema import fits
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, read_json, write_json
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.seal import CODE, TEMPLATES
-from compress.system.schema import fits
 from compress.train.loop.metrics import METRICS, RATE, UNFINISHED
 from compress.train.loop.metrics import TRAINING as CURVES
 

@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.files import RECORD, fingerprint, read_json, write_json
-from compress.errors import CheckpointError
 
 CONFIG = "config.json"
 ABSENT = ""

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError
+from compress.base.schema import built, fits
 from compress.checkpoint.files import read_json, write_whole
-from compress.errors import CheckpointError
 from compress.kernels.cache import cache_directory
-from compress.kernels.private import why_not_believed
-from compress.system.schema import built, fits
+from compress.kernels.private_folders import why_not_believed
 
 FORMAT = 1
 FAR = 10**9  # an offset in a weight file: as many digits as any offset below 10 GB has at most

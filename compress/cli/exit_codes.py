@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import click
 
-from compress.cli.starting import announcing
-from compress.errors import CompressError, InputError, Terminated, first_line, why_not_written
-from compress.system.terminal import visible
+from compress.base.errors import CompressError, InputError, Terminated, first_line, why_not_written
+from compress.base.terminal import visible
+from compress.cli.start_line import announcing
 
 GATE = 3  # an evaluation that fails a gate
 # Exit codes, as of a shell, for commands that were interrupted, ended by another signal (its number is added), or

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import click
 import torch
 
-from compress.api.forecast.forecast import Forecast, LayerForecast, Outline, counted
+from compress.base.terminal import visible
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
-from compress.system.terminal import visible
+from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, counted
 
 MIB = 2**20
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import compress
+from compress.base.terminal import open_closed_streams, spell_what_streams_lack, visible
 from compress.cli.commands.bench import bench
 from compress.cli.commands.cache_logits import cache_logits
 from compress.cli.commands.demo import demo
@@ -26,7 +27,6 @@ from compress.cli.commands.sweep import sweep
 from compress.cli.commands.train import distill, qat
 from compress.cli.completion import complete_values
 from compress.cli.exit_codes import terminating
-from compress.system.terminal import open_closed_streams, spell_what_streams_lack, visible
 
 LONGEST_NAME = 100  # that is shown whole
 

@@ -12,9 +12,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from compress.errors import InputError, WriteError
-from compress.system.reading import LOOP, special
-from compress.system.terminal import is_closed, visible
+from compress.base.errors import InputError, WriteError
+from compress.base.safe_open import LOOP, special
+from compress.base.terminal import is_closed, visible
 
 OVERWRITE = "compress.overwrite"
 
@@ -46,7 +46,7 @@ def writable(context: click.Context, parameter: click.Parameter, value: str | No
     if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
     if path.exists() and not context.meta.get(OVERWRITE):
-        from compress.checkpoint.ours import check_replaceable
+        from compress.checkpoint.ownership import check_replaceable
 
         try:
             check_replaceable(path, "give another file, or --overwrite")

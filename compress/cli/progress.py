@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from compress.cli.starting import STARTED
-from compress.system.progress import Reporter, Silent
-from compress.system.terminal import console, visible
+from compress.base.progress import Reporter, Silent
+from compress.base.terminal import console, visible
+from compress.cli.start_line import STARTED
 
 if TYPE_CHECKING:
-    from compress.api.forecast.forecast import Outline
+    from compress.jobs.forecast.forecast import Outline
 
 MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most

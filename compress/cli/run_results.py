@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compress.api.job import Result
+from compress.base.terminal import console
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.record import LayerRecord, RunRecord
-from compress.cli.saving import headline
+from compress.cli.byte_savings import headline
 from compress.evaluation.cost.size import measure_size
 from compress.evaluation.report.calibration import clipped
 from compress.evaluation.report.terminal import show
-from compress.system.terminal import console
+from compress.jobs.job import Result
 from compress.train.loop.metrics import ends
 
 ROUTED = "routed_tokens"

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from compress.checkpoint.read.tried import tokenizing
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
+from compress.checkpoint.read.tokenizer_check import tokenizing
 
 Place = Literal["row", "window", "none"]
 PLACES = get_args(Place)

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from compress.base.errors import InputError, first_line
+from compress.base.sandbox import Limited, LimitError
 from compress.data.rows import CHATS
-from compress.errors import InputError, first_line
-from compress.system.limited import Limited, LimitError
 
 Message = dict[str, Any]
 Given = tuple[list[Message], list[Any] | None]  # messages, and tools

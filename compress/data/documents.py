@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from compress.base.errors import InputError, first_line
+from compress.base.safe_open import json_line, regular
 from compress.checkpoint.read.source import DEMO, path_of
 from compress.data.rows import CHATS, COLUMNS, KNOWN, Row, row_of
-from compress.errors import InputError, first_line
-from compress.system.reading import json_line, regular
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".json", ".parquet"), (".pt", ".npy")
 HOW = "; give an array of rows, or a row on each line"

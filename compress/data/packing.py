@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from compress.checkpoint.read.tried import tokenizing
+from compress.base.errors import InputError
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.bos import Bos
 from compress.data.chat import Conversations
 from compress.data.documents import Documents
 from compress.data.tokens import Origin, Tokens
-from compress.errors import InputError
 
 OPEN = 64  # windows that later pieces may still go into
 EMPTY, SPARE = "empty", "not needed for so many samples"

@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from compress.base.errors import CheckpointError, InputError, first_line
+from compress.base.safe_open import regular
+from compress.base.schema import misfits
 from compress.checkpoint.files import checksum, fingerprint, write_whole
 from compress.checkpoint.read.source import path_of
-from compress.errors import CheckpointError, InputError, first_line
-from compress.system.reading import regular
-from compress.system.schema import misfits
-from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows
+from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.losses.options import LossOptions
 
 ENTRY, VERSION = "compress.cached_logits", 1

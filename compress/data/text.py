@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress.base.errors import InputError
 from compress.checkpoint.read.source import path_of
-from compress.checkpoint.read.tried import tokenizing
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.bos import Bos, bos_of
 from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
 from compress.data.packing import EMPTY, packed_tokens
 from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
-from compress.errors import InputError
 from compress.model.calls import Batch
 
 DEFAULT_LENGTH = 2048

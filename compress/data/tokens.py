@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.errors import InputError
 from compress.checkpoint.portable_names import shown
 from compress.data.bos import Bos
-from compress.errors import InputError
 from compress.model.calls import Batch
 
 

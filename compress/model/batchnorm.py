@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.model.calls import evaluating
 from compress.model.layers import Layer, is_layer
 

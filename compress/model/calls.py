@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.model.convolution import elements, samples
 from compress.model.layers import Layer
 

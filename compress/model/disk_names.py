@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from compress.model.experts_apart import loading_steps
+from compress.model.split_experts import loading_steps
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, InputError, one_of
+from compress.base.errors import CheckpointError, InputError, one_of
 from compress.model.edits.changes import Applied
-from compress.model.edits.drop import Drop
+from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.folds import Scale
-from compress.model.edits.keep import Keep
-from compress.model.edits.permute import Permute
+from compress.model.edits.keep_channels import Keep
+from compress.model.edits.permute_channels import Permute
 from compress.model.structure.rotate import Rotate
 from compress.model.structure.rotate_online import RotateOnline
 

@@ -17,9 +17,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import InputError
-from compress.model.apart.split import ADVICE, is_whole
+from compress.base.errors import InputError
 from compress.model.convolution import Geometry, geometry_of, is_convolution
+from compress.model.splitting.split_layers import ADVICE, is_whole
 
 # (Class with a forward of its own, whether seen on the meta device) -> whether that is a product.
 _PRODUCTS: dict[tuple[type[nn.Module], bool], bool] = {}
@@ -44,7 +44,7 @@ class Layer:
     @property
     def is_called(self) -> bool:
         """True where a call of the module is the layer's product. Other products are made inside the module's forward
-        (`run.walk.products`)."""
+        (`engine.walk.products`)."""
         return self.key == "weight" and self.index is None
 
     @property

@@ -6,8 +6,8 @@ from fnmatch import translate
 from functools import cache
 from glob import escape
 
-from compress.errors import InputError
-from compress.system.limited import check_expressions
+from compress.base.errors import InputError
+from compress.base.sandbox import check_expressions
 
 # The prefix of a regular expression, as in compressed-tensors and vLLM. It has to match from a name's beginning.
 REGULAR = "re:"

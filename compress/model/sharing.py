@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.layers import find_stacks
 
 TIED_KEYS = "all_tied_weights_keys"  # of models of transformers: {a tied parameter: the one that it shares}

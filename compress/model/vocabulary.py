@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 
 PADDING = 1024  # tokens by which two paddings of one vocabulary differ, at most
 Tokens = Mapping[str, int]

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import say_what_is_lost, why_no_tables
 from compress.checkpoint.export.place import Place
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
 from compress.onnx.graph import Form, graph_of, why_no_graph
 from compress.onnx.readback import decided, missing, read_back, reference, rounds
 from compress.onnx.repacked import why_not

@@ -9,19 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from compress.base.errors import InputError
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import InputError
+from compress.inference.load.caches import rounded_cache
+from compress.inference.load.dense_model import without_weights
 from compress.model.experts import Experts
-from compress.model.experts_apart import is_joined
 from compress.model.layers import transposed_weights
+from compress.model.split_experts import is_joined
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
 from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.repacked import blocks_of
 from compress.onnx.tracing import trace_pretrained, why_no_tracing
-from compress.runtime.load.caches import rounded_cache
-from compress.runtime.load.dequantized import without_weights
 from compress.weights.grid import Quantized, steps_of_range
 from compress.weights.rounding import ActivationCodes
 

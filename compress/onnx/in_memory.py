@@ -17,18 +17,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.api.job import Result
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError, InputError, why_not_written
+from compress.base.progress import Reporter, Silent
+from compress.checkpoint.export.package_readback import in_own_process
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.reading import in_own_process
 from compress.checkpoint.export.write import Exported
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
-from compress.errors import CompressError, InputError, why_not_written
+from compress.engine.layer_versions import RoundInput
+from compress.jobs.job import Result
 from compress.model.calls import evaluating
 from compress.model.convolution import is_convolution
-from compress.model.online import input_rotation
+from compress.model.online_rotation import input_rotation
 from compress.onnx.convolutions import GraphConvolution, why_not_convolution
 from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMulNBitsGraph, PortableGraph
 from compress.onnx.graph import Form, graph_layer
@@ -39,9 +42,6 @@ from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.readback import EXPECTED, given_name, missing, value_sum
 from compress.onnx.repacked import why_not
 from compress.onnx.tracing import OPSET, trace_module, why_no_tracing
-from compress.run.installed import RoundInput
-from compress.system.comm import Comm
-from compress.system.progress import Reporter, Silent
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized
 

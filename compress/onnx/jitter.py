@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from compress.runtime.layers.linear import QuantLinear
+from compress.inference.layers.linear import QuantLinear
 
 DRAWS = 4
 

@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.api.verify import probe_of, seen
+from compress.base.errors import CheckpointError, InputError, first_line, install
 from compress.checkpoint.files import checksum
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import CheckpointError, InputError, first_line, install
+from compress.inference.check.opening import NotComparedError
+from compress.jobs.verify import probe_of, seen
 from compress.onnx.jitter import jitter
 from compress.onnx.onnxruntime_weights import layer_weights, picked, session
-from compress.runtime.check.opening import NotComparedError
 
 # Of the standard deviation of our outputs, where only the order of sums differs.
 TOLERANCE = 1e-3

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from compress.errors import CompressError, first_line, install
+from compress.base.errors import CompressError, first_line, install
 from compress.onnx.layers import LAYER, GraphLayer
 
 # The first with blocks and 4 bits in DequantizeLinear; onnxruntime has it since 1.20.

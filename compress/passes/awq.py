@@ -25,8 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
-from compress.calibration.stats import ChannelMean, StatisticFactory
+from compress.base.collectives import Comm
 from compress.model.edits.folds import spread_scales
 from compress.passes.options.quantize import FoldThenRound
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
@@ -35,7 +34,8 @@ from compress.passes.protocol.stages import Rewrite
 from compress.solvers.awq import best, candidates, rounded, scaled_loss
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import set_apart
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
+from compress.solvers.statistics.input_statistics import ChannelMean, StatisticFactory
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import Sparse
 from compress.weights.grid import quantize

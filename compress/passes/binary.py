@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.gptq import GPTQ
 from compress.passes.options.few_levels import FewLevels
 from compress.passes.options.second_order import Aimed, Relied, Solution

@@ -7,11 +7,11 @@ could be weighed. They are rounded before the blocks are run: what calibrates th
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.k_mixes import K_SCHEMES
 from compress.passes.options.weight_format import ScaleRule, WeightFormat
 from compress.passes.protocol.base import Treats
-from compress.passes.protocol.nearest import round_to_nearest
+from compress.passes.protocol.round_to_nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.scheme import LEVELS, SCHEMES

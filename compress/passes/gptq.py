@@ -16,16 +16,17 @@ Departs from the paper:
 - `shrink`: H and D are estimates from T tokens. With few of them (T < 4 K, say) the codes fit what these tokens happen
   to have in common, and do worse than rounding on others. Three closed forms, which fade as T / K grows, prevent it:
   H is shrunk towards its diagonal by as much as lowers its expected squared error the most (Ledoit and Wolf 2004; see
-  `calibration.hessian.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal to noise
-  (Dobriban and Wager 2018, arXiv 1507.03003): K / T is added. Of that D, a layer aims at the share a that is no noise.
-  Z, which is D from the difference between two halves of the tokens (`contrast`), has the noise of D and nothing else:
+  `solvers.statistics.hessian.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal
+  to noise (Dobriban and Wager 2018, arXiv 1507.03003): K / T is added. Of that D, a layer aims at the share a that is
+  no noise. Z, which is D from the difference between two halves of the tokens (`contrast`), has the noise of D and
+  nothing else:
 
       E tr(W D H D^T W^T) = signal + noise,  E tr(W Z H Z^T W^T) = noise,  a = signal / (signal + noise)
 
   This is a James-Stein factor whose noise is measured, for tokens of one text are not independent. Last, with very few
-  tokens (`calibration.hessian.FEW`) a layer gets only what they bear out: its codes are solved by each half of them and
-  judged on the other. The drift correction, then GPTQ as a whole, have to win on both, or the layer goes without;
-  figure `solution` says what it got, and the run how many layers got less than was asked for.
+  tokens (`solvers.statistics.hessian.FEW`) a layer gets only what they bear out: its codes are solved by each half of
+  them and judged on the other. The drift correction, then GPTQ as a whole, have to win on both, or the layer goes
+  without; figure `solution` says what it got, and the run how many layers got less than was asked for.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
@@ -47,7 +48,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.sites import Site

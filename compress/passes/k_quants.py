@@ -39,8 +39,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.kernels.layouts.k_quants import BLOCK
 from compress.model.patterns import ignoring
 from compress.passes.gptq import GPTQ
@@ -55,6 +54,7 @@ from compress.solvers.column_sweep import ActOrder
 from compress.solvers.k_quants.rule import nearest_blocks
 from compress.solvers.k_quants.solve import solve_blocks
 from compress.solvers.loss import weight_error
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
 from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.scheme import Scheme

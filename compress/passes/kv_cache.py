@@ -28,12 +28,12 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from compress.calibration.calibrators import Range, scale_and_zero_point
-from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.passes.options.fixed_ranges import PERCENTILE, FixedRanges
 from compress.passes.protocol.base import Pass, Treats
 from compress.passes.protocol.stages import Fix, Stage
+from compress.solvers.statistics.calibrators import Range, scale_and_zero_point
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.caches import IN_BYTES, CacheBits, CacheCodes, CacheGranularity, CacheScheme
 
 GROUP = 64  # elements with a minimum and a step of their own, at 4 and 3 bits

@@ -32,9 +32,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
-from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
@@ -42,9 +40,11 @@ from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
 from compress.solvers.column_sweep import DAMP
 from compress.solvers.loss import quadratic
+from compress.solvers.low_rank import approximated, with_outliers
 from compress.solvers.outliers import check_share
+from compress.solvers.statistics.hessian import Hessian, HessianResult
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.solvers.targets import aimed, check_drift, drift_correction
-from compress.solvers.whitened import approximated, with_outliers
 from compress.weights.decision import Decision
 from compress.weights.formats.lowrank import WHOLE_BITS, LowRankFactors
 from compress.weights.matrix import Weight

@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.gptq import GPTQ
 from compress.passes.options.rank_budget import RankBudget
 from compress.passes.options.second_order import Aimed, Relied, Solution
@@ -39,8 +39,8 @@ from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_stacked
 from compress.passes.protocol.stages import Stage
 from compress.solvers.loss import quadratic
+from compress.solvers.low_rank import approximated
 from compress.solvers.lqs import Parts, best_turn, in_turns
-from compress.solvers.whitened import approximated
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.matrix import Matrix
 from compress.weights.scheme import Scheme

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.passes.options.ranked import Ranked
+from compress.passes.options.global_ranking import Ranked
 from compress.passes.protocol.sites import Site
 from compress.solvers.scores import magnitude
 

@@ -26,7 +26,7 @@ Departs from the papers:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.stages import Reconstruction, Stage
 

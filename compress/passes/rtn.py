@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress.passes.options.quantize import QuantizeWeights
-from compress.passes.protocol.nearest import round_to_nearest
+from compress.passes.protocol.round_to_nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 

@@ -24,14 +24,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.stats import MinMax, TokenSample
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.edits.folds import spread_scales
 from compress.passes.options.quantize import FoldThenRound
-from compress.passes.protocol.nearest import round_to_nearest
+from compress.passes.protocol.round_to_nearest import round_to_nearest
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.stages import Rewrite
 from compress.solvers.smoothquant import best, candidates, input_codes, scaled_loss, smoothing
+from compress.solvers.statistics.input_statistics import MinMax, TokenSample
 from compress.weights.decision import Decision
 
 # Tokens of each micro-batch on which they are compared.

@@ -38,14 +38,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import HessianResult
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.second_order import Relied, SecondOrder, Solution
 from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_rows
 from compress.solvers.scores import wanda
 from compress.solvers.sparsegpt import prune_ordered
+from compress.solvers.statistics.hessian import HessianResult
 from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice

@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect, Pass

@@ -27,12 +27,12 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from compress.errors import InputError, one_of
-from compress.passes.options.ranked import Ranked
+from compress.base.collectives import RowShard
+from compress.base.errors import InputError, one_of
+from compress.passes.options.global_ranking import Ranked
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Gradients, Settled, Stage
 from compress.solvers.scores import Measure, taylor
-from compress.system.comm import RowShard
 from compress.weights.ranking import histogram
 
 

@@ -4,8 +4,8 @@ Shapes: N outputs, K inputs, g inputs of a group. Of each group, with h the diag
 
     minimise over s and codes of -1, 0, 1      sum over j of h_j (w_j - s q_j)^2
 
-when the sweep comes to it, of weights that carry all feedback so far: exactly, by one sort (`weights.few_levels`). From
-there on this is GPTQ: columns are rounded to the nearest code one by one, each makes up for those before it, then
+when the sweep comes to it, of weights that carry all feedback so far: exactly, by one sort (`weights.ternary_scale`).
+From there on this is GPTQ: columns are rounded to the nearest code one by one, each makes up for those before it, then
 scales are refitted and codes descend (`compress methods gptq`).
 
 Paper -> code: W^t -> codes; alpha -> scale; the threshold, which is alpha / 2 at the optimum -> the nearest code.
@@ -23,7 +23,7 @@ w2a16, and there is nothing to show for them but zeros.
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from compress.errors import one_of
+from compress.base.errors import one_of
 from compress.passes.gptq import GPTQ
 from compress.passes.options.few_levels import FewLevels
 from compress.passes.protocol.sites import Site

@@ -6,8 +6,8 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
 
     codes        rounded at every step with the gradient of the identity (straight-through, Bengio et al. 2013);
                  scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576):
-                 `compress/train/rounding/learned.py`; through a range that is fitted to every token goes LSQ's gradient
-                 of its scale
+                 `compress/train/rounding/straight_through.py`; through a range that is fitted to every token goes LSQ's
+                 gradient of its scale
     start        the codes that were decided (gptq, say): each weight behind them begins as close to the original as its
                  code lets it, and nearer to the middle of its code where a method has chosen codes together
                  (`compress/train/rounding/latents.py`)
@@ -15,10 +15,11 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  +  attention (KL or distance of attention maps; MiniLM, TinyBERT: arXiv 2002.10957, 1909.10351)
                  +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)
                  +  contrastive (InfoNCE of mean embeddings, arXiv 1807.03748), each times its weight
-    logits       of a plain head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
+    logits       of a plain head are made a few tokens at a time and never kept
+                 (`compress/train/losses/chunked_logits.py`)
     teacher      called at every step, or a file of its top k tokens: `compress cache-logits`
     optimizer    AdamW, float32, rates rising for `warmup` and then falling; the highest one is chosen by a range test
-                 where none is given (`compress/train/rates.py`)
+                 where none is given (`compress/train/learning_rate.py`)
     result       the best of what was measured on held-out samples, the start included (`compress/train/loop/best.py`)
     zeros        `sparsity` or `pattern`: the smallest weights, ever more of them by a cubic schedule (Zhu & Gupta 2017,
                  arXiv 1710.01878): `compress/train/rounding/pruning.py`; of codes the weights behind them are compared
@@ -41,7 +42,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Learn, Stage
@@ -92,7 +93,7 @@ class Train(TrainingOptions, SparsityOptions, Pass):
                 )
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        """Decide nothing: the trained model is decided after training (`run.learn.training`)."""
+        """Decide nothing: the trained model is decided after training (`engine.learn.training`)."""
         raise AssertionError("training decides when it is done")
 
 

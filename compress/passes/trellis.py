@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
 from compress.model.patterns import ignoring

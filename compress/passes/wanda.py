@@ -23,12 +23,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import HessianResult
-from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.options.ranked import Ranked
+from compress.passes.options.global_ranking import Ranked
 from compress.passes.options.sparsity_budget import SparsityBudget, look_at_products
 from compress.passes.protocol.sites import Site
 from compress.solvers.scores import wanda
+from compress.solvers.statistics.hessian import HessianResult
+from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory
 from compress.weights.masks import Choice
 from compress.weights.ranking import ScoreHistogram
 from compress.weights.survivors import survivors

@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
+from compress.base.errors import InputError
 from compress.checkpoint.files import write_whole
-from compress.checkpoint.ours import MARK
+from compress.checkpoint.ownership import MARK
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.errors import InputError
 from compress.model.patterns import patterns_of
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class

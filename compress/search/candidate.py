@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 

@@ -13,7 +13,7 @@ Fisher information (Amari 1998; Martens, arXiv 1412.1193). Tokens are taken to b
 be a product of a part of its token and a part of its output. s_m keeps tokens with large inputs that no prediction
 depends on (the first of a sequence, often) from counting.
 
-One forward and one backward pass over a few micro-batches, a block in memory at a time (`run.walk.gradients`).
+One forward and one backward pass over a few micro-batches, a block in memory at a time (`engine.walk.gradients`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.engine.plan.batches import tokens_of
+from compress.engine.walk.capture import check_hidden_alone
+from compress.engine.walk.gradients import MicroBatches, forwards, in_memory, of_the_end
+from compress.engine.walk.state import Run
 from compress.model.calls import Arrivals, Batch, Call, hidden_of, real_tokens, token_mask
 from compress.model.layers import Layer, Stack
-from compress.run.plan.batches import tokens_of
-from compress.run.walk.capture import check_hidden_alone
-from compress.run.walk.gradients import MicroBatches, forwards, in_memory, of_the_end
-from compress.run.walk.state import Run
 
 # Tokens of the backward pass, at least, where there are as many.
 TOKENS = 4096

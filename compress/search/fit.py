@@ -22,29 +22,29 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.api.opened import found_model
-from compress.api.request import Data, Extent
-from compress.api.shown import calibration_data
-from compress.checkpoint.ours import check_replaceable
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.base.progress import Reporter, Silent
+from compress.checkpoint.ownership import check_replaceable
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.pretrained import tokenizer_of
 from compress.checkpoint.write.directory import Directory, claimed
 from compress.data.text import load_tokens
-from compress.errors import InputError
 from compress.evaluation.document import Evaluation
+from compress.jobs.calibration_data import calibration_data
+from compress.jobs.model_source import found_model
+from compress.jobs.request import Data, Extent
 from compress.passes.train import recovery
 from compress.search.fitting.choice import FitChoice
 from compress.search.fitting.deadline import Deadline
-from compress.search.fitting.offered import Offered, Wishes, offered
 from compress.search.fitting.proof import FitProof
+from compress.search.fitting.recipe_space import Offered, Wishes, offered
 from compress.search.fitting.recovery import recovered
 from compress.search.fitting.request import FitAsked, FitTexts
 from compress.search.fitting.target import FitTarget, fit_target
 from compress.search.fitting.work import Fitting, write_choice
 from compress.search.texts import in_rows
 from compress.search.trial import MODEL
-from compress.system.comm import Comm
-from compress.system.progress import Reporter, Silent
 
 HELD_OUT = 32  # windows, at most
 LEAST = 4  # windows of calibration data for each held-out window, at least

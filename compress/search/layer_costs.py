@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.calibration.collect import collected
-from compress.calibration.hessian import Hessian, HessianResult
-from compress.calibration.stats import StatisticFactory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
+from compress.engine.joint_maximum import Reach
+from compress.engine.layer_versions import Versions
+from compress.engine.pipeline import captured
+from compress.engine.walk.collect import collected
+from compress.engine.walk.decide import Decided, decide
+from compress.engine.walk.forward import suspended_forward
+from compress.engine.walk.held_out_kl import HeldOut, holding
+from compress.engine.walk.sites import structure_of
+from compress.engine.walk.state import Run, Streams
 from compress.model.calls import Arrivals, Batch, without_cache
 from compress.model.layers import Layer
-from compress.model.opened import Opened
-from compress.run.installed import Versions
-from compress.run.pipeline import captured
-from compress.run.reach import Reach
-from compress.run.walk.decide import Decided, decide
-from compress.run.walk.forward import suspended_forward
-from compress.run.walk.held_out import HeldOut, holding
-from compress.run.walk.sites import structure_of
-from compress.run.walk.state import Run, Streams
+from compress.model.open_block import Opened
 from compress.search.candidate import Candidate
 from compress.search.fisher import Fisher, Weighted
 from compress.solvers.loss import quadratic
+from compress.solvers.statistics.hessian import Hessian, HessianResult
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
 
 
@@ -65,8 +65,8 @@ OfBlock = dict[str, dict[str, Made]]
 
 
 def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch]) -> LayerCosts:
-    """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`). held_out:
-    rows for the KL of uniform models."""
+    """Measure all candidates. The run must have one process and a plan of all layers (`engine.plan.candidate_layers`).
+    held_out: rows for the KL of uniform models."""
     found = LayerCosts()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block

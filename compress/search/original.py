@@ -4,15 +4,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from compress.base.device import find_device
+from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.base.progress import Reporter
+from compress.base.schema import built, fits
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.read.source import find_source
-from compress.errors import CheckpointError, CompressError, InputError
 from compress.evaluation.document import SpeedResult
-from compress.evaluation.on_request import speed_alone
+from compress.evaluation.optional_measurements import speed_alone
 from compress.evaluation.speed.side_by_side import surroundings
-from compress.system.device import find_device
-from compress.system.progress import Reporter
-from compress.system.schema import built, fits
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.api.opened import OpenedModel, found_model, opened_model, residency_of
-from compress.api.planned import remarks_on_data, remarks_on_stacks
-from compress.api.quantize import quantize
-from compress.api.request import Calibration, Data, Extent
-from compress.api.shown import Shown, calibration_data
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.base.progress import Reporter, Silent
+from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
 from compress.checkpoint.portable_names import shown as said_name
 from compress.checkpoint.read.pretrained import tokenizer_of
@@ -35,26 +34,27 @@ from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import Discard
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
-from compress.errors import InputError
+from compress.engine.pipeline import walked
+from compress.engine.plan.batches import ChainBrokenError, check_batches
+from compress.engine.plan.candidate_layers import treatable
+from compress.engine.plan.plan import Plan
+from compress.engine.walk.rewrite import FoldFinder
+from compress.engine.walk.state import Run, Steps
+from compress.jobs.calibration_data import Shown, calibration_data
+from compress.jobs.checks import remarks_on_data, remarks_on_stacks
+from compress.jobs.model_source import OpenedModel, found_model, opened_model, residency_of
+from compress.jobs.quantize import quantize
+from compress.jobs.request import Calibration, Data, Extent
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
-from compress.model.left_alone import left_alone
-from compress.model.online import input_rotation
+from compress.model.online_rotation import input_rotation
 from compress.model.sharing import shared_parameters
+from compress.model.untreated_layers import left_alone
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
-from compress.run.pipeline import walked
-from compress.run.plan.batches import ChainBrokenError, check_batches
-from compress.run.plan.plan import Plan
-from compress.run.plan.treatable import treatable
-from compress.run.walk.rewrite import FoldFinder
-from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
 from compress.search.layer_costs import measured
 from compress.search.texts import in_rows
-from compress.system.comm import Comm
-from compress.system.progress import Reporter, Silent
-from compress.system.version import VERSION
 
 HELD_OUT = 16  # windows
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.

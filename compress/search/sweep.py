@@ -18,26 +18,26 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compress.api.request import several
+from compress.base.errors import InputError
+from compress.base.progress import Reporter, Silent
+from compress.base.safe_open import special
+from compress.base.version import VERSION
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ours import check_replaceable, noted
+from compress.checkpoint.ownership import check_replaceable, noted
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
-from compress.errors import InputError
 from compress.evaluation.evaluate import check_asked
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.markdown import as_markdown
 from compress.evaluation.report.page import as_html
 from compress.evaluation.report.runs import EVALUATION, open_runs
+from compress.jobs.request import several
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import load_recipe, regrouped
 from compress.search.original import OriginalSpeed
 from compress.search.sweep_rows import Sweep, SweepRow, ranked
 from compress.search.texts import Beside, Text, Texts
 from compress.search.trial import RUN, Common, Trial
-from compress.system.progress import Reporter, Silent
-from compress.system.reading import special
-from compress.system.version import VERSION
 
 INDEX, ORIGINAL = "sweep.json", "original.json"
 PAGE, TEXT = "report.html", "report.md"

@@ -5,23 +5,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.api.quantize import quantize
-from compress.api.teachers import fingerprints
+from compress.base.collectives import Comm
+from compress.base.errors import CheckpointError, CompressError, first_line
+from compress.base.progress import Reporter
 from compress.checkpoint.files import fingerprint, read_json, write_json
-from compress.errors import CheckpointError, CompressError, first_line
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluate import evaluate
-from compress.evaluation.on_request import Asked, with_asked
+from compress.evaluation.evaluation_file import read_evaluation
+from compress.evaluation.optional_measurements import Asked, with_asked
 from compress.evaluation.report.runs import EVALUATION
-from compress.evaluation.stored_evaluation import read_evaluation
+from compress.jobs.quantize import quantize
+from compress.jobs.teachers import fingerprints
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Learn
 from compress.search.original import OriginalSpeed
 from compress.search.sweep_rows import SweepRow, row_of
 from compress.search.texts import Beside, Texts, in_rows
-from compress.system.comm import Comm
-from compress.system.progress import Reporter
 
 RUN, MODEL = "run.json", "model"
 

@@ -1,7 +1,7 @@
 """Allocation of one budget to layers, by what it takes off their losses: ranks, or one of several options each.
 
 Ranks (and steps of sparsity, `solvers.sparsity_shares`). Layer l with rank r costs r c_l and has the loss t_l(r) = sum
-of its spectrum beyond r (`solvers.whitened`); left as it is it costs w_l and has none.
+of its spectrum beyond r (`solvers.low_rank`); left as it is it costs w_l and has none.
 
     minimise  sum_l t_l(r_l)    over ranks r_l,    sum_l of the costs <= budget
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from compress.system.native_output import native_output_dropped
+from compress.base.native_output import native_output_dropped
 
 # What the sum of losses is brought to: branch and bound ends 1e-6 from the optimum, whatever the unit is.
 SCALE = 1e4

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
+from compress.base.threads import one_thread
 from compress.kernels.cpu.column_sweep import SweptBlock
-from compress.system.threads import one_thread
 
 BLOCK = 128
 # Numbers in columns that are decided one after another, from which several threads are worth it.

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import symmetric_blocks
+from compress.base.collectives import Comm
 from compress.kernels.layouts.words import some_rows
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import symmetric_blocks
 from compress.weights.grid import working_dtype
 from compress.weights.matrix import Matrix
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compress.base.collectives import Comm
 from compress.solvers.column_sweep import DAMP, ActOrder, ordered
 from compress.solvers.gptq import POLISH_DAMP, Method, price_by_sweep, solve_ordered
 from compress.solvers.loss import quadratic
-from compress.solvers.whitened import approximated
-from compress.system.comm import Comm
+from compress.solvers.low_rank import approximated
 from compress.weights.grid import Grid
 from compress.weights.matrix import Matrix, added
 from compress.weights.terms import Tensors

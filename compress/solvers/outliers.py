@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.layouts.words import some_rows
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Grid, Quantized, decode, encode, fit, grouped, quantize, working_dtype

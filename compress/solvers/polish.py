@@ -12,9 +12,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from compress.base.threads import one_thread
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
 from compress.solvers.column_sweep import BLOCK, ColumnRule, is_small
-from compress.system.threads import one_thread
 
 
 class SettledRule(ColumnRule):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.solvers.column_sweep import DAMP_GROWTH, DAMP_LIMIT
 
 

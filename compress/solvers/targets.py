@@ -24,11 +24,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import HessianResult
-from compress.errors import InputError
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.solvers.column_sweep import damped
 from compress.solvers.loss import quadratic
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import HessianResult
 
 STEPS = 64
 # A step that gains less than this part of what a row has gained so far is its last.

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.train.losses.options import LossOptions
 from compress.train.rounding.quantizers import LEARNED, Scales
 

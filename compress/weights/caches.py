@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.cpu.states import stride_of
 from compress.kernels.division import divide
 from compress.kernels.operators import states

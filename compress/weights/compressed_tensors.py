@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
+from compress.base.sandbox import check_expressions
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
-from compress.system.limited import check_expressions
 from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes

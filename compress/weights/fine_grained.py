@@ -9,7 +9,7 @@ A layer counts as compressed where the checkpoint holds its `weight_scale_inv`; 
 from collections.abc import Mapping
 from typing import Any
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK
 from compress.weights.formats.codes import FineGrained
 from compress.weights.scheme import Scheme, block_scheme

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from compress.errors import CheckpointError, InputError
-from compress.system.limited import check_expressions
+from compress.base.errors import CheckpointError, InputError
+from compress.base.sandbox import check_expressions
 from compress.weights.formats.gptq_awq import AWQ_BITS, AWQWords, GPTQActOrder, GPTQWords, grid_of_words
 from compress.weights.scheme import Scheme
 

@@ -35,13 +35,12 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.kernels.cpu import column_sweep
 from compress.kernels.cpu.column_sweep import Range
 from compress.kernels.division import divide
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
-from compress.weights.few_levels import scale_of_levels
 from compress.weights.levels import TABLES, Levels
 from compress.weights.matrix import Term
 from compress.weights.scales import (
@@ -56,6 +55,7 @@ from compress.weights.scales import (
     scale_dtype_of,
     scale_limits,
 )
+from compress.weights.ternary_scale import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]

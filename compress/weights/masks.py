@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.weights.rounded_zeros import evidence, explained
 
 # The score of a weight that is zero already: below any other.

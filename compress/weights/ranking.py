@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 
 # Of the 23 fraction bits of a float32 these are dropped; without the sign that leaves 2^18 bins.
 DROPPED = 13

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, InputError, one_of
+from compress.base.errors import CheckpointError, InputError, one_of
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
@@ -15,11 +15,11 @@ from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes, check_glo
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
-from compress.weights.likely import likely_scheme
 from compress.weights.matrix import Matrix, Term, Weight
 from compress.weights.roles import Role
 from compress.weights.rotations.hadamard import has_hadamard
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
+from compress.weights.scheme_guess import likely_scheme
 from compress.weights.terms import Format, Part, StoredTerm, json_fields, named, own
 
 NARROW, WIDE = 4, 8

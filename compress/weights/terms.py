@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, CompressError
+from compress.base.errors import CheckpointError, CompressError
 from compress.weights.grid import Grid
 from compress.weights.matrix import Term, Weight  # noqa: F401 - formats of others import Weight from here
 from compress.weights.roles import Role
@@ -80,8 +80,8 @@ class Format:
 
     def slack(self, x_MK: Tensor, weight_NK: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """[M, N]: the allowed error of `product` in this dtype, beyond the rounding of its result
-        (`runtime.check.twin`); x and weight, the values of the term, in float64. By default eps |x| |w|: a format may
-        round intermediate values of that size, even where the result is small."""
+        (`inference.check.dense_twin`); x and weight, the values of the term, in float64. By default eps |x| |w|: a
+        format may round intermediate values of that size, even where the result is small."""
         return torch.finfo(dtype).eps * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:

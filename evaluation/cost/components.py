@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from compress.base.errors import CheckpointError, InputError
+from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import StoredLayer, stored_in
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.cost.size import measure_size, tensor_sizes
 from compress.evaluation.document import Component, SizeResult
 from compress.weights.roles import Role

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from compress.base.errors import InputError
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import embeddings_of, empty_model, read_config
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import InputError
+from compress.inference.layers.experts import one_by_one, route_among
+from compress.inference.layers.linear import run_of
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu.libraries import LIBRARIES, PARTS
 from compress.kernels.routes import TOKENS
 from compress.model.disk_names import places_in
-from compress.runtime.layers.experts import one_by_one, route_among
-from compress.runtime.layers.linear import run_of
 
 
 @dataclass(frozen=True)

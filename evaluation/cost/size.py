@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.read.compressed_layers import StoredCaches, stored_in
 from compress.checkpoint.read.names import stored_name
 from compress.checkpoint.read.source import Source, find_source
-from compress.checkpoint.read.stored import StoredCaches, stored_in
 from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.checkpoint.write.coverage import percent
 from compress.checkpoint.write.manifest import read_record

@@ -22,18 +22,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from compress.base.device import find_device
+from compress.base.errors import CompressError, InputError
+from compress.base.safe_open import regular
 from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.errors import CompressError, InputError
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
+from compress.evaluation.quality.exact_intervals import difference_of, share_of
 from compress.evaluation.quality.language import Model, dense, opened
-from compress.evaluation.quality.shares import difference_of, share_of
 from compress.evaluation.quality.statistics import mean_of_independent
 from compress.model.calls import evaluating
-from compress.system.device import find_device
-from compress.system.reading import regular
 
 LABELS = "labels"
 FORM = "give a .safetensors or .npz file of `labels` and of inputs, like pixel_values, by their names"

@@ -23,19 +23,19 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from compress.base.device import find_device
+from compress.base.errors import CheckpointError, InputError, one_of
+from compress.base.progress import Reporter, Silent
+from compress.base.safe_open import json_line, regular
+from compress.base.schema import fits
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of
-from compress.checkpoint.read.tried import tokenizing
-from compress.errors import CheckpointError, InputError, one_of
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.language import Model, dense, first_tokenizer, opened
 from compress.evaluation.quality.statistics import Values, spread
 from compress.model.calls import evaluating
-from compress.system.device import find_device
-from compress.system.progress import Reporter, Silent
-from compress.system.reading import json_line, regular
-from compress.system.schema import fits
 
 Pooling = Literal["mean", "cls"]
 BATCH = 32

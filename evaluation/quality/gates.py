@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.evaluation.document import Evaluation, Figure, TaskResult
 from compress.evaluation.quality.classifiers import NAMES as CLASSES
 from compress.evaluation.quality.encoders import NAMES as EMBEDDINGS

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.read.tried import tokenizing
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.base.safe_open import regular
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import Generation
-from compress.system.reading import regular
 
 TOKENS = 48
 PROMPTS, BEGINNING = 3, 24  # number of default prompts, and the tokens of each

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.base.errors import InputError
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import read_config, tokenizer_of, tokens_of
 from compress.checkpoint.read.source import Source, find_source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import InputError
+from compress.inference.load.loading import load_source
 from compress.model.vocabulary import common_tokens
-from compress.runtime.load.loading import load_source
 
 Model = nn.Module | Source
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.evaluation.document import Band, Figure, Histogram
 from compress.evaluation.quality.predictor import FORWARD_TOKENS, Says, chunked
 from compress.evaluation.quality.statistics import by_confidence, figures_of, kl_histogram

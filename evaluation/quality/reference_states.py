@@ -25,17 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
+from compress.base.safe_open import parse_json, special
+from compress.base.schema import built, fits
 from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.scratch import Scratch
-from compress.errors import CheckpointError
 from compress.evaluation.quality.overflow import Largest
 from compress.evaluation.quality.predictor import Predictor, Says, logits_by
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.kernels.cache import cache_directory
-from compress.kernels.private import why_not_believed
-from compress.system.reading import parse_json, special
-from compress.system.schema import built, fits
+from compress.kernels.private_folders import why_not_believed
 from compress.train.objective.heads import OutputHead
 
 FORMAT = 2

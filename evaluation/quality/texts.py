@@ -7,13 +7,13 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress.base.errors import InputError
 from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
 from compress.data.bos import bos_of
 from compress.data.documents import TOKEN_FORMATS, read_documents
 from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenized
 from compress.data.tokens import checked_ids
-from compress.errors import InputError
 from compress.evaluation.document import Figure, TextResult
 from compress.evaluation.quality.quality import Quality
 from compress.evaluation.quality.windows import Windows, rows_of, strided

@@ -11,12 +11,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.manifest import read_record
 from compress.checkpoint.write.record import RangeRecord
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Tile, Words
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label, padded, rule, tick

@@ -16,7 +16,7 @@ from compress.evaluation.report.content import Article
 from compress.evaluation.report.markdown import body, plain
 from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
-from compress.weights.own_words import is_own
+from compress.weights.own_config import is_own
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 METRICS = {"perplexity": "perplexity", "kl_mean": "kl_divergence", "same_top": "same_top_token"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.document import Evaluation, TaskResult
 from compress.evaluation.report import facts, layer_map, pareto, quality, sensitivity, wording
 from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Words

@@ -13,11 +13,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from compress.base.version import VERSION
 from compress.checkpoint.files import write_named
 from compress.evaluation.report.content import Block, Picture, Report
 from compress.evaluation.report.drawing import COLOURS, DARK, INK
 from compress.evaluation.report.wording import CODE, clean
-from compress.system.version import VERSION
 
 HOME = Path(__file__).parent
 TEMPLATE, SHEET = "page.html", "page.css"

@@ -6,15 +6,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError, InputError
+from compress.base.safe_open import special
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source, path_of
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.provenance import run_of
-from compress.evaluation.stored_evaluation import read_evaluation
-from compress.system.reading import special
 
 EVALUATION = "evaluation.json"
 PARTIAL = ".partial"

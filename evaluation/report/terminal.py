@@ -4,8 +4,8 @@ from typing import Literal
 
 import rich.table
 
+from compress.base.terminal import console
 from compress.evaluation.report.content import ReportTable
-from compress.system.terminal import console
 
 SHORT = 32  # characters: where a table is too wide, a column of such names stays whole and others are folded
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
+from compress.base.errors import CheckpointError, InputError
+from compress.base.safe_open import check_nesting, regular
+from compress.base.schema import fits
 from compress.checkpoint.files import write_whole
-from compress.checkpoint.ours import noted
+from compress.checkpoint.ownership import noted
 from compress.checkpoint.read.source import find_source
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.report.drawing import MARGIN, SIZE, Frame, key, picture
-from compress.system.reading import check_nesting, regular
-from compress.system.schema import fits
 from compress.train.loop.metrics import TRAINING
 
 STEP, MEAN, HELD_OUT = "#a6c8e0", "#4477aa", "#ee6677"

@@ -1,7 +1,7 @@
 """Is a compressed model right? Asked before it is timed, in the two ways in which it could be wrong.
 
 Layers: in a real prefill and a real decode step, every compressed layer's output is compared, for a few of the tokens,
-with the exact product of its decoded weight and the layer's actual input (`compress.runtime.check.twin.error`).
+with the exact product of its decoded weight and the layer's actual input (`compress.inference.check.dense_twin.error`).
 
 Logits: those of the model against its dequantized twin, the same model with every compressed layer replaced by the
 plain product of its decoded weight, in the model's dtype:
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.inference.check.dense_twin import dequantized, error
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.layers.linear import Fp8Linear, Int8Linear, PackedLinear, QuantLinear
 from compress.kernels import reference
-from compress.runtime.check.twin import dequantized, error
-from compress.runtime.layers.linear import Fp8Linear, Int8Linear, PackedLinear, QuantLinear
-from compress.runtime.layers.walk import compressed_layers
 
 # Tokens of a product that are compared, spread over all of them.
 SAMPLED = 16

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compress.errors import InputError, one_of
-from compress.runtime.layers.linear import QuantLinear
+from compress.base.errors import InputError, one_of
+from compress.inference.layers.linear import QuantLinear
 from compress.weights.scheme import SCHEMES
 
 DENSE = "dense"

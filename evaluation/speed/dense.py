@@ -6,8 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.runtime.layers.fused import FusedLinear
-from compress.runtime.layers.walk import compressed_layers
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.layers.fused import FusedLinear
 
 # Layers that read one tensor, under the names that decoders have for them.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from compress.system.memory import anonymous_bytes, give_back
+from compress.base.memory import anonymous_bytes, give_back
 
 PAUSE_S = 0.005
 

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.base.errors import CompressError, InputError
+from compress.base.progress import Reporter
 from compress.checkpoint.read.source import find_source
-from compress.errors import CompressError, InputError
 from compress.evaluation.speed import check, decoder, dense, memory
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.options import ModelOptions, default_schemes
 from compress.evaluation.speed.report import SpeedReport
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.layers.linear import QuantLinear
+from compress.inference.load.assembly import fuse
+from compress.inference.load.loading import load
 from compress.kernels import workspace
 from compress.kernels.measure.ceilings import measure_ceilings
 from compress.kernels.measure.roofline import INT8, CallCost, achieved
 from compress.kernels.measure.timing import summary
-from compress.runtime.layers.linear import QuantLinear
-from compress.runtime.layers.walk import compressed_layers
-from compress.runtime.load.assembly import fuse
-from compress.runtime.load.loading import load
-from compress.system.progress import Reporter
 
 Build = Callable[[], nn.Module]
 # Tokens over which logits are compared.

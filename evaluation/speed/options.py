@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.errors import InputError, one_of
+from compress.base.device import find_device
+from compress.base.errors import InputError, one_of
 from compress.evaluation.speed.decoder import DENSE, VARIANTS
 from compress.kernels.measure import benchmark
-from compress.system.device import find_device
 
 DTYPES = ("bfloat16", "float16", "float32")
 

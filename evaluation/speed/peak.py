@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from compress.base import memory
+from compress.base.errors import CompressError, InputError
 from compress.checkpoint.read.source import find_source
-from compress.errors import CompressError, InputError
-from compress.runtime.load.loading import load
-from compress.system import memory
+from compress.inference.load.loading import load
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW = 128, 8

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from compress.base.progress import Reporter
 from compress.evaluation.speed.models import bench_model
 from compress.evaluation.speed.options import LinearOptions, linear_options, model_options
 from compress.evaluation.speed.plot import write_plots
@@ -14,7 +15,6 @@ from compress.kernels import workspace
 from compress.kernels.cpu import dense
 from compress.kernels.measure import benchmark
 from compress.kernels.measure.ceilings import measure_ceilings
-from compress.system.progress import Reporter
 
 
 def run_bench(

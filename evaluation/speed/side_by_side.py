@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.cost.routes import kernel_rows
 from compress.evaluation.document import Figure, SpeedResult, Timing
 from compress.evaluation.speed.generation import GenerationTimer
+from compress.inference.layers.compressed_layers import compressed_layers
 from compress.kernels.cpu.processor import cpu_name
-from compress.runtime.layers.walk import compressed_layers
 
 PROMPT, NEW, ROUNDS = 128, 32, 7
 LEAST_ROUNDS = 3

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.checkpoint.read.tried import tokenizing
+from compress.base.errors import InputError
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.tokens import check_vocabulary
-from compress.errors import InputError
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of
 from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness

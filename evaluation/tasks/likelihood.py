@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError, InputError
-from compress.train.losses.chunked import CHUNK_VALUES
+from compress.base.errors import CompressError, InputError
+from compress.train.losses.chunked_logits import CHUNK_VALUES
 from compress.train.objective.heads import OutputHead, output_head
 
 LOGIT_VALUES = 2**26  # of a batch, at least of one text: 256 MiB of float32

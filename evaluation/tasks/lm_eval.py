@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from compress.errors import CompressError, InputError, first_line, install
+from compress.base.errors import CompressError, InputError, first_line, install
+from compress.base.progress import without_bars
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.results import Answers
-from compress.system.progress import without_bars
 
 KIND = "lm-eval"
 BATCH = 8  # texts at a time: lm-eval makes the logits of all their tokens

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from compress.base.errors import InputError
+from compress.base.safe_open import json_line, regular
 from compress.checkpoint.read.source import path_of
-from compress.errors import InputError
-from compress.system.reading import json_line, regular
 
 MULTIPLE_CHOICE: Literal["multiple choice"] = "multiple choice"
 CLOZE: Literal["cloze"] = "cloze"

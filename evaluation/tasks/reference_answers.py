@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
+from compress.base.safe_open import parse_json
+from compress.base.schema import built, fits
 from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
-from compress.errors import CheckpointError
 from compress.evaluation.document import TaskResult
 from compress.evaluation.quality import reference_states
 from compress.evaluation.quality.reference_states import Note
@@ -30,8 +32,6 @@ from compress.evaluation.tasks.likelihood import ContinuationPair
 from compress.evaluation.tasks.lm_eval import Harness
 from compress.evaluation.tasks.questions import Task
 from compress.evaluation.tasks.results import Answers
-from compress.system.reading import parse_json
-from compress.system.schema import built, fits
 
 FORMAT = 1
 Answered = list[tuple[TaskResult, Answers]]

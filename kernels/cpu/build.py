@@ -4,10 +4,10 @@ is built when a call first needs it: `gemm` asks for it.
 Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
 build, or the reason why there is none, is logged once (`compress.kernels.notes`).
 
-The library lies in a private folder of the cache directory (`compress.kernels.private`) under a name that is a hash of
-everything it depends on: sources, flags, compiler and processor (a home directory may be shared by machines that
-differ). `compiled_libraries.py` has its checksum, or why it could not be built, which is not tried again until one of
-these changes.
+The library lies in a private folder of the cache directory (`compress.kernels.private_folders`) under a name that is a
+hash of everything it depends on: sources, flags, compiler and processor (a home directory may be shared by machines
+that differ). `compiled_libraries.py` has its checksum, or why it could not be built, which is not tried again until one
+of these changes.
 
     COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built;
                                compile: build what a wheel brought compiled, too (`prebuilt.py`)
@@ -32,13 +32,13 @@ from pathlib import Path
 
 import torch
 
-from compress.errors import CompressError
 from compress.kernels.cpu import compiled_libraries, prebuilt, processor
 from compress.kernels.cpu.compiling import CompileError, jobs, run_all
 from compress.kernels.cpu.libraries import LIBRARIES, LINKED_TO_TORCH, OF_LINUX, sources, units
 from compress.kernels.cpu.processor import cpu_flags, target
+from compress.kernels.errors import CompressError
 from compress.kernels.notes import note_once
-from compress.kernels.private import candidates, make_private, why_not_private
+from compress.kernels.private_folders import candidates, make_private, why_not_private
 
 COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found"

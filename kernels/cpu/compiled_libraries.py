@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 from compress.kernels.notes import note_once
-from compress.kernels.private import why_not_ours
+from compress.kernels.private_folders import why_not_ours
 
 POLL_SECONDS = 0.1
 # A lock that was not touched for so long belongs to a process that stands still.

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from compress.errors import InputError
-from compress.kernels.cpu import build, crossings
+from compress.kernels.cpu import build, dense_thresholds
 from compress.kernels.cpu.arguments import (
     FEW_TOKENS,
     FEW_WEIGHTS,
@@ -38,8 +37,9 @@ from compress.kernels.cpu.arguments import (
     rows_up_to,
     strips_operation,
 )
-from compress.kernels.cpu.crossings import NEVER
+from compress.kernels.cpu.dense_thresholds import NEVER
 from compress.kernels.cpu.processor import amx_allowed
+from compress.kernels.errors import InputError
 from compress.kernels.notes import note_once
 
 SETTING = "COMPRESS_CPU_DENSE_FROM"
@@ -158,7 +158,7 @@ def _answer(given: Any, operation: int) -> int:
         filled = Arguments.from_buffer_copy(of_call)
         loop = next(name for name, number in OPERATIONS.items() if number == operation)
         kind = kind_of(operation_of(filled, loop), filled)
-        return crossings.found_or_measured(crossings.file(), kind, lambda: measured(filled, loop))
+        return dense_thresholds.found_or_measured(dense_thresholds.file(), kind, lambda: measured(filled, loop))
     except Exception as reason:  # noqa: BLE001 - C++ calls this, where no exception may pass
         note_once(f"no dense blocks: {type(reason).__name__}: {reason}")
         return NEVER
@@ -169,8 +169,8 @@ def _answer(given: Any, operation: int) -> int:
 
 def known() -> dict[str, int]:
     """{kind of product: tokens from which dense blocks are faster} as measured on this machine so far."""
-    path = None if why_not() else crossings.file()
-    return {} if path is None else crossings.read(path)
+    path = None if why_not() else dense_thresholds.file()
+    return {} if path is None else dense_thresholds.read(path)
 
 
 def told() -> list[str]:

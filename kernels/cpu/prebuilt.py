@@ -23,7 +23,7 @@ import torch
 from compress.kernels.cpu.compiled_libraries import sha256_of
 from compress.kernels.cpu.libraries import HERE, LIBRARIES, LINKED_TO_TORCH, sources
 from compress.kernels.notes import note_once
-from compress.kernels.private import why_not_ours
+from compress.kernels.private_folders import why_not_ours
 
 FOLDER = HERE / "prebuilt"
 ABOUT = "about.json"

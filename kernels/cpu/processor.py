@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from compress.errors import InputError
+from compress.kernels.errors import InputError
 
 
 class Target(NamedTuple):

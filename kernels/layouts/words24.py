@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import PLANE
 
 QUAD = 4

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
 from compress.kernels import reference, workspace
+from compress.kernels.errors import CompressError
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
 from compress.kernels.measure import benchmark

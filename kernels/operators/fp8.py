@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from compress.errors import InputError
 from compress.kernels.division import divide
+from compress.kernels.errors import InputError
 from compress.kernels.operators.register import operator
 from compress.kernels.reference import rescale
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels.division import divide
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.scale_blocks import BLOCK, INPUT_BLOCK, WEIGHT_BLOCK, blocked, blocks_of, multiply_
 from compress.kernels.operators import fp8
 from compress.kernels.operators.register import operator

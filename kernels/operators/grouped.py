@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import Planar, planar_words
 from compress.kernels.operators.register import operator
 from compress.kernels.operators.words import (

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import Planar, planar_block, unpack_planar
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.register import operator

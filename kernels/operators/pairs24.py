@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.pairs24 import Pairs, pairs_weight
 from compress.kernels.layouts.words24 import KEPT, QUAD
 from compress.kernels.operators.blocks import gradient_of_blocks, product_of_blocks, row_blocks

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
+from compress.kernels.errors import InputError
 from compress.kernels.operators import fp8
 from compress.kernels.operators.register import operator
 

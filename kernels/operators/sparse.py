@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import ROWS, Strips, unpack_strips
 from compress.kernels.layouts.words import Planar

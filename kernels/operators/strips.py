@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import Operation, strips_operation
-from compress.kernels.cpu.laying import pack_strips
+from compress.kernels.cpu.layouts import pack_strips
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.strips import (
     BYTE,
     NIBBLE,

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.pairs24 import Pairs
 from compress.kernels.layouts.strips import BLOCK, ROWS
 from compress.kernels.layouts.strips24 import Strips24, pack_pairs, pack_words24, unpack_pairs, why_not_strips24

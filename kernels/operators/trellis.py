@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import trellis as compiled
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
 from compress.kernels.layouts.trellis_strips import LANES, TrellisStrips, words_by_rows
 from compress.kernels.operators.register import operator

@@ -30,9 +30,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_weight, planar_words
 from compress.kernels.operators.blocks import product_of_blocks, row_blocks
 from compress.kernels.operators.register import operator

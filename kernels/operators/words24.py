@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import PLANE
 from compress.kernels.layouts.words24 import QUAD, Words24, blocks_of, quad_planar, sparse24_weight
 from compress.kernels.operators.blocks import gradient_of_blocks, product_of_blocks, row_blocks

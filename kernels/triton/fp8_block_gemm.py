@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.layouts.scale_blocks import BLOCK
-from compress.kernels.triton.split import arrives_last, collect, partials
+from compress.kernels.triton.split_k import arrives_last, collect, partials
 from compress.kernels.tuning.choose import device_of, fused_fp8_blocks
 from compress.kernels.tuning.table import Shape
 

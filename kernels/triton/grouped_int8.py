@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.kernels.triton.grouped_gemm import pairs_of_tile, store_zeros
 from compress.kernels.triton.int8_gemm import finish_int8, int8_sums
-from compress.kernels.triton.split import tile_partials
+from compress.kernels.triton.split_k import tile_partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, device_of, fused_w8a8, grouped, most_tiles
 from compress.kernels.tuning.table import Shape
 

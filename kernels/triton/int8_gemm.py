@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.int8_tma_gemm import persistent_gemm, why_not_persistent
-from compress.kernels.triton.split import arrives_last, collect, partials
+from compress.kernels.triton.split_k import arrives_last, collect, partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape
 

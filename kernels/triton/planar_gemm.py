@@ -26,8 +26,8 @@ from torch import Tensor
 
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_gemm import power8, unpack8
-from compress.kernels.triton.look_up import byte_planes, kind_of_table, look_up
-from compress.kernels.triton.split import arrives_last, collect, partials, pieces
+from compress.kernels.triton.level_lookup import byte_planes, kind_of_table, look_up
+from compress.kernels.triton.split_k import arrives_last, collect, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape

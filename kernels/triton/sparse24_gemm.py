@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.kernels.layouts.words import PLANE
 from compress.kernels.layouts.words24 import BLOCK, QUARTER, Words24
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups
-from compress.kernels.triton.split import partials
+from compress.kernels.triton.split_k import partials
 from compress.kernels.triton.unpack import power4, unpack4
 from compress.kernels.tuning.choose import choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape

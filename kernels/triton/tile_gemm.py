@@ -25,7 +25,7 @@ from compress.kernels.triton.dequantize_gemm import (
 )
 from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, finish
 from compress.kernels.triton.sparse_kernels import add_entries
-from compress.kernels.triton.split import partials
+from compress.kernels.triton.split_k import partials
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape
 

@@ -32,8 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
-from compress.errors import InputError
 from compress.kernels.cache import cache_directory
+from compress.kernels.errors import InputError
 
 FORMAT = 2
 SHIPPED = Path(__file__).resolve().with_name("tuned.json")

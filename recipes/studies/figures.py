@@ -23,7 +23,7 @@ import transformers
 
 import compress
 from compress.evaluation.document import Evaluation
-from compress.evaluation.stored_evaluation import read_evaluation
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.kernels.measure.provenance import provenance
 
 # Figures of a row, and those of them that are means.

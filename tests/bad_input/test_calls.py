@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import compress
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.passes.train import Train
 
 RTN, GPTQ = compress.RTN(group_size=16), compress.GPTQ(group_size=16)
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_an_argument_is_said_before_the_model_is_loaded(llama
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("compress.api.opened.load_dense", loaded)
+    monkeypatch.setattr("compress.jobs.model_source.load_dense", loaded)
     ids = torch.full((2, 8), 5000)
     cases = [
         ({"passes": GPTQ}, "gptq needs calibration data"),

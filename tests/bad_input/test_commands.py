@@ -1406,7 +1406,7 @@ def test_a_pattern_that_stands_still_is_refused(
     desk: Desk, llama_w4: Path, copy_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a recipe, and of a checkpoint: each letter of a name doubles the time."""
-    monkeypatch.setattr("compress.system.limited.SECONDS", 1)
+    monkeypatch.setattr("compress.base.sandbox.SECONDS", 1)
     still = "re:(([a-z]|[a-z_.0-9])+)+!"
     model = copy_of(llama_w4, "still")
     config = json.loads((model / "config.json").read_text())

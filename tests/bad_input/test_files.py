@@ -24,14 +24,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.files import OWN_WHOLE, checksum
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.write import shards
 from compress.checkpoint.write.journal import Journal
 from compress.checkpoint.write.manifest import read_record
 from compress.data.teacher_file import ENTRY, read_cached
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.cost.size import inspect_checkpoint
 from compress.evaluation.report.calibration import calibrated_ranges
 from compress.passes.protocol.recipe import load_recipe

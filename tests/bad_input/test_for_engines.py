@@ -12,10 +12,10 @@ from mixtures import made, tokens
 from transformers import CompressedTensorsConfig
 
 import compress
-from compress.errors import CompressError
+from compress.base.errors import CompressError
+from compress.inference.load.loading import transformers_alone
 from compress.passes.protocol.recipe import load_recipe, make_pass
-from compress.runtime.load.loading import transformers_alone
-from compress.search.fitting.offered import Wishes, offered
+from compress.search.fitting.recipe_space import Wishes, offered
 
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
@@ -238,7 +238,7 @@ def test_weights_beyond_super_blocks_are_one_line(factor: float, says: str, tmp_
 
 def test_a_run_stopped_before_its_export_goes_on(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, words = tmp_path / "out", ("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output")
-    monkeypatch.setattr("compress.api.quantize_for.export", interrupted)
+    monkeypatch.setattr("compress.jobs.quantize_for.export", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compress.quantize_for("gptqmodel", half, make_pass("rtn", {"scheme": "w4a16"}), output=out)
     monkeypatch.undo()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from combinations import every
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.train.losses.attention import attention_loss
-from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
+from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import crd, empty_memory, info_nce
 from compress.train.losses.exits import exits_loss
 from compress.train.losses.features import features_loss, layer_pairs

@@ -6,7 +6,7 @@ import pytest
 from commands import Desk, command, last_line
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.tasks.questions import read_task
 
 PIQA = {"goal": "Boil it", "sol1": "hot", "sol2": "cold"}

@@ -6,7 +6,7 @@ from models import build, tokens
 from torch import nn
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.train import Train
 from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
 from compress.train.inputs.samples import Rows

@@ -13,9 +13,9 @@ from commands import command, make_llama, save
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import InputError
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import InputError
 from compress.passes.protocol.recipe import make_pass
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.checkpoint.files import INDEX
-from compress.checkpoint.read.beside import AHEAD, DRAFT, beside, made_anew
 from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.unplaced_tensors import AHEAD, DRAFT, beside, made_anew
 
 W8 = compress.RTN(scheme="w8a16", group_size=16)
 # One layer that predicts ahead, as DeepSeek's files have it: transformers passes by what is called layers.61.

@@ -9,8 +9,8 @@ from models import tokens
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError
 from compress.checkpoint.export.read_back import check_values
-from compress.errors import CheckpointError
 
 LEVELS = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),

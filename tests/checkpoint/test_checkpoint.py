@@ -23,16 +23,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api import verify as verification
-from compress.api.verify import outputs, probe
+from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.base.progress import Silent
+from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import read_tensors
 from compress.checkpoint.write import shards, writer
 from compress.checkpoint.write.block_file import write_tensors
 from compress.checkpoint.write.shards import pieces_of
-from compress.errors import CheckpointError, CompressError, InputError
-from compress.runtime.check.by_transformers import load_with_transformers
-from compress.system.progress import Silent
+from compress.inference.check.by_transformers import load_with_transformers
+from compress.jobs import verify as verification
+from compress.jobs.verify import outputs, probe
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 LOADERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -253,7 +253,7 @@ import sys, torch, compress
 sys.path.insert(0, {tests!r})
 from commands import DRIFT_GPTQ, StopAfterOne
 from models import tokens
-from compress.system.progress import Silent
+from compress.base.progress import Silent
 from compress.checkpoint.write.shards import pieces_of
 
 class Kill(Silent):

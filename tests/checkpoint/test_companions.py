@@ -11,14 +11,14 @@ from commands import command, last_line
 from transformers import utils
 
 import compress
+from compress.base.errors import CheckpointError
+from compress.base.safe_open import lies_in
 from compress.checkpoint import seal
 from compress.checkpoint.export.gguf.tokenizer import keys_of
 from compress.checkpoint.leftovers import of_checkpoint
 from compress.checkpoint.write.directory import stranger_in
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError
 from compress.evaluation.push import push
-from compress.system.reading import lies_in
 
 RTN = ("--method", "rtn", "--group-size", "32", "--no-verify")
 NAMED = {"default": "{{ messages[0].content }}", "tool_use": "TOOLS {{ messages[0].content }}"}

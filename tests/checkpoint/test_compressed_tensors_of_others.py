@@ -8,8 +8,8 @@ from commands import make_llama, save
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.errors import CheckpointError
-from compress.runtime.layers.walk import compressed_layers
+from compress.base.errors import CheckpointError
+from compress.inference.layers.compressed_layers import compressed_layers
 
 pytest.importorskip("compressed_tensors", reason="needs the hf extra")
 

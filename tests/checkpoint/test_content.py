@@ -9,14 +9,14 @@ from commands import StopAfterOne, make_llama, save
 from torch import nn
 
 import compress
-from compress.api.teachers import fingerprints
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError, InputError
+from compress.base.progress import Silent
 from compress.checkpoint.read import content
 from compress.checkpoint.read.pretrained import model_fingerprint
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.shards import pieces_of
-from compress.errors import CompressError, InputError
-from compress.system.comm import Comm
-from compress.system.progress import Silent
+from compress.jobs.teachers import fingerprints
 
 RTN = compress.RTN(group_size=32)
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
+from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.checkpoint.export import place
 from compress.checkpoint.files import INDEX, RECORD
 from compress.checkpoint.write import shards
-from compress.errors import CheckpointError, CompressError, InputError
 from compress.passes.protocol.recipe import make_pass
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))

@@ -12,13 +12,13 @@ from pruning import Largest
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.checkpoint.files import OWN_WHOLE, RECORD
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import CheckpointError, CompressError, InputError
-from compress.passes.protocol.where import only
-from compress.runtime.check.twin import compared
-from compress.runtime.layers.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
+from compress.inference.check.dense_twin import compared
+from compress.inference.layers.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
+from compress.passes.protocol.layer_filter import only
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
 LAYERS = 14

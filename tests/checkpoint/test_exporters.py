@@ -11,12 +11,12 @@ from commands import command, last_line
 from safetensors.torch import load_file
 
 import compress
+from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint import seal
 from compress.checkpoint.export.registry import EXPORTERS
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError, CompressError
 
 # A layout unlike those of the package: other files, other names of tensors, no config.json, no tokenizer.
 TOY = '''
@@ -26,7 +26,7 @@ import numpy
 import torch
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.registry import EXPORTERS
-from compress.checkpoint.read.stored import stored_in, weight_of
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 
 EXPORTERS["toy"] = "toy_export:Toy"
 

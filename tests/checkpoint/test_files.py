@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError
 from compress.checkpoint import scratch
 from compress.checkpoint.files import checksum, write_named, write_whole
 from compress.checkpoint.portable_names import command, shown
 from compress.checkpoint.write import shards
 from compress.checkpoint.write.directory import own_files, stranger_in
 from compress.checkpoint.write.late_files import put_beside
-from compress.errors import CheckpointError
 from compress.kernels import cache
 from compress.kernels.notes import note_once
-from compress.kernels.private import candidates
+from compress.kernels.private_folders import candidates
 from compress.kernels.tuning import table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool, torch.float64)

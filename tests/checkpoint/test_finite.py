@@ -9,7 +9,7 @@ from commands import make_llama, save
 from models import build, tokens
 
 import compress
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.weights.scales import round_scale
 
 UP = "model.layers.0.mlp.up_proj"

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transcribed import awq_weight, gptq_weight, layers_of
 
 import compress
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.export.read_back import by_gptqmodel, check_values
-from compress.errors import CheckpointError, InputError
+from compress.inference.layers.linear import QuantLinear
 from compress.passes.protocol.recipe import make_pass
-from compress.runtime.layers.linear import QuantLinear
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
 

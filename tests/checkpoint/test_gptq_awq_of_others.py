@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transcribed import gptq_weight, layers_of
 
 import compress
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels.layouts.words import pack_rows, unpack_rows
 from compress.passes.protocol.recipe import make_pass
 

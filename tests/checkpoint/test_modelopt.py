@@ -9,9 +9,9 @@ from models import tokens
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import CheckpointError
 
 NAMES = {"weight_packed": "weight", "weight_scale": "weight_scale"}
 INVERTED = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}

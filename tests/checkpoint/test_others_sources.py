@@ -16,9 +16,9 @@ from models import tokens
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.api.teachers import Teachers
+from compress.base.errors import CheckpointError
 from compress.checkpoint.read.source import find_source
-from compress.errors import CheckpointError
+from compress.jobs.teachers import Teachers
 from compress.weights.levels import NF4
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

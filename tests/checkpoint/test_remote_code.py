@@ -10,8 +10,8 @@ import pytest
 from commands import command, configured
 
 import compress
-from compress.errors import InputError
-from compress.runtime.layers.linear import QuantLinear
+from compress.base.errors import InputError
+from compress.inference.layers.linear import QuantLinear
 
 CODE = """
 from pathlib import Path

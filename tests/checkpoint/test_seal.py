@@ -9,14 +9,14 @@ from commands import command, make_llama, save
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.api.verify import check_record
+from compress.base.errors import CheckpointError
 from compress.checkpoint.files import RECORD, write_whole
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.seal import check
 from compress.checkpoint.write import late_files
 from compress.checkpoint.write.late_files import put_beside
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError
+from compress.jobs.verify import check_record
 
 
 @pytest.fixture(scope="module")

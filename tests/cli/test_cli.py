@@ -31,14 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import compress
-from compress.api import verify as verification
+from compress.base.errors import InputError
 from compress.checkpoint.read import source
 from compress.checkpoint.write.directory import Directory
-from compress.cli import progress, starting
+from compress.cli import progress, start_line
 from compress.data import text as data
-from compress.errors import InputError
 from compress.evaluation.cost import size as sizes
-from compress.evaluation.stored_evaluation import read_evaluation
+from compress.evaluation.evaluation_file import read_evaluation
+from compress.jobs import verify as verification
 from compress.kernels.notes import note_once
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
@@ -918,7 +918,7 @@ def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: D
     assert json.loads(written)["verification"] == record["verification"]
     assert str(desk.here) not in written
     first, *lines = outcome.err.splitlines()
-    assert first == starting.LINE
+    assert first == start_line.LINE
     assert all(line.startswith(("plan: ", "quantize: ", "note: verifying")) for line in lines), outcome.err
 
 

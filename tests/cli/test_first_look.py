@@ -13,10 +13,10 @@ from click.shell_completion import ShellComplete
 from commands import Outcome, command
 from rich.text import Text
 
-from compress.cli import starting
+from compress.base.terminal import PlainConsole
+from compress.cli import start_line
 from compress.cli.main import cli
 from compress.passes.protocol.recipe import BUILT_IN, PASSES
-from compress.system.terminal import PlainConsole
 
 EVERY = sorted(cli.commands)
 SLOW_COMMAND = """
@@ -48,7 +48,7 @@ def test_the_first_line_comes_before_the_slow_libraries(words: tuple[str, ...], 
     done = subprocess.run(
         [sys.executable, "-c", SLOW_COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, starting.LINE, "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, start_line.LINE, "")
 
 
 @pytest.mark.parametrize(("chosen", "rank", "said"), [({}, "0", 1), ({"quiet": True}, "0", 0), ({}, "1", 0)])
@@ -56,17 +56,17 @@ def test_the_first_line_is_said_once_unless_quiet_and_by_the_first_rank(
     chosen: dict, rank: str, said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    for library in starting.SLOW:
+    for library in start_line.SLOW:
         monkeypatch.delitem(sys.modules, library, raising=False)
     context = click.Context(cli)
     context.params = chosen
     before = list(sys.meta_path)
-    with context, starting.announcing():
-        for library in ("json", *starting.SLOW):
+    with context, start_line.announcing():
+        for library in ("json", *start_line.SLOW):
             for finder in list(sys.meta_path):
-                if isinstance(finder, starting.Announcer):
+                if isinstance(finder, start_line.Announcer):
                     assert finder.find_spec(library) is None
-    assert capsys.readouterr().err.splitlines() == [starting.LINE] * said
+    assert capsys.readouterr().err.splitlines() == [start_line.LINE] * said
     assert sys.meta_path == before
 
 

@@ -12,8 +12,8 @@ from rich.progress import Progress
 import compress
 from compress.cli import progress
 from compress.cli.progress import Lines, ProgressBar, TimeLeft, columns
-from compress.run import pipeline
-from compress.run.walk import block
+from compress.engine import pipeline
+from compress.engine.walk import block
 
 STEPS = [(0, ""), (0, ""), (1, "a"), (2, "b"), (2, ""), (3, "c"), (4, "d")]
 TIMES = [0, 50, 60, 75, 75, 76, 77]  # start-up until 50; what is after b takes a second each

@@ -13,6 +13,7 @@ from commands import PLAIN_GPTQ, Outcome, command
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from compress.base.terminal import PlainConsole, visible
 from compress.checkpoint.write.record import RangeRecord
 from compress.cli import tables as show
 from compress.cli.main import main
@@ -24,7 +25,6 @@ from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, 
 from compress.evaluation.report.terminal import show as render
 from compress.evaluation.speed.report import SpeedReport
 from compress.evaluation.speed.speed_tables import tables
-from compress.system.terminal import PlainConsole, visible
 
 # Closes a tag that nobody opened, opens one, an emoji; a terminal's title, a new line, backwards from here, not UTF-8.
 NASTY = "a[/red][bold]:smile:\x1b]0;owned\x07\r\n\u202e\x9b1m\udcff"
@@ -88,7 +88,7 @@ PRINTED = {
 def test_a_table_shows_names_as_they_are(
     name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.system.terminal.WIDTH", 1000)  # nothing is cut or wrapped
+    monkeypatch.setattr("compress.base.terminal.WIDTH", 1000)  # nothing is cut or wrapped
     act, times = PRINTED[name]
     act()
     out = capsys.readouterr().out

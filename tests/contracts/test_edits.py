@@ -15,13 +15,13 @@ from models import build
 from safetensors.torch import load, save
 from torch import nn
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.model.calls import Call
 from compress.model.edits.changes import undo
-from compress.model.edits.configured import facts_of
-from compress.model.edits.drop import Drop
+from compress.model.edits.configuration_search import facts_of
+from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.folds import Scale
-from compress.model.edits.keep import Keep
+from compress.model.edits.keep_channels import Keep
 from compress.model.known_edits import EDITS, read_edit
 from compress.model.layers import find_stacks
 from compress.model.structure.couplings import find_couplings

@@ -10,15 +10,15 @@ from pruning import Largest
 from thread_ranks import TwoRanks
 from torch import Tensor
 
+from compress.base.collectives import Comm, RowShard
 from compress.passes.magnitude import Magnitude
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.layer_filter import but, only
 from compress.passes.protocol.recipe import PASSES, pass_class
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.where import but, only
 from compress.passes.sparsegpt import SparseGPT
 from compress.passes.taylor import Taylor
 from compress.passes.wanda import Wanda
-from compress.system.comm import Comm, RowShard
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 

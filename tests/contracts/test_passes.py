@@ -13,7 +13,8 @@ from combinations import each, every
 from thread_ranks import TwoRanks
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.passes.awq import AWQ
 from compress.passes.binary import Binary
 from compress.passes.embeddings import Embeddings
@@ -23,15 +24,14 @@ from compress.passes.low_rank import LowRank
 from compress.passes.lqs import LQS
 from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.layer_filter import but, only
 from compress.passes.protocol.recipe import options_of
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Rewrite
-from compress.passes.protocol.where import but, only
 from compress.passes.rtn import RTN
 from compress.passes.spqr import SpQR
 from compress.passes.ternary import Ternary
 from compress.passes.trellis import Trellis
-from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized, quantize

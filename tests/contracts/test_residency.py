@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import build
 
-from compress.run.residency import Local
+from compress.engine.residency import Local
 
 CPU = torch.device("cpu")
 

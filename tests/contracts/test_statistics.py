@@ -2,7 +2,7 @@
 their order nor ranks make a difference. A new statistic joins `STATISTICS` and gets all of it.
 
 Not here, because what they find depends on the micro-batches: a moving average, which says so in its name
-(`tests/calibration/test_calibrators.py`), and a sample of tokens, which stays with its rank.
+(`tests/solvers/statistics/test_calibrators.py`), and a sample of tokens, which stays with its rank.
 """
 
 import random
@@ -17,11 +17,11 @@ from combinations import each, every
 from thread_ranks import synced
 from torch import Tensor
 
-from compress.calibration.calibrators import OPTIONS, calibrator
-from compress.calibration.hessian import AffineHessian, Hessian
-from compress.calibration.stats import ChannelMean, ChannelNorm, MinMax, StatisticFactory
-from compress.errors import CompressError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError
+from compress.solvers.statistics.calibrators import OPTIONS, calibrator
+from compress.solvers.statistics.hessian import AffineHessian, Hessian
+from compress.solvers.statistics.input_statistics import ChannelMean, ChannelNorm, MinMax, StatisticFactory
 from compress.weights.grid import Grid
 
 TOKENS, CHANNELS = 203, 24

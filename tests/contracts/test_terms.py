@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compress.checkpoint.read.stored import read_weight
-from compress.errors import CheckpointError, CompressError
+from compress.base.errors import CheckpointError, CompressError
+from compress.checkpoint.read.compressed_layers import read_weight
+from compress.inference.layers.linear import QuantLinear
 from compress.recipes.low_rank import Factors as SomebodysLowRank
-from compress.runtime.layers.linear import QuantLinear
 from compress.weights.formats.codes import (
     Codes,
     CodesFormat,

@@ -13,13 +13,13 @@ from commands import CONTEXT, PLAIN_GPTQ, VOCABULARY, command, make_llama
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 import compress
-from compress.calibration.hessian import Hessian, HessianResult
 from compress.checkpoint.read.source import DEMO
 from compress.data.chat import Conversations
 from compress.data.packing import RowPiece, packed
 from compress.data.rows import row_of
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
+from compress.solvers.statistics.hessian import Hessian, HessianResult
 
 CONFIG = PretrainedConfig()
 CONFIG.vocab_size, CONFIG.max_position_embeddings = VOCABULARY, CONTEXT

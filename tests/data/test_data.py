@@ -15,11 +15,11 @@ from places import SHARED
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PretrainedConfig
 
+from compress.base.errors import InputError
 from compress.checkpoint.read.source import DEMO
 from compress.data.bos import Bos
 from compress.data.documents import read_documents, read_folder
 from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, windows
-from compress.errors import InputError
 
 CONFIG = PretrainedConfig()
 CONFIG.vocab_size, CONFIG.max_position_embeddings = VOCABULARY, CONTEXT

@@ -9,15 +9,15 @@ import torch
 from commands import command, make_llama
 
 import compress
+from compress.base.errors import CompressError, InputError
 from compress.checkpoint.write.directory import stranger_in
 from compress.checkpoint.write.late_files import put_beside
-from compress.errors import CompressError, InputError
 from compress.evaluation.document import Figure
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality.generations import beginnings, generate, parting
 from compress.evaluation.speed.peak import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed, middle
-from compress.evaluation.stored_evaluation import read_evaluation
-from compress.runtime.load.loading import load
+from compress.inference.load.loading import load
 
 
 def test_speed_is_of_both_in_turns(llama: Path, llama_w4: Path) -> None:

@@ -16,12 +16,12 @@ from vision import calibration as images
 from vision import net
 
 import compress
-from compress.calibration.calibrators import calibrator
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.write.record import HistogramRecord, RangeRecord, range_record
-from compress.errors import CheckpointError, InputError
 from compress.evaluation.report import calibration, wording
 from compress.evaluation.report.calibration import Bar
 from compress.evaluation.report.drawing import WIDE, Axis, padded
+from compress.solvers.statistics.calibrators import calibrator
 from compress.weights.grid import Grid
 
 STATIC = {"scheme": "w8a8", "activations": "static", "histograms": True}

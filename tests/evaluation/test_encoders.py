@@ -13,10 +13,10 @@ from scipy.stats import spearmanr
 from transformers import AutoTokenizer, BertConfig, BertModel, ResNetConfig, ResNetForImageClassification
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality.encoders import read_pairs
 from compress.evaluation.quality.gates import broken_gates, parse_gate
-from compress.evaluation.stored_evaluation import read_evaluation
 
 WORDS = ("import", "os", "return", "self", "value", "def", "class", "for", "in", "range", "print", "list", "open")
 

@@ -16,12 +16,12 @@ from scipy.stats import entropy, sem
 from torch.nn import functional
 
 import compress
+from compress.base.errors import InputError
+from compress.base.progress import Silent
 from compress.checkpoint.read.source import find_source
-from compress.errors import InputError
 from compress.evaluation.cost.size import measure_size
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality import predictor, quality
-from compress.evaluation.stored_evaluation import read_evaluation
-from compress.system.progress import Silent
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from commands import Desk, command
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, Named, SizeResult, TaskResult, TextResult
 from compress.evaluation.quality.gates import broken_gates, parse_gate
 

@@ -15,9 +15,9 @@ from commands import VOCABULARY, command, make_llama
 from places import SHARED
 
 import compress
+from compress.base.errors import CompressError, InputError
 from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import DEMO, find_source
-from compress.errors import CompressError, InputError
 from compress.evaluation.tasks import evaluate as evaluating
 from compress.evaluation.tasks import lm_eval as adapter
 from compress.evaluation.tasks.evaluate import ask_tasks, prepare_tasks, read_tasks

@@ -11,7 +11,7 @@ from commands import command, last_line
 from hub import TOKEN, Hub, serving
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.push import push
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the hub's client about its own client

@@ -11,11 +11,11 @@ from commands import VOCABULARY, make_llama, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
+from compress.base.progress import Silent
 from compress.evaluation import reference_model
 from compress.evaluation.quality import predictor, reference_states
 from compress.evaluation.tasks import evaluate as answering
-from compress.kernels import private
-from compress.system.progress import Silent
+from compress.kernels import private_folders
 
 
 class Notes(Silent):
@@ -116,7 +116,7 @@ def test_what_another_user_may_have_written_is_made_anew_with_a_note(
     assert notes.said[0] == said
     with pytest.MonkeyPatch.context() as patch:  # as somebody who is neither the owner nor root
         owner = path.stat().st_uid
-        patch.setattr(private, "ROOT", owner + 1)
+        patch.setattr(private_folders, "ROOT", owner + 1)
         patch.setattr(os, "geteuid", lambda: owner + 1)
         compress.evaluate(llama, reference=llama, text=ids[:2], reporter=notes)
     assert asked == [2, 2, 2]

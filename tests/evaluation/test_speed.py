@@ -25,9 +25,9 @@ from compress.evaluation.report.page import as_html
 from compress.evaluation.speed import check, decoder, dense, memory, models, options, plot, run, speed_tables
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.report import SpeedReport
+from compress.inference.check import dense_twin
+from compress.inference.load.assembly import compressed_layers, fuse
 from compress.kernels.measure import benchmark
-from compress.runtime.check import twin
-from compress.runtime.load.assembly import compressed_layers, fuse
 
 CPU = torch.device("cpu")
 LINEARS = ("bench", "--device", "cpu", "--shapes", "64x256,96x128", "--tokens", "1,5", "--rounds", 2)
@@ -349,7 +349,7 @@ def test_what_is_not_a_number_is_wrong() -> None:
 
 def test_the_twin_is_gone_afterwards() -> None:
     model = tiny()
-    with twin.dequantized(model):
+    with dense_twin.dequantized(model):
         pass
     assert all("forward" not in vars(layer) for _, layer in compressed_layers(model))
 

@@ -15,12 +15,12 @@ from models import build
 from torch.nn import functional
 
 import compress
+from compress.base.errors import CompressError, InputError
 from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import DEMO, find_source
-from compress.errors import CompressError, InputError
-from compress.evaluation.quality.shares import clopper_pearson
+from compress.evaluation.evaluation_file import read_evaluation
+from compress.evaluation.quality.exact_intervals import clopper_pearson
 from compress.evaluation.report.verdict import verdict
-from compress.evaluation.stored_evaluation import read_evaluation
 from compress.evaluation.tasks import likelihood
 from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks
 from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 import compress
+from compress.base.errors import InputError
 from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import find_source
-from compress.errors import InputError
 from compress.evaluation.quality.windows import rows_of, strided
 
 

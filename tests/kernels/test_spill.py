@@ -10,7 +10,7 @@ import torch
 from models import tokens
 
 import compress
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.kernels import spill
 from compress.kernels.cpu import build
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import compress
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 
 
 def randomized(model):

@@ -8,11 +8,11 @@ from models import FAMILIES, GATED, build
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.calls import Call
-from compress.model.edits.configured import configure, facts_of, unread_of
-from compress.model.edits.drop import Drop
-from compress.model.edits.keep import Keep
+from compress.model.edits.configuration_search import configure, facts_of, unread_of
+from compress.model.edits.drop_blocks import Drop
+from compress.model.edits.keep_channels import Keep
 from compress.model.layers import find_stacks
 from compress.model.structure.couplings import find_couplings, why_not
 from compress.model.structure.dependence import NONE, joined, taken_apart

@@ -8,15 +8,15 @@ from models import FAMILIES, GATED, build, tokens
 from torch import nn
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from compress.engine.residency import Local
 from compress.model.calls import Call
 from compress.model.edits.changes import undo
 from compress.model.edits.folds import UNTOUCHED, apply
 from compress.model.layers import find_stacks
 from compress.model.structure.discovery import Finder, confirm, discover
 from compress.model.structure.excerpt import TOKENS, short_call
-from compress.model.structure.hollow import codes, decode, exponents
+from compress.model.structure.hollow_forward import codes, decode, exponents
 from compress.model.structure.producers import registered_twice
-from compress.run.residency import Local
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 VALUE = {"self_attn.v_proj": ["self_attn.o_proj"]}

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import compress
 from compress.model.experts import Calibration, Experts, calibrating
-from compress.model.experts_apart import split_experts
 from compress.model.layers import is_linear
+from compress.model.split_experts import split_experts
 
 CODED = re.compile(r"\.(weight_packed|weight_scale|weight_shape)$")
 # One parameter of all experts, as it is called on the hub.

@@ -6,7 +6,7 @@ from combinations import every
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.edits.changes import undo
 from compress.model.edits.folds import (
     UNTOUCHED,

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import compress
-from compress.errors import InputError
-from compress.model.apart.split import ADVICE
-from compress.model.left_alone import UNASKED_CONVOLUTION
+from compress.base.errors import InputError
 from compress.model.sharing import check_shardable
+from compress.model.splitting.split_layers import ADVICE
+from compress.model.untreated_layers import UNASKED_CONVOLUTION
 from compress.passes.protocol.base import Pass
 
 W = 16

@@ -6,7 +6,7 @@ from combinations import pairs
 from torch import nn
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 
 BOTH = [False, True]
 

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import compress
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.solvers.gptq import POLISH_DAMP, gptq
 
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}

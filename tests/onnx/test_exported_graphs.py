@@ -14,8 +14,8 @@ from models import build
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError, InputError
 from compress.onnx.exporters import MatMulNBitsGraph
 from compress.onnx.readback import read_back
 from compress.onnx.repacked import why_not

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.onnx.graph import Form, graph_layer
 from compress.onnx.layers import GraphLayer
 from compress.onnx.narrow_tables import in_16_bits, narrow_tables

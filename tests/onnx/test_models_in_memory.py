@@ -9,8 +9,8 @@ from torch import nn
 from vision import calibration, net
 
 import compress
+from compress.base.errors import InputError
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import InputError
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -9,17 +9,17 @@ from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import DECODERS, build, tokens
 
 import compress
-from compress.api.verify import outputs, probe
-from compress.calibration.hessian import Hessian
-from compress.calibration.stats import ChannelMean, MinMax, TokenSample
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import read_tensors
-from compress.errors import InputError
+from compress.jobs.verify import outputs, probe
 from compress.model.edits.folds import UNTOUCHED
 from compress.passes.protocol.sites import FoldSite, Reader
 from compress.solvers.awq import balanced
 from compress.solvers.smoothquant import smoothing
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import Hessian
+from compress.solvers.statistics.input_statistics import ChannelMean, MinMax, TokenSample
 from compress.weights.grid import fake_quantize
 
 FOLD_ONLY = {

@@ -24,13 +24,13 @@ from published import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.calibration.hessian import FEW
-from compress.errors import CompressError, InputError
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError, InputError
 from compress.passes.gptq import GPTQ
 from compress.solvers.column_sweep import column_order, damped
 from compress.solvers.gptq import POLISH_DAMP, gptq
+from compress.solvers.statistics.hessian import FEW
 from compress.solvers.targets import drift_correction, reliability
-from compress.system.comm import Comm
 from compress.weights.grid import Grid, Quantized, quantize
 
 # --- the code under test, as a notebook calls it ----------------------------------------------------------------------

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.engine.plan.format_limits import check_halved
+from compress.engine.plan.plan import plan
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels.cpu.gemm import why_not_sizes
 from compress.passes.protocol.base import Pass
-from compress.run.plan.plan import plan
-from compress.run.plan.storable import check_halved
-from compress.runtime.layers.linear import QuantLinear
 from compress.weights.grid import quantize, suggest_groups, usual_group
 
 

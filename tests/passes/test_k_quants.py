@@ -10,7 +10,7 @@ from published import mean_square, realistic_layer, row_losses
 from torch import Tensor
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, unpack_blocks
 from compress.passes.k_quants import FALLBACKS, KQuants
 from compress.passes.options.k_mixes import blocks_of_names, takes_more, type_in, types_of

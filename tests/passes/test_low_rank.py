@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 import compress
-from compress.calibration.hessian import Hessian
+from compress.base.collectives import Comm
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Finding
 from compress.solvers.allocation import RankCurve, allocate
+from compress.solvers.low_rank import approximated, spectrum
 from compress.solvers.outliers import dearest
-from compress.solvers.whitened import approximated, spectrum
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import Hessian
 
 SHAPES = [(24, 40), (40, 24), (32, 32)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 import compress
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding
 from compress.solvers.gptq import gptq
-from compress.solvers.whitened import approximated
-from compress.system.comm import Comm
+from compress.solvers.low_rank import approximated
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.grid import Quantized
 

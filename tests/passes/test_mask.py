@@ -23,14 +23,14 @@ from published import (
 from torch import Tensor
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.engine.layer_versions import Versions
 from compress.model.layers import Layer
 from compress.passes.binary import Binary
 from compress.passes.gptq import GPTQ
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.rtn import RTN
-from compress.run.installed import Versions
 from compress.solvers.column_sweep import damped
 from compress.solvers.gptq import POLISH_DAMP, gptq
 from compress.weights.decision import Decision

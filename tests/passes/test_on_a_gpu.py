@@ -6,7 +6,7 @@ from commands import make_llama
 from safetensors.torch import load_file
 
 import compress
-from compress.api.verify import outputs, probe
+from compress.jobs.verify import outputs, probe
 
 pytestmark = [
     pytest.mark.gpu,

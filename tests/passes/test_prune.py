@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
-from compress.errors import InputError
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.passes.options.prune import Prune
 from compress.passes.protocol.recipe import describe, parse_recipe
 from compress.passes.protocol.sites import Site
@@ -20,7 +21,6 @@ from compress.solvers import targets
 from compress.solvers.column_sweep import damped
 from compress.solvers.gptq import POLISH_DAMP
 from compress.solvers.targets import settled
-from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before

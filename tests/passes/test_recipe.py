@@ -11,7 +11,7 @@ import yaml
 from combinations import every
 
 from compress import GPTQ, RTN, SpQR, but, only
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.passes.options.weight_format import GridName
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import (

@@ -10,15 +10,15 @@ from commands import save
 from models import build, tokens
 
 import compress
-from compress.api.verify import outputs, probe
-from compress.calibration.stats import ChannelNorm
-from compress.errors import CompressError
-from compress.model.edits.keep import Coupling, Keep, Member
+from compress.base.errors import CompressError
+from compress.jobs.verify import outputs, probe
+from compress.model.edits.keep_channels import Coupling, Keep, Member
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate, unfit
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Between, Rewritten
 from compress.passes.protocol.stages import Rewrite, Stage
+from compress.solvers.statistics.input_statistics import ChannelNorm
 from compress.weights.rotations.orthogonal import random_orthogonal
 
 

@@ -10,7 +10,7 @@ from models import build, tokens
 from torch import Tensor, nn
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.calls import without_cache
 from compress.model.structure.streams import find_streams
 

@@ -11,10 +11,10 @@ from commands import StopAfterOne, command, make_llama, save
 from models import build, tokens
 
 import compress
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
+from compress.inference.layers.fused import why_not_fuse
 from compress.model.layers import is_linear, output_head
-from compress.model.online import RotateInput, input_rotation
-from compress.runtime.layers.fused import why_not_fuse
+from compress.model.online_rotation import RotateInput, input_rotation
 from compress.weights.rotations.hadamard import hadamard_sizes, rotated
 
 BATCH = {"input_ids": tokens(3, 12, seed=9)}

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.spqr import SpQR
 from compress.solvers.column_sweep import ordered
 from compress.solvers.spqr import solve_tiles
+from compress.solvers.statistics.hessian import Hessian
 from compress.solvers.tile_rule import leave_one_out, rounding_cost
-from compress.system.comm import Comm
 from compress.weights.formats.sparse import Sparse
 from compress.weights.formats.tiles import Tiled, Tiles
 

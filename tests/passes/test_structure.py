@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from compress.calibration.hessian import AffineHessian, Hessian
+from compress.base.collectives import Comm
+from compress.engine.shrink.groups import Reading, choose
 from compress.passes.whole_model.structure import Structure
-from compress.run.shrink.groups import Reading, choose
 from compress.solvers.removal import CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import AffineHessian, Hessian
 
 T, N, SIZE, GROUPS = 400, 5, 3, 6
 FREE = 2  # inputs that are in no group

@@ -17,21 +17,21 @@ from thread_ranks import ThreadComm
 from torch import Tensor
 
 import compress
+from compress.base.errors import CheckpointError, InputError
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import CheckpointError, InputError
-from compress.runtime.layers.few_levels import FewLevelsLinear
-from compress.runtime.layers.linear import QuantLinear, SumLinear
-from compress.runtime.layers.walk import compressed_layers
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.layers.linear import QuantLinear, SumLinear
+from compress.inference.layers.ternary import FewLevelsLinear
 from compress.solvers.binary import chosen, left_to, saliency, signs
 from compress.solvers.gptq import gptq
-from compress.weights.few_levels import sign_scale, ternary_scale
 from compress.weights.formats.codes import Codes, Packed
 from compress.weights.formats.columns import BinaryColumns, Columns
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.grid import Grid, Quantized, fit, quantize
 from compress.weights.matrix import Weight
 from compress.weights.scheme import parts_of, scheme_of
+from compress.weights.ternary_scale import sign_scale, ternary_scale
 
 examples = settings(max_examples=25, deadline=None, derandomize=True)
 MEMBERS = 6

@@ -13,13 +13,13 @@ from models import build, strong, tokens
 from torch import Tensor, nn
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.edits.changes import DATA, Applied, change, changing
-from compress.model.edits.drop import Drop
-from compress.model.edits.keep import Keep
+from compress.model.edits.drop_blocks import Drop
+from compress.model.edits.keep_channels import Keep
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.stages import Restructure, Stage
-from compress.passes.protocol.whole import Whole
 
 BATCH = {"input_ids": tokens(3, 12, seed=9)}
 

@@ -14,13 +14,13 @@ from places import ROOT
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.base.errors import CheckpointError
 from compress.checkpoint.files import OWN_INDEX, OWN_WHOLE, VARIANT
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.write import shards
-from compress.errors import CheckpointError
+from compress.inference.layers.linear import SumLinear
 from compress.passes.protocol.recipe import make_pass
-from compress.runtime.layers.linear import SumLinear
 from compress.weights.formats.registry import FORMATS
 
 MODULE, KIND = "somebodys_low_rank", "svd"

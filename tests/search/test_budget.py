@@ -9,8 +9,8 @@ import yaml
 from commands import command, make_llama, save
 
 import compress
+from compress.base.errors import InputError
 from compress.checkpoint.sensitivity import Sensitivity, Tried, Unit
-from compress.errors import InputError
 from compress.model.patterns import patterns_of
 from compress.passes.protocol.recipe import parse_recipe
 from compress.search.budget import Budget, allocate, parse_budget, prediction

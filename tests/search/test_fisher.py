@@ -13,7 +13,7 @@ import compress
 import compress.search.fisher as fisher
 import compress.search.layer_costs as layer_costs
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.run.plan.batches import ChainBrokenError
+from compress.engine.plan.batches import ChainBrokenError
 from compress.search.candidate import Candidate
 from compress.search.sensitivity import measure_sensitivity
 

@@ -13,25 +13,25 @@ from commands import command, make_llama, save
 from models import strong, tokens
 
 import compress
+from compress.base.errors import InputError
+from compress.base.progress import Silent
 from compress.checkpoint.sensitivity import Sensitivity, Tried, Unit
-from compress.errors import InputError
 from compress.evaluation.document import Figure
 from compress.passes.protocol.recipe import load_recipe
 from compress.search.budget import Budget
 from compress.search.candidate import Candidate
-from compress.search.fitting import measuring
+from compress.search.fitting import measurements
 from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
-from compress.search.fitting.cost import FitCost
 from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
-from compress.search.fitting.offered import Offered, Wishes, offered
-from compress.search.fitting.paired import kl_of_windows, paired_difference
+from compress.search.fitting.duration import FitCost
+from compress.search.fitting.paired_kl import kl_of_windows, paired_difference
 from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
+from compress.search.fitting.recipe_space import Offered, Wishes, offered
 from compress.search.fitting.recovery import recovered
 from compress.search.fitting.request import FitAsked, FitTexts
 from compress.search.fitting.target import fit_target
 from compress.search.fitting.work import Fitting
 from compress.search.sensitivity import measure_sensitivity
-from compress.system.progress import Silent
 
 WEIGHTS = 1000
 SCORES = [(0.4, 0.1, 0.02), (0.05, 0.01, 0.001), (0.2, 0.04, 0.03)]
@@ -301,8 +301,8 @@ def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(monkeypatch, rota
             uniform_kl={"w3-trellis": rotated if first else 1.0}, notes=["other", "rotate: 3 layers"]
         )
 
-    monkeypatch.setattr(measuring, "_measured", found)
-    made = measuring.with_or_without_rotation(SimpleNamespace(), WHOLE, Silent())
+    monkeypatch.setattr(measurements, "_measured", found)
+    made = measurements.with_or_without_rotation(SimpleNamespace(), WHOLE, Silent())
     assert made.rotation == (WHOLE.rotation if taken else ())
     told = f"w3-trellis has KL {rotated} with a rotation and 1 without"
     notes = [f"the model is rotated: {told}", "rotate: 3 layers"]
@@ -352,7 +352,7 @@ def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_
     assert plain.weights == turned.weights
     texts = FitTexts(how["calibration"], {}, tokens(4, 24), "text", (40, 24))
     asked = FitAsked(str(model), fit_target(None, 3.0, None, None), texts, ("*down_proj*",), 8, {})
-    made = measuring.with_or_without_rotation(asked, Offered([GRIDS], (), (rotation,)), Silent())
+    made = measurements.with_or_without_rotation(asked, Offered([GRIDS], (), (rotation,)), Silent())
     assert made.rotation == ()
     (note,) = made.notes
     assert note.startswith("the model is not rotated: rotate changes model.layers.0.mlp.down_proj, which is to be left")

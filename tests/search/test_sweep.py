@@ -9,10 +9,10 @@ from commands import VOCABULARY, command, fast_gptq, make_llama, save
 
 import compress
 import compress.search.trial as trial
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality import reference_states
 from compress.evaluation.speed import side_by_side
-from compress.evaluation.stored_evaluation import read_evaluation
 from compress.evaluation.tasks import evaluate as asked_of
 from compress.search.sweep_rows import SweepRow, ranked
 

@@ -8,23 +8,23 @@ from published import assert_same_quantized, mean_square, realistic_layer
 from torch import Tensor
 
 import compress
-from compress.calibration.hessian import Hessian
-from compress.calibration.stats import ChannelMean, ChannelNorm, MinMax, TokenSample
+from compress.base.collectives import Comm
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import FoldSite, Reader, Site
 from compress.solvers.awq import awq
 from compress.solvers.binary import binary
 from compress.solvers.gptq import POLISH_DAMP, gptq
 from compress.solvers.k_quants.solve import k_quant
+from compress.solvers.low_rank import svd_llm
 from compress.solvers.lqs import lqs
 from compress.solvers.outliers import nearest
 from compress.solvers.scores import magnitude, taylor, wanda
 from compress.solvers.smoothquant import smoothquant
 from compress.solvers.sparsegpt import sparsegpt
 from compress.solvers.spqr import spqr
+from compress.solvers.statistics.hessian import Hessian
+from compress.solvers.statistics.input_statistics import ChannelMean, ChannelNorm, MinMax, TokenSample
 from compress.solvers.trellis.solve import trellis
-from compress.solvers.whitened import svd_llm
-from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
 from compress.weights.masks import Choice, parse_pattern

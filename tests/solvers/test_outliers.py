@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress import AWQ, GPTQ, RTN
-from compress.calibration.hessian import Hessian
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.solvers.outliers import costs, exact_places, price_of, set_apart
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import Hessian
 from compress.weights.grid import Grid, decode, encode, fit
 
 GRIDS = {

@@ -12,8 +12,8 @@ from thread_ranks import TwoRanks
 from torch import Tensor, nn
 
 import compress
-from compress.errors import InputError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.weights.masks import pruned_before, share_of
 from compress.weights.ranking import added, edge, histogram, lowest, proportional
 

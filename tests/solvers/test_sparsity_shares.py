@@ -14,10 +14,10 @@ from models import build, tokens
 from torch import Tensor
 
 import compress
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled
 from compress.solvers.sparsity_shares import LEVELS, STEPS, by_losses, by_outliers, by_rows, convex, steps, widest
-from compress.system.comm import Comm
 from compress.weights.ranking import histogram
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.solvers.column_sweep import BLOCK, DAMP_LIMIT, ColumnRule, damped, factorize, sweep
 from compress.weights.grid import Grid, quantize
 

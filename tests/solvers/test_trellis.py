@@ -8,7 +8,7 @@ import pytest
 import torch
 from published import mean_square, realistic_layer
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, spread_of
 from compress.solvers.gptq import gptq

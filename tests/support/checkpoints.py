@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import read_tensors
 from compress.weights.matrix import Term, Weight
 
 

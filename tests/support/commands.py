@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
+from compress.base.progress import Silent
 from compress.checkpoint.read.source import DEMO
 from compress.cli.main import main
-from compress.system.progress import Silent
 
 VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
 PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}  # the paper's, and fast

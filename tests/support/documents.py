@@ -19,7 +19,7 @@ DOCUMENTS = (
         "compress/passes/README.md",
         "compress/train/README.md",
     ),
-    *("compress/runtime/README.md", "evaluation/README.md", "kernels/README.md", "recipes/README.md"),
+    *("compress/inference/README.md", "evaluation/README.md", "kernels/README.md", "recipes/README.md"),
 )
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:compress|torchrun|make|pip) ")
 # Placeholders, and what a test puts there. A directory called OUT is what an earlier command has written.

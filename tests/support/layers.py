@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.runtime.check.twin import error
-from compress.runtime.layers.linear import QuantLinear
+from compress.inference.check.dense_twin import error
+from compress.inference.layers.linear import QuantLinear
 
 
 def holds(layer: QuantLinear, values: Tensor, parts: Mapping[str, Tensor], x: Tensor) -> None:

@@ -8,9 +8,9 @@ import torch
 from places import GOLDEN
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
-from compress.system.comm import Comm
+from compress.solvers.statistics.hessian import Hessian, HessianResult
 from compress.weights.grid import Grid, Quantized
 
 STORED = GOLDEN / "gptq.safetensors"

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from compress.base.collectives import Comm
+from compress.engine.plan.plan import plan
+from compress.engine.residency import Local
+from compress.engine.walk.capture import capture, output_shape
+from compress.engine.walk.sites import structure_of
 from compress.model.calls import Batch, Call, hidden_of, real_tokens, without_cache
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
-from compress.run.plan.plan import plan
-from compress.run.residency import Local
-from compress.run.walk.capture import capture, output_shape
-from compress.run.walk.sites import structure_of
-from compress.system.comm import Comm
 
 
 def replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[str, Tensor], int]:

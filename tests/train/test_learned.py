@@ -4,7 +4,7 @@ import pytest
 import torch
 from combinations import every
 
-from compress.train.rounding.learned import gradient_scale, rescaled, rounded, rounded_by_range, whole
+from compress.train.rounding.straight_through import gradient_scale, rescaled, rounded, rounded_by_range, whole
 from compress.weights.grid import Grid, decode, encode, fit, quantize, stored_scale
 
 GRIDS = [

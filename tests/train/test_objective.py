@@ -7,11 +7,11 @@ from commands import Largest
 from models import DECODERS, strong, tokens
 from torch import Tensor, nn
 
+from compress.base.collectives import Comm
 from compress.passes.train import Train
-from compress.system.comm import Comm
-from compress.train.inputs.offline import TopKRows
 from compress.train.inputs.samples import Rows
-from compress.train.losses import chunked
+from compress.train.inputs.teacher_predictions import TopKRows
+from compress.train.losses import chunked_logits
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.contrastive import Candidates, Memory, crd, info_nce
 from compress.train.losses.logits import LogitsLoss, logits_loss
@@ -47,7 +47,7 @@ def found(objective: Objective, given: dict[str, Tensor]) -> tuple[dict[str, Ten
 @every("kind", [*DECODERS, "scaled"])
 def test_logits_that_nobody_makes_give_the_same_losses_and_gradients(monkeypatch, kind):
     """A few tokens at a time, in models whose head is bare, scaled, under a softcap, or the embedding itself."""
-    monkeypatch.setattr(chunked, "CHUNK_VALUES", 5 * 96)
+    monkeypatch.setattr(chunked_logits, "CHUNK_VALUES", 5 * 96)
     if kind == "scaled":
         import transformers
 
@@ -83,7 +83,7 @@ def test_a_vocabulary_that_is_padded_further_is_cut_for_a_student_and_forbidden_
     """Of a larger teacher the student is taught its own tokens; tokens that a smaller teacher lacks lose their mass."""
     import transformers
 
-    monkeypatch.setattr(chunked, "CHUNK_VALUES", 5 * 96)
+    monkeypatch.setattr(chunked_logits, "CHUNK_VALUES", 5 * 96)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     torch.manual_seed(0)
     student, teacher = (
@@ -122,7 +122,7 @@ def test_logits_are_never_whole():
         return mode.elements
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_VALUES", 16 * 4096)
+        patch.setattr(chunked_logits, "CHUNK_VALUES", 16 * 4096)
         assert largest() < ids.numel() * 4096 / 4
     objective.heads = (None, None)
     assert largest() >= (ids.numel() - 2) * 4096

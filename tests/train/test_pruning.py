@@ -8,11 +8,11 @@ from models import build, tokens
 from torch import nn
 
 import compress
+from compress.base.collectives import Comm
+from compress.base.progress import Silent
 from compress.model.layers import Layer
 from compress.passes.train import Train
 from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
-from compress.system.comm import Comm
-from compress.system.progress import Silent
 from compress.train.inputs.samples import Rows
 from compress.train.rounding.penalties import Penalties, penalized
 from compress.train.rounding.pruning import Prunable, eased, progress_at, prune_to

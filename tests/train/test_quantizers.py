@@ -8,7 +8,7 @@ from combinations import every
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.layers import Layer
 from compress.solvers.trellis.solve import nearest_states
 from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished, quantizers_of, scales_in

@@ -14,8 +14,8 @@ from places import RANKS, SUPPORT
 from training_worker import CHOSEN, DATA, FIRST, OPTIONS, PASSES, TABLES, own_loop
 
 import compress
+from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import read_tensors
 from compress.weights.matrix import Weight
 
 pytestmark = [

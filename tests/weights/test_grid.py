@@ -9,7 +9,7 @@ import torch
 from combinations import every
 from hypothesis import assume, given, settings
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.weights.grid import (
     Grid,
     Quantized,

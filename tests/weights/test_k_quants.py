@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, pack_blocks, unpack_blocks
 from compress.solvers.k_quants.fit import fit_blocks
 from compress.solvers.k_quants.rule import nearest_blocks

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from compress.errors import CheckpointError, InputError
-from compress.runtime.layers.linear import QuantLinear
+from compress.base.errors import CheckpointError, InputError
+from compress.inference.layers.linear import QuantLinear
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP4, NVFP4
 from compress.weights.grid import Grid, encode, fit, quantize

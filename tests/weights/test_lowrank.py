@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.errors import CheckpointError
-from compress.runtime.check.twin import error
-from compress.runtime.layers.linear import QuantLinear
+from compress.base.errors import CheckpointError
+from compress.inference.check.dense_twin import error
+from compress.inference.layers.linear import QuantLinear
 from compress.weights.formats.lowrank import LowRankFactors, factors, low_rank
 from compress.weights.matrix import Weight
 from compress.weights.scheme import check_parts, parts_of, scheme_of

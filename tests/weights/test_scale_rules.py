@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compress
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.solvers.awq import rounded
 from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.grid import Grid, decode, encode, fit

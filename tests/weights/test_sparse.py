@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.weights.formats.sparse import SHORT_COLUMNS, Sparse, SparseRows, column_dtype, sparse
 
 

@@ -8,7 +8,7 @@ from halved import largest_two
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.weights.formats.dense import dense
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24, sparse24

@@ -11,8 +11,8 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import grid_of, uncompressed, why_not_integers, write_layers
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_back
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
 from compress.weights.formats.gptq_awq import AWQ_BITS, ORDER, AWQWords
 from compress.weights.gptq_awq import AWQ
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import copied, say_what_is_lost, uncompressed, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import check_values, summary
 from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, halves_exchanged
-from compress.checkpoint.read.checked import check_tensors
+from compress.checkpoint.read.checksums import check_tensors
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source, find_source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import CheckpointError
 from compress.model.experts import Experts
 from compress.weights import levels
 from compress.weights.formats.levels import NF4

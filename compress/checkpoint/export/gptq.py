@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import grid_of, uncompressed, why_not_integers, write_layers
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_back
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
 from compress.kernels.layouts.words import WORD
-from compress.system.version import VERSION
 from compress.weights.formats.gptq_awq import GPTQWords
 from compress.weights.gptq_awq import GPTQ, GPTQ_BITS
 

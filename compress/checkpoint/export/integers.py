@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from compress.checkpoint.export.exporter import Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import summary
-from compress.checkpoint.read.beside import beside, matrices
+from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.pretrained import embeddings_of, empty_model
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
+from compress.checkpoint.read.unplaced_tensors import beside, matrices
 from compress.model.patterns import ignoring
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
 from compress.weights.formats.gptq_awq import GPTQActOrder, WordsFormat

@@ -11,13 +11,13 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compress.base.progress import Reporter
 from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, RECORD, WHOLE, checksum, write_json, write_whole
 from compress.checkpoint.leftovers import expect, of_checkpoint
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import copy_companions, seal, write_index
 from compress.checkpoint.write.shards import pieces_of, planned, write_shard
-from compress.system.progress import Reporter
 
 # Of tensors that wait in memory to be written.
 PART_BYTES = 2**28
@@ -68,7 +68,7 @@ class Place:
         """Write named tensors, `total` in all, as safetensors files with the usual names, and an index where there are
         several. Of what is made lazily at most PART_BYTES, or one tensor, are in memory at a time.
 
-        own: the configuration is in words of compress alone (`weights.own_words`), and so are the names.
+        own: the configuration is in words of compress alone (`weights.own_config`), and so are the names.
         """
         for i, part in enumerate(batches(tensors)):
             save_file(part, self._directory.blocks / f"part-{i:05d}.safetensors", metadata={"format": "pt"})

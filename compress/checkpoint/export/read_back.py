@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from compress.base.errors import CheckpointError, CompressError, first_line
+from compress.base.fresh_process import fresh
 from compress.checkpoint.files import checksum, read_json, write_json
-from compress.checkpoint.read.checked import check_tensors
+from compress.checkpoint.read.checksums import check_tensors
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import CheckpointError, CompressError, first_line
-from compress.system.fresh_process import fresh
 
 PACKAGE = "gptqmodel"
 AT_A_TIME = 2048  # inputs of a layer whose weights are asked for together

@@ -7,7 +7,7 @@ An exporter of another project registers itself by a line like `EXPORTERS["mine"
 import importlib
 from typing import TYPE_CHECKING
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from compress.checkpoint.export.exporter import Exporter
@@ -22,7 +22,7 @@ EXPORTERS = {
     "onnx": "compress.onnx.exporters:MatMulNBitsGraph",
     "onnx-exact": "compress.onnx.exporters:ExactGraph",
     "onnx-qdq": "compress.onnx.exporters:PortableGraph",
-    "sparse24": "compress.checkpoint.export.two_of_four:TwoOfFour",
+    "sparse24": "compress.checkpoint.export.sparse24:TwoOfFour",
 }
 
 

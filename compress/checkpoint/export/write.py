@@ -11,21 +11,21 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError, InputError, why_not_written
+from compress.base.progress import Reporter, Silent
 from compress.checkpoint.companions import companions_of
 from compress.checkpoint.export.exporter import Exporter
+from compress.checkpoint.export.package_readback import in_own_process
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.reading import in_own_process
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source, find_source
-from compress.checkpoint.read.stored import stored_in
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
-from compress.errors import CompressError, InputError, why_not_written
-from compress.system.comm import Comm
-from compress.system.progress import Reporter, Silent
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
+from compress.base.schema import fits
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.errors import CheckpointError
-from compress.system.schema import fits
 from compress.weights.formats.levels import NF4Float32
 from compress.weights.levels import NF4
-from compress.weights.own_words import groups_of
+from compress.weights.own_config import groups_of
 from compress.weights.scheme import Scheme
 
 METHOD = "bitsandbytes"

@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
 
-from compress.errors import CheckpointError
-from compress.system.schema import fits
-from compress.weights import gptq_awq, own_words
+from compress.base.errors import CheckpointError
+from compress.base.schema import fits
+from compress.weights import gptq_awq, own_config
 
 METHOD = "compressed-tensors"
 # Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
@@ -83,9 +83,9 @@ class AWQsConfig(TypedDict):
 
 
 class SumsConfig(TypedDict):
-    """A configuration whose method is ours (`weights.own_words`)."""
+    """A configuration whose method is ours (`weights.own_config`)."""
 
-    quantization_config: own_words.OwnQuantization
+    quantization_config: own_config.OwnQuantization
 
 
 Ids = int | list[int] | None
@@ -136,7 +136,7 @@ def check_config(config: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for a configuration that cannot be read."""
     fits(config, Config, path)
     _check_local(config, path)
-    kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
+    kinds: dict[Any, Any] = {METHOD: OwnConfig, own_config.METHOD: SumsConfig}
     kinds |= {gptq_awq.GPTQ: GPTQsConfig, gptq_awq.AWQ: AWQsConfig}
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method in kinds:

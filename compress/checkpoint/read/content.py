@@ -17,7 +17,7 @@ from typing import NamedTuple
 from compress.checkpoint.files import write_whole
 from compress.kernels.cache import cache_directory
 from compress.kernels.cpu.processor import usable_cores
-from compress.kernels.private import why_not_believed
+from compress.kernels.private_folders import why_not_believed
 
 PIECE = 2**24  # bytes that a thread reads and hashes at a time
 KEPT_FROM = 2**26  # bytes of a file whose hash is worth keeping: a thirtieth of a second

@@ -8,9 +8,9 @@ The names are those of `packed_modules_mapping` in vLLM's models.
 
 from collections.abc import Iterable, Mapping
 
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
-from compress.model.experts_apart import NUMBERED
+from compress.model.split_experts import NUMBERED
 from compress.weights.scheme import Scheme
 
 FUSED = (

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.errors import CheckpointError
-from compress.model.experts_apart import JOINED, LEAVES
+from compress.model.split_experts import JOINED, LEAVES
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import MXFP4
 from compress.weights.scheme import Scheme

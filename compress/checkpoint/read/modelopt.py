@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.files import read_json
 from compress.checkpoint.read.configuration import Header
 from compress.checkpoint.read.views import ViewedFiles, renamed
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.errors import CheckpointError
 from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import cache_entry
 from compress.weights.formats.codes import Float8Rows

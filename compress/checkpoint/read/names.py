@@ -1,9 +1,9 @@
 """Names of a checkpoint's tensors and layers in its files and in its model."""
 
+from compress.base.errors import CheckpointError
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import CheckpointError
 from compress.model.disk_names import DiskNames, disk_names
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.errors import CheckpointError
 from compress.kernels.layouts.words import pack_rows, words_of
 from compress.weights.compressed_tensors import LAYOUTS, check_targets, group_for
 from compress.weights.formats.codes import Int8Rows, Packed

@@ -25,20 +25,20 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from compress.base.errors import CheckpointError, CompressError, InputError, first_line
 from compress.checkpoint.files import VARIANT, checksum, read_json
+from compress.checkpoint.read.compressed_layers import idle_biases, stored_in
 from compress.checkpoint.read.configuration import check_counts
-from compress.checkpoint.read.narrower import narrower
-from compress.checkpoint.read.room import check_room
+from compress.checkpoint.read.size_check import check_room
 from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, own_code
-from compress.checkpoint.read.stored import idle_biases, stored_in
-from compress.checkpoint.read.tried import check_tokenizer
+from compress.checkpoint.read.tokenizer_check import check_tokenizer
+from compress.checkpoint.read.true_dtype import narrower
 from compress.checkpoint.read.weight_files import DTYPES
-from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.kernels.cpu.processor import usable_cores
 from compress.model.buffers import stored_buffers
 from compress.model.disk_names import disk_names, places_in
 from compress.model.experts import Experts
-from compress.model.experts_apart import join_experts, joins_experts, loading_steps, split_experts
+from compress.model.split_experts import join_experts, joins_experts, loading_steps, split_experts
 
 
 def read_config(source: Source) -> PretrainedConfig:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from compress.base.errors import CheckpointError, InputError, first_line
+from compress.base.safe_open import special
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt, narrow_bytes
@@ -14,8 +16,6 @@ from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.configuration import Header, check_config
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
-from compress.errors import CheckpointError, InputError, first_line
-from compress.system.reading import special
 
 ADAPTER = "adapter_config.json"
 DEMO = Path(__file__).parents[2] / "demo"

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from compress.base.errors import CheckpointError
+from compress.base.safe_open import special
+from compress.base.schema import fits
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
 from compress.checkpoint.read.configuration import Header, Index
 from compress.checkpoint.read.content import Stamp, stamp_of
-from compress.errors import CheckpointError
-from compress.system.reading import special
-from compress.system.schema import fits
 
 DTYPES = {
     "F64": torch.float64,

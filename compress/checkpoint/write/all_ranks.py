@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from compress.errors import CheckpointError, CompressError, WriteError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import CheckpointError, CompressError, WriteError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.checkpoint.read.stored import read_weight
+from compress.checkpoint.read.compressed_layers import read_weight
 from compress.checkpoint.write.record import Finished, LayerRecord, RangeRecord
 from compress.model.edits.folds import FoldRecord
 from compress.model.known_edits import Edit, read_edit

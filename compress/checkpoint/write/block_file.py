@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.base.errors import CompressError
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.checkpoint.write.shards import Header, header
-from compress.errors import CompressError
 
 PIECE = 1 << 22  # numbers
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compress.checkpoint.read.beside import KeptTensor
+from compress.checkpoint.read.unplaced_tensors import KeptTensor
 
 SMALL = 0.5  # warn below this share
 OTHERS = "norms and biases"

@@ -27,15 +27,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from compress.base.collectives import Comm
+from compress.base.errors import CheckpointError, InputError, RankLostError, WriteError
+from compress.base.safe_open import LOOP, special
 from compress.checkpoint.files import INDEX, RECORD, read_json
 from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, holds, strangers_in
 from compress.checkpoint.portable_names import command
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.write.journal import PROGRESS, Journal
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import CheckpointError, InputError, RankLostError, WriteError
-from compress.system.comm import Comm
-from compress.system.reading import LOOP, special
 
 LOCK, REPLACED = "lock", "replaced"
 ATTEMPTS = 10  # to take a lock whose file its former holder keeps removing
@@ -145,7 +145,7 @@ class Directory:
         done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
         return not done and any(
             self.training.glob("*/step-*[0-9]")
-        )  # not those that are unfinished (`train.loop.saved`)
+        )  # not those that are unfinished (`train.loop.train_checkpoints`)
 
     def _clear(self) -> None:
         """Remove all leftovers of runs except the lock. The journal goes first: without all its files it is useless."""

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CheckpointError
+from compress.checkpoint.byte_savings import bytes_of
 from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import (
     INDEX,
@@ -19,14 +21,12 @@ from compress.checkpoint.files import (
 )
 from compress.checkpoint.leftovers import MODEL, expect, expected, holds, is_left, of_checkpoint, remove
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.checkpoint.saving import bytes_of
 from compress.checkpoint.seal import write_record
 from compress.checkpoint.write.all_ranks import Together
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.journal import PROGRESS, Journal
 from compress.checkpoint.write.shards import Piece, pieces_of, planned, write_shard
-from compress.errors import CheckpointError
-from compress.weights.own_words import is_own
+from compress.weights.own_config import is_own
 
 # For a person who loads the folder with transformers alone, whose error names only a missing model.safetensors.
 LOADING = f"""# Loading this model

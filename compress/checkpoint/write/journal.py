@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from compress.base.errors import CheckpointError
+from compress.base.schema import fits
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.write.record import LayerRecord, RangeRecord
-from compress.errors import CheckpointError
 from compress.model.edits.folds import FoldRecord
-from compress.system.schema import fits
 from compress.weights.caches import CacheScheme
-from compress.weights.own_words import SchemeEntry
+from compress.weights.own_config import SchemeEntry
 
 PROGRESS = "progress.json"
 KIND, FORMAT = "unfinished run", 3

@@ -6,11 +6,11 @@ files are not touched unless `overwrite` is given.
 
 from pathlib import Path
 
+from compress.base.errors import InputError
 from compress.checkpoint.files import RECORD, write_whole
 from compress.checkpoint.seal import ABSENT, checksum_of, rewrite
 from compress.checkpoint.write.directory import is_checkpoint, own_files
 from compress.checkpoint.write.manifest import read_record
-from compress.errors import InputError
 
 
 def check_beside(directory: Path, names: list[str], overwrite: bool = False) -> None:

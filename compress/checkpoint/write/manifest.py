@@ -7,16 +7,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from compress.base.memory import peak_bytes
+from compress.base.schema import fits
+from compress.base.version import VERSION
+from compress.checkpoint.byte_savings import Saving
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.portable_names import command
-from compress.checkpoint.saving import Saving
 from compress.checkpoint.seal import Checksums
 from compress.checkpoint.write.coverage import Coverage
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
 from compress.model.edits.folds import FoldRecord
-from compress.system.memory import peak_bytes
-from compress.system.schema import fits
-from compress.system.version import VERSION
 
 RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
 

@@ -6,15 +6,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.calibration.calibrators import Range
-from compress.calibration.histogram import merged, merged_edge, pooled
-from compress.checkpoint.saving import Saving
+from compress.base.progress import Reporter
+from compress.checkpoint.byte_savings import Saving
 from compress.checkpoint.write.coverage import Coverage
 from compress.model.edits.folds import FoldRecord
 from compress.model.known_edits import Edit
 from compress.model.layers import Layer
-from compress.model.opened import Opened
-from compress.system.progress import Reporter
+from compress.model.open_block import Opened
+from compress.solvers.statistics.calibrators import Range
+from compress.solvers.statistics.histogram import merged, merged_edge, pooled
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 

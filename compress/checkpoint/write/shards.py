@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from compress.base.errors import CheckpointError
 from compress.checkpoint.files import WHOLE
-from compress.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000  # of data in one file: long the default of transformers, which every reader takes
 METADATA = "__metadata__"

@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from compress.base.collectives import Comm
+from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.checkpoint.byte_savings import Saving
 from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
-from compress.checkpoint.saving import Saving
 from compress.checkpoint.write.all_ranks import Together, readable
 from compress.checkpoint.write.block_entries import edits_of, note, read_edits, restore
 from compress.checkpoint.write.block_file import write_tensors
@@ -25,18 +27,16 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import Assembly, write_beside
 from compress.checkpoint.write.journal import PROGRESS, Files, Journal
 from compress.checkpoint.write.record import Finished
-from compress.errors import CheckpointError, CompressError, InputError
 from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
-from compress.model.online import input_rotation
-from compress.model.opened import Opened
-from compress.system.comm import Comm
+from compress.model.online_rotation import input_rotation
+from compress.model.open_block import Opened
 from compress.weights.decision import Decision
 from compress.weights.formats.codes import Int8Table
 from compress.weights.formats.registry import check_importable
 from compress.weights.formats.sparse24 import sparse24
 from compress.weights.matrix import Matrix, added
-from compress.weights.own_words import is_own
+from compress.weights.own_config import is_own
 from compress.weights.scheme import Scheme, read_entry
 
 REST_BYTES = 256 << 20  # of tensors outside the blocks, in one file of a run

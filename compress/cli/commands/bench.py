@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from compress.base.errors import CompressError, InputError
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
@@ -19,7 +20,6 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.errors import CompressError, InputError
 
 
 @click.command(short_help="Measure speed on this machine: of the kernels, or of a model.")

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 import compress
+from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import batch_size_option, bos_option, calibration_option, length_option
 from compress.cli.options import (
@@ -17,8 +18,7 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.cli.running import check_processes, process_group
-from compress.system.terminal import visible
+from compress.cli.run_command import check_processes, process_group
 
 
 @click.command(name="cache-logits", short_help="Store a teacher's log-probabilities for training.")

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 import compress
+from compress.base.errors import CompressError, InputError
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
-from compress.errors import CompressError, InputError
 
 
 @click.command(short_help="Compare plain rounding and GPTQ on the built-in model.")

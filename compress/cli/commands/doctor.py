@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.base.errors import CompressError
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import files_overwrite_option, json_option, quiet_option, show_notes, write_report
-from compress.errors import CompressError
 
 if TYPE_CHECKING:
-    from compress.api.doctor import Examination
+    from compress.jobs.doctor import Examination
 
 HEADINGS = {
     "broken": "Broken",
@@ -34,8 +34,8 @@ def doctor(build: bool, json_file: str | None, quiet: bool) -> None:
     """
     from dataclasses import asdict
 
-    from compress.api.doctor import examine
-    from compress.system.terminal import console, visible
+    from compress.base.terminal import console, visible
+    from compress.jobs.doctor import examine
 
     show_notes(quiet)
     found = examine(build)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
+from compress.base.errors import InputError
+from compress.base.terminal import visible
 from compress.cli.exit_codes import GATE, exits_cleanly, fail
 from compress.cli.option_groups import bos_option
 from compress.cli.options import (
@@ -23,12 +25,10 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.errors import InputError
-from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.evaluation.document import Evaluation
-    from compress.evaluation.on_request import Asked
+    from compress.evaluation.optional_measurements import Asked
 
 
 KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
@@ -56,7 +56,7 @@ def asked_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
     """The options as one value. Raises InputError for prompts that cannot be read: before any work."""
-    from compress.evaluation.on_request import Asked
+    from compress.evaluation.optional_measurements import Asked
     from compress.evaluation.quality.generations import read_prompts
 
     given = () if prompts is None else tuple(read_prompts(prompts))
@@ -185,7 +185,7 @@ def evaluate(
         elif labelled is not None:
             found = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
-            from compress.evaluation.on_request import with_asked
+            from compress.evaluation.optional_measurements import with_asked
 
             found = compress.evaluate(
                 model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
@@ -195,12 +195,12 @@ def evaluate(
         leave_beside(model, found)
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
-        from compress.cli import figures
+        from compress.cli import evaluation_details
         from compress.cli import tables as show
         from compress.cli.tasks import answered
 
         show.evaluations([(model, found)], reference)
-        figures.details(found, model)
+        evaluation_details.details(found, model)
         answered(found.tasks)
     if broken := broken_gates(found, conditions):
         fail("; ".join(broken), GATE)

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 import click
 
 import compress
+from compress.base.errors import InputError, one_of
+from compress.base.terminal import visible
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
+from compress.cli.byte_savings import change, end_of_export
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     PLUGINS,
@@ -19,9 +22,6 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.cli.saving import change, end_of_export
-from compress.errors import InputError, one_of
-from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.checkpoint.export.exporter import Exporter
@@ -87,7 +87,7 @@ def export(
     begin()
     exporter = exporter_named(name, **({} if template is None else {"template": template}))
     _check_options(name, exporter, no_verify)
-    from compress.checkpoint.saving import Saving
+    from compress.checkpoint.byte_savings import Saving
     from compress.cli.progress import reporting
 
     how = {"overwrite": overwrite, "verify": not no_verify, "trust_remote_code": trust_remote_code}

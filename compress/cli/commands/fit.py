@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
+from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly, fail
 from compress.cli.option_groups import calibration_option, extent_options, ignore_option
 from compress.cli.options import (
@@ -18,7 +19,6 @@ from compress.cli.options import (
     writable,
     write_report,
 )
-from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.search.fit import FitResult

@@ -6,7 +6,9 @@ from typing import Any
 import click
 
 import compress
-from compress.checkpoint.read.tried import tokenizing
+from compress.base.errors import InputError
+from compress.base.terminal import visible
+from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
@@ -18,8 +20,6 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.errors import InputError
-from compress.system.terminal import visible
 
 
 @click.command(short_help="Continue a prompt with a model, compressed or not.")
@@ -66,11 +66,11 @@ def generate(
     begin()
     import torch
 
+    from compress.base.device import find_device
     from compress.checkpoint.read.configuration import check_generation
     from compress.checkpoint.read.pretrained import load_tokenizer
     from compress.checkpoint.read.source import find_source
-    from compress.runtime.steps.block import left_alone
-    from compress.system.device import find_device
+    from compress.inference.steps.block import left_alone
 
     target = find_device(device)
     source = find_source(model, trust_remote_code)

@@ -6,6 +6,8 @@ from pathlib import Path
 import click
 
 import compress
+from compress.base.errors import InputError
+from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
@@ -20,8 +22,6 @@ from compress.cli.options import (
     writable,
     write_report,
 )
-from compress.errors import InputError
-from compress.system.terminal import visible
 
 
 @click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
@@ -80,9 +80,9 @@ def inspect(
 
 def _kernels(model: str, device: str | None, trust_remote_code: bool, json_file: str | None, silent: bool) -> None:
     """Report the kernel that each layer gets."""
+    from compress.base.device import find_device
     from compress.cli import tables as show
     from compress.evaluation.cost.routes import kernel_rows, library_rows
-    from compress.system.device import find_device
 
     target = find_device(device)
     rows = kernel_rows(model, target, trust_remote_code=trust_remote_code)

@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import click
 
+from compress.base.errors import one_of
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import files_overwrite_option, json_option, quiet_option, write_report
-from compress.errors import one_of
 
 
 @click.command(short_help="List the methods, or show the card of one.")

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 import compress
+from compress.base.errors import InputError
 from compress.cli.commands.quantize import chosen_options, passes_asked, recipe_options
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import (
@@ -25,8 +26,7 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.cli.running import parts_options, store_option
-from compress.errors import InputError
+from compress.cli.run_command import parts_options, store_option
 
 
 @click.command(short_help="Show what quantize will do, in seconds: layers, bytes, memory, kernels.")
@@ -71,8 +71,8 @@ def plan(
     passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     begin()
     if engine is not None:
-        from compress.api.quantize_for import check_model
         from compress.checkpoint.read.source import find_source
+        from compress.jobs.quantize_for import check_model
 
         check_model(find_source(model, options["trust_remote_code"]), engine, passes, options["ignore"])
     found = compress.plan(model, passes, **options)

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.base.errors import InputError
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import setting_option
 from compress.cli.options import given
-from compress.cli.running import check_processes, run, run_options, split_settings
-from compress.errors import InputError
+from compress.cli.run_command import check_processes, run, run_options, split_settings
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass

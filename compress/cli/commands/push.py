@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import click
 
+from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
-from compress.system.terminal import visible
 
 
 @click.command(short_help="Upload an output to the Hugging Face hub, with its model card.")

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.base.errors import InputError, one_of
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, setting_option
 from compress.cli.options import given, import_plugins, plugin_option
-from compress.cli.running import check_processes, run, run_options, split_settings
-from compress.errors import InputError, one_of
+from compress.cli.run_command import check_processes, run, run_options, split_settings
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
@@ -110,7 +110,7 @@ def passes_asked(
     rotation, said = rotation_asked(rotate, method)
     passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
     if engine is not None:
-        from compress.api.engines import check_engine
+        from compress.jobs.engines import check_engine
 
         check_engine(engine, passes)
     return passes, [*picks, *said, *notes]
@@ -120,7 +120,7 @@ def for_engine(
     engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
-    from compress.api.engines import engine_named, picked
+    from compress.jobs.engines import engine_named, picked
     from compress.passes.protocol.recipe import options_of, pass_class
 
     engine_named(engine)
@@ -236,7 +236,7 @@ def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | Non
 
         options: dict[str, Any] = {"scheme": embeddings}
         if engine is not None:
-            from compress.api.engines import engine_named
+            from compress.jobs.engines import engine_named
 
             groups = engine_named(engine).table_groups
             options |= {} if groups is None else {"group_size": groups}

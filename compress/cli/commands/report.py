@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.base.errors import InputError
+from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.options import (
     begin,
@@ -18,8 +20,6 @@ from compress.cli.options import (
     write_file,
     write_report,
 )
-from compress.errors import InputError
-from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.evaluation.report.content import Report
@@ -62,7 +62,7 @@ def report(
     """
     _check(runs, output, markdown, json_file, diff, card, overwrite)
     begin()
-    from compress.checkpoint.ours import noted
+    from compress.checkpoint.ownership import noted
     from compress.evaluation.report.compose import compose
     from compress.evaluation.report.difference import differences
     from compress.evaluation.report.markdown import as_markdown
@@ -116,7 +116,7 @@ def _check(
 
 def _formed(suffix: str, made: "Report", found: Sequence["ReportedRun"], data: dict[str, Any]) -> str:
     """The report as the end of a name asks for it."""
-    from compress.checkpoint.ours import noted
+    from compress.checkpoint.ownership import noted
 
     if suffix == ".md":
         from compress.evaluation.report.markdown import as_markdown

@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.base.schema import fits
 from compress.model.edits.changes import DATA, Applied, change
 from compress.model.edits.parts import indices, numbers
 from compress.model.layers import Layer
-from compress.system.schema import fits
 
 Kind = Literal["norm", "norm_plus_one", "linear"]
 Merge = Literal["max", "mean"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.experts import Experts
 

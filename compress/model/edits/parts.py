@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 
 WHOLE = (torch.int32, torch.int64)
 

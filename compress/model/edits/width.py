@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from compress.errors import InputError, first_line
+from compress.base.errors import InputError, first_line
 from compress.model.edits.changes import DATA, Applied, Change, change, changing
-from compress.model.edits.configured import Field, configs_of, facts_of
-from compress.model.edits.keep import Coupling, dimension_of, number_of
+from compress.model.edits.configuration_search import Field, configs_of, facts_of
+from compress.model.edits.keep_channels import Coupling, dimension_of, number_of
 from compress.model.layers import is_layer
 
 FIELD = "hidden_size"  # its usual name in configurations of transformers; some have another name for it, too

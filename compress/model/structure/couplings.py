@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.model.calls import Call, evaluating
 from compress.model.convolution import is_convolution
 from compress.model.edits.folds import layer_at
-from compress.model.edits.keep import ROLES, Coupling, Member, channels_between
+from compress.model.edits.keep_channels import ROLES, Coupling, Member, channels_between
 from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.structure.dependence import NONE, Dependence, Wiring, dependence_of
 from compress.model.structure.excerpt import in_float32, short_call

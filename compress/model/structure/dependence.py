@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.calls import Call
-from compress.model.structure.hollow import changed, given_output, hollow_forward
+from compress.model.structure.hollow_forward import changed, given_output, hollow_forward
 from compress.model.structure.producers import Producer
 
 NONE = -1  # for an input that depends on no producer, and for a channel in no component that can be removed

@@ -3,7 +3,8 @@
 Found by numbers, not by names: no table of architectures. For one block and one short micro-batch,
 
 1. run it once as it is, to get its outputs and the kind of each norm (times w, or times 1 + w);
-2. scale every producer in turn in hollow forwards (`model.structure.hollow`), to find the readers of each of its
+2. scale every producer in turn in hollow forwards (`model.structure.hollow_forward`), to find the readers of each of
+its
    channels, and any other use of them (a residual sum, another norm, a product of two of its channels);
 3. apply all folds found, with random powers of two, and run the block again: its outputs must be the same bits.
 
@@ -22,7 +23,7 @@ from compress.model.calls import Call, evaluating
 from compress.model.edits.changes import Applied, undo
 from compress.model.edits.folds import Consumer, Fold, apply, layer_at
 from compress.model.structure.excerpt import in_float32, short_call
-from compress.model.structure.hollow import (
+from compress.model.structure.hollow_forward import (
     HollowOutputs,
     codes,
     compare,

@@ -7,13 +7,13 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor, nn
 
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.model.calls import Call
 from compress.model.edits.changes import undo
 from compress.model.edits.folds import layer_at
-from compress.model.edits.keep import Coupling, Keep, Number
+from compress.model.edits.keep_channels import Coupling, Keep, Number
 from compress.model.layers import Layer
-from compress.model.structure.hollow import hollow_forward, repeatable, tensors_of
+from compress.model.structure.hollow_forward import hollow_forward, repeatable, tensors_of
 from compress.model.structure.producers import ROUNDING, Producer, distance
 
 MOST_TRIALS = 128  # most sets of attributes tried for one coupling

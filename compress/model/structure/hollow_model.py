@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.model.calls import Batch, Call
 from compress.model.layers import Layer, is_linear
 from compress.model.structure.excerpt import short_call
-from compress.model.structure.hollow import HollowOutputs, as_given, given_output, hollow_forward
+from compress.model.structure.hollow_forward import HollowOutputs, as_given, given_output, hollow_forward
 from compress.model.structure.producers import Producer, producers_of
 
 Given = Callable[[str, Tensor], Tensor]

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.model.calls import Call, evaluating
 from compress.model.edits.changes import undo
 from compress.model.edits.folds import Fold, layer_at
-from compress.model.edits.keep import OUTSIDE, ROLES, Coupling, Role
-from compress.model.edits.permute import ChannelOrder, Permute
+from compress.model.edits.keep_channels import OUTSIDE, ROLES, Coupling, Role
+from compress.model.edits.permute_channels import ChannelOrder, Permute
 from compress.model.layers import is_linear
 from compress.model.structure.couplings import find_couplings
 from compress.model.structure.excerpt import in_float32, short_call
-from compress.model.structure.hollow import repeatable, tensors_of
+from compress.model.structure.hollow_forward import repeatable, tensors_of
 from compress.model.structure.producers import ROUNDING, distance
 from compress.model.structure.rotate import copies, unfit, widest
 

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, InputError, first_line
+from compress.base.errors import CheckpointError, InputError, first_line
 from compress.model.calls import Call, evaluating
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.folds import UNTOUCHED, Consumer, Fold, fold_entry, fold_parts, layer_at, read_fold
 from compress.model.edits.parts import numbers
 from compress.model.layers import is_linear
 from compress.model.structure.excerpt import in_float32, short_call
-from compress.model.structure.hollow import hollow_forward
+from compress.model.structure.hollow_forward import hollow_forward
 from compress.model.structure.producers import ROUNDING, Producer, distance
 from compress.weights.rotations.orthogonal import random_orthogonal
 

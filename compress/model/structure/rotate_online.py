@@ -11,13 +11,13 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor, nn
 
+from compress.base.schema import fits
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.folds import Fold
 from compress.model.experts import Experts
 from compress.model.layers import Layer, is_linear, layers_of, output_head
-from compress.model.online import input_rotation, rotate_input
+from compress.model.online_rotation import input_rotation, rotate_input
 from compress.model.structure.streams import Stream
-from compress.system.schema import fits
 from compress.weights.rotations.hadamard import rotated
 
 

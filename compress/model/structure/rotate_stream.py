@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.edits.changes import DATA, Applied, Change, change, changing
-from compress.model.edits.configured import configs_of
+from compress.model.edits.configuration_search import configs_of
 from compress.model.layers import Layer, output_head
 from compress.model.sharing import TIED_KEYS
 from compress.model.structure.streams import Stream, StreamNorm

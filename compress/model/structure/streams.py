@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.model.calls import Batch
 from compress.model.layers import Layer
 from compress.model.structure.hollow_model import HollowModel

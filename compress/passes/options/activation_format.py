@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid

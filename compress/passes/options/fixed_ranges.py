@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from compress.calibration.calibrators import OPTIONS as CALIBRATORS
-from compress.calibration.calibrators import calibrator
-from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
+from compress.solvers.statistics.calibrators import OPTIONS as CALIBRATORS
+from compress.solvers.statistics.calibrators import calibrator
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.grid import Grid
 
 PERCENTILE = 99.99
@@ -14,7 +14,7 @@ PERCENTILE = 99.99
 
 @dataclass(frozen=True, kw_only=True)
 class FixedRanges(Pass):
-    """A pass that may fix ranges by calibration (`compress.calibration.calibrators`)."""
+    """A pass that may fix ranges by calibration (`compress.solvers.statistics.calibrators`)."""
 
     calibrator: str = "minmax"
     """minmax, moving-average, percentile, mse, kl: how a fixed range is chosen."""

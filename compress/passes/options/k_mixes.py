@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.layouts.k_quants import K_QUANTS
 
 # {mix: the type of most layers}

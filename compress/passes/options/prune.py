@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from compress.calibration.stats import ChannelNorm
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Reorder, Stage, Survey
 from compress.solvers.permutation import better_order, kept_of
 from compress.solvers.scores import wanda
+from compress.solvers.statistics.input_statistics import ChannelNorm
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 from compress.weights.masks import Choice, Pattern, parse_pattern
 from compress.weights.survivors import Survivors, survivors

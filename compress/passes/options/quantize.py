@@ -6,15 +6,15 @@ from typing import Any, Literal
 
 import torch
 
-from compress.calibration.calibrators import Range, scale_and_zero_point
-from compress.calibration.stats import StatisticFactory
-from compress.errors import CompressError, InputError, one_of
+from compress.base.errors import CompressError, InputError, one_of
 from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.options.fixed_ranges import FixedRanges
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Fix, Rewrite, Stage
 from compress.solvers.outliers import check_share
+from compress.solvers.statistics.calibrators import Range, scale_and_zero_point
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes

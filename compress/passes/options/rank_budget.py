@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.layer_filter import but
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
-from compress.passes.protocol.where import but
 from compress.solvers.allocation import RankCurve, allocate
-from compress.solvers.whitened import spectrum
+from compress.solvers.low_rank import spectrum
+from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
 from compress.weights.formats.lowrank import WHOLE_BITS, check_bits
 
 FactorBits = Literal[16, 8]

@@ -17,9 +17,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
-from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError, one_of
+from compress.base.collectives import Comm
+from compress.base.errors import InputError, one_of
+from compress.base.threads import one_thread
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_stacked
@@ -28,9 +28,9 @@ from compress.solvers.column_sweep import ActOrder, Ordered, ordered
 from compress.solvers.gptq import POLISH_DAMP
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import has_outliers, share_of_outliers
+from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
-from compress.system.comm import Comm
-from compress.system.threads import one_thread
 from compress.weights.decision import Figures
 from compress.weights.matrix import Matrix
 

@@ -15,17 +15,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
-from compress.calibration.stats import ChannelNorm
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
+from compress.passes.options.global_ranking import told
 from compress.passes.options.prune import Per, Prune
-from compress.passes.options.ranked import told
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
 from compress.solvers.allocation import worths
 from compress.solvers.loss import quadratic
 from compress.solvers.scores import products
 from compress.solvers.sparsity_shares import LEVELS, by_losses, by_outliers, by_rows, widest
+from compress.solvers.statistics.hessian import Hessian, HessianResult
+from compress.solvers.statistics.input_statistics import ChannelNorm
 from compress.weights.ranking import ScoreHistogram, added, histogram
 
 Sharing = Literal["uniform", "owl", "layer-loss"]

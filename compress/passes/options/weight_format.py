@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.model.patterns import ignoring
 from compress.passes.protocol.base import Aspect, Pass

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
-from compress.calibration.stats import StatisticFactory
 from compress.model.patterns import compiled, matches
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import (
@@ -23,6 +22,7 @@ from compress.passes.protocol.stages import (
     Stage,
     Survey,
 )
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from compress.errors import InputError, one_of
-from compress.system.reading import DEEPEST, MOST_NODES, check_nesting, regular
-from compress.weights.likely import likely_scheme
+from compress.base.errors import InputError, one_of
+from compress.base.safe_open import DEEPEST, MOST_NODES, check_nesting, regular
+from compress.weights.scheme_guess import likely_scheme
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
@@ -194,7 +194,7 @@ def _step(step: Any, where: str) -> "Pass":
             patterns = step[key]
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
                 raise InputError(f"{where}: `{key}` must be a list of layer patterns")
-            from compress.passes.protocol.where import but, only
+            from compress.passes.protocol.layer_filter import but, only
 
             result = (only if key == "only" else but)(result, *patterns)
     return result

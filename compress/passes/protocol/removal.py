@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 import torch
 
-from compress.calibration.hessian import AffineHessian, Hessian
-from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
+from compress.solvers.statistics.hessian import AffineHessian, Hessian
+from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory
 
 Importance = Literal["loss", "activation", "magnitude"]
 Part = Literal["heads", "channels"]
@@ -31,7 +31,7 @@ def upwards(share: float) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RemovalOptions:
     """The options of what goes of a model, as much of every block, and of how the rest makes up for it
-    (`run.shrink`)."""
+    (`engine.shrink`)."""
 
     heads: float = 0.0
     """0 or more, below 1: share of each attention's heads that goes; query heads go with their key-value head."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.collectives import Comm
 from compress.model.edits.folds import Fold, Merge, Scale, reduce_scales, usable_scales
 from compress.model.known_edits import Edit
 from compress.model.structure.orders import Places
-from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
 

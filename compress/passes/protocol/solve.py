@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
-from compress.system.comm import Comm
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Quantized
 from compress.weights.matrix import Matrix, Term, added

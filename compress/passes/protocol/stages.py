@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from compress.calibration.stats import StatisticFactory
+from compress.base.collectives import RowShard
 from compress.model.known_edits import Edit
+from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.removal import RemovalOptions
 from compress.passes.protocol.sites import Between, FoldSite, Rewritten, Scaling, Site
-from compress.passes.protocol.whole import Whole
-from compress.system.comm import RowShard
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.train.options import TrainingOptions
 from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
@@ -38,9 +38,9 @@ class Restructure:
 
     edits: (name of a module, "" for the model; an edit of it), in order, the same on every rank. They are first applied
     to a copy without values (on the meta device), for which the rest of the run is planned, then to the model.
-    removal: shares that go of every block (`run.shrink.restructure`). calibrated: whether calibration data is needed.
-    removes: whether the model gets smaller; otherwise all shapes stay. unties: whether it may get larger by an output
-    head that is tied no more. keeps_zeros: whether weights that an earlier
+    removal: shares that go of every block (`engine.shrink.restructure`). calibrated: whether calibration data is
+    needed. removes: whether the model gets smaller; otherwise all shapes stay. unties: whether it may get larger by an
+    output head that is tied no more. keeps_zeros: whether weights that an earlier
     command has pruned stay zero. otherwise: what to do about it where they do not.
     """
 
@@ -57,7 +57,7 @@ class Restructure:
 class Finding:
     """Findings of a survey about a layer: its block, its shape (N, K), and the results of `look`, one for each of its
     groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
-    (`run.walk.alone`); 0 where nothing was changed."""
+    (`engine.walk.layer_damage`); 0 where nothing was changed."""
 
     block: str
     shape: tuple[int, int]

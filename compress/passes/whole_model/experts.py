@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.model.calls import Call
 from compress.model.edits.keep_experts import KeepExperts, mixtures_of, routers_of
 from compress.model.experts import Experts
 from compress.model.known_edits import Edit
-from compress.model.structure.hollow import replaced_forwards
+from compress.model.structure.hollow_forward import replaced_forwards
+from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.removal import going, upwards
-from compress.passes.protocol.whole import Whole
 
 # Experts of a group that its router looks at.
 BEST_OF_GROUP = 2

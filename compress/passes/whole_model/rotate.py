@@ -38,14 +38,14 @@ from typing import ClassVar
 
 import torch
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate
 from compress.model.structure.rotate_online import RotateOnline, unreached
 from compress.model.structure.rotate_stream import RotateStream, rotated_stream
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.stages import Restructure, Stage
-from compress.passes.protocol.whole import Whole
 from compress.weights.rotations.hadamard import hadamard_sizes
 from compress.weights.rotations.orthogonal import hadamard_rotation
 

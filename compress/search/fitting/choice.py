@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compress.base.errors import InputError
 from compress.checkpoint.sensitivity import Sensitivity, Unit
-from compress.errors import InputError
 from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, pass_class

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from compress.errors import CompressError, InputError
-from compress.system.progress import Reporter
+from compress.base.errors import CompressError, InputError
+from compress.base.progress import Reporter
 
 MARGIN = 1.1  # of a time that was measured: what the next may take
 

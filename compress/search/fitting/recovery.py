@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from compress.passes.train import Train
 from compress.search.fitting.deadline import MARGIN
-from compress.search.fitting.paired import compared
+from compress.search.fitting.paired_kl import compared
 from compress.search.fitting.proof import said
 from compress.search.trial import MODEL
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.api.forecast.forecast import Forecast, plan
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import find_source
+from compress.jobs.forecast.forecast import Forecast, plan
 from compress.passes.protocol.base import Pass
 from compress.search.fitting.target import FitTarget
 

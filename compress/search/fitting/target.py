@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scipy.special import stdtrit
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.evaluation.document import Evaluation
 from compress.search.budget import Budget, parse_budget
 

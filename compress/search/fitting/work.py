@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from compress.base.errors import CompressError, InputError
+from compress.base.progress import Reporter, Silent
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ours import noted
+from compress.checkpoint.ownership import noted
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.errors import CompressError, InputError
 from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.evaluate import evaluate
+from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.report.runs import EVALUATION
-from compress.evaluation.stored_evaluation import read_evaluation
 from compress.passes.protocol.recipe import describe
 from compress.search.budget import write_recipe
 from compress.search.fitting.choice import (
@@ -27,18 +28,17 @@ from compress.search.fitting.choice import (
     uniform_beside,
     within_budget,
 )
-from compress.search.fitting.cost import FitCost, cost_of_fit, in_words
 from compress.search.fitting.deadline import Deadline, Watched
-from compress.search.fitting.measuring import as_measured, measured, with_or_without_rotation
-from compress.search.fitting.offered import Offered
-from compress.search.fitting.paired import compared
+from compress.search.fitting.duration import FitCost, cost_of_fit, in_words
+from compress.search.fitting.embedding_schemes import table_options
+from compress.search.fitting.measurements import as_measured, measured, with_or_without_rotation
+from compress.search.fitting.paired_kl import compared
 from compress.search.fitting.proof import FitProof, FrontPoint, RunPoint, markdown_of
+from compress.search.fitting.recipe_space import Offered
 from compress.search.fitting.request import FitAsked
-from compress.search.fitting.tables import table_options
 from compress.search.fitting.target import FitTarget
 from compress.search.sweep import sweep
 from compress.search.trial import MODEL
-from compress.system.progress import Reporter, Silent
 
 ROUNDS = 4  # recipes that are run for a loss, at most
 CLOSE = 0.93  # of a limit: what is as near to it needs no other round

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.train.inputs.samples import LABELS, NUMBER
-from compress.train.losses.summed import IGNORED
+from compress.train.losses.loss_sum import IGNORED
 
 Batch = Mapping[str, Tensor]
 

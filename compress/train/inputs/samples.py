@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 
 LABELS = "labels"
 APART = 0x9E3779B1  # Knuth's odd multiplier: seeds are far from each other's epochs

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
-from compress.system.comm import Comm
-from compress.system.progress import Reporter
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError
+from compress.base.progress import Reporter
 from compress.train.inputs.batch import is_text
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import Rows, SampleOrder, micro_batches
-from compress.train.loop import saved
+from compress.train.loop import train_checkpoints
 from compress.train.loop.best import Best, interval
 from compress.train.loop.metrics import Log
 from compress.train.loop.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
@@ -129,7 +129,7 @@ def train(this: Training) -> History:
             if this.place is not None and (
                 last or asked is not None or (options.save_every and done % options.save_every == 0)
             ):
-                saved.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
+                train_checkpoints.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
             if asked is not None:
                 raise asked
             if last:
@@ -153,11 +153,11 @@ def _is_over(this: Training, started: float) -> bool:
 
 def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:
     """The step that training continues from."""
-    step = saved.newest(this.place) if this.place is not None and this.resume else None
+    step = train_checkpoints.newest(this.place) if this.place is not None and this.resume else None
     if step is None:
         return this.first
     assert this.place is not None
-    saved.restore(this.place, step, this.learned, {**this.fixed, **best.fixed}, adamw, this.comm)
+    train_checkpoints.restore(this.place, step, this.learned, {**this.fixed, **best.fixed}, adamw, this.comm)
     return step
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress.errors import WriteError
+from compress.base.errors import WriteError
 
 METRICS = "metrics.jsonl"  # of one training, while it goes on
 RATE = "rate.json"  # beside it: the chosen learning rate, for a resumed run

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 from compress.train.options import TrainingOptions
 
 BETAS = (0.9, 0.95)

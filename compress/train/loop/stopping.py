@@ -5,8 +5,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from compress.errors import Terminated
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import Terminated
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -20,9 +20,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.train.losses.divergence import kl
-from compress.train.losses.summed import Summed, wide
+from compress.train.losses.loss_sum import Summed, wide
 
 Measure = Literal["kl", "mse"]
 Heads = Literal["each", "mean", "group"]

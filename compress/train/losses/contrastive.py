@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from compress.errors import InputError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.train.losses.features import unit
-from compress.train.losses.summed import Summed, same_width, summed, wide
+from compress.train.losses.loss_sum import Summed, same_width, summed, wide
 
 TEMPERATURE = 0.07  # Wu et al. 2018 (arXiv 1805.01978)
 EMPTY = -1  # the id of a row that holds no sample

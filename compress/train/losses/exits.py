@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
-from compress.train.losses.chunked import CHUNK_VALUES, Head, HiddenTeacher, chunked_logits_loss
+from compress.base.errors import InputError
+from compress.train.losses.chunked_logits import CHUNK_VALUES, Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.logits import LogitsLoss
-from compress.train.losses.summed import Summed
+from compress.train.losses.loss_sum import Summed
 
 
 def exits_loss(

@@ -26,8 +26,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from compress.errors import InputError, one_of
-from compress.train.losses.summed import Summed, rows_of, same_shape, same_width, summed, valid_rows, wide
+from compress.base.errors import InputError, one_of
+from compress.train.losses.loss_sum import Summed, rows_of, same_shape, same_width, summed, valid_rows, wide
 
 Distance = Literal["mse", "unit", "relative", "cosine"]
 

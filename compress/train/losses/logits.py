@@ -20,9 +20,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.train.losses.divergence import FLOOR, Kind, divergence
-from compress.train.losses.summed import Summed, rows_of, same_shape, same_width, valid_rows, wide
+from compress.train.losses.loss_sum import Summed, rows_of, same_shape, same_width, valid_rows, wide
 from compress.train.losses.top_k import Tail, TopK, coarse_student, coarse_teacher
 
 Teacher = Tensor | TopK

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.train.losses.attention import Heads, Measure
 from compress.train.losses.divergence import Kind
 from compress.train.losses.features import Distance, Mapped

@@ -12,9 +12,9 @@ Shapes: T tokens, D the student's width, E the teacher's; [T, D] stands for [...
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
-from compress.system.comm import Comm
-from compress.train.losses.summed import rows_of, valid_rows
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.train.losses.loss_sum import rows_of, valid_rows
 
 RIDGE = 1e-4  # of the mean variance of a channel: enough to tell apart channels that are copies of each other
 

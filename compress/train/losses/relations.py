@@ -17,10 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.train.losses.attention import over_queries
 from compress.train.losses.divergence import kl, log_softmax
-from compress.train.losses.summed import Summed, wide
+from compress.train.losses.loss_sum import Summed, wide
 
 
 def relations_loss(

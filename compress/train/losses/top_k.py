@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.train.losses.divergence import log_softmax
-from compress.train.losses.summed import wide
+from compress.train.losses.loss_sum import wide
 
 Tail = Literal["bucket", "conditional"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.train.losses.chunked import Head
+from compress.train.losses.chunked_logits import Head
 from compress.train.rounding.swapped_layers import computed_weight
 
 ROUNDINGS = 8  # of the logits' dtype: how far two ways to compute them may differ, of the largest

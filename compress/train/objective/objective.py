@@ -15,16 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.model.vocabulary import over_vocabulary, padded_alike
-from compress.system.comm import Comm
 from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
-from compress.train.inputs.offline import TopKRows, check_offline
 from compress.train.inputs.samples import Rows
-from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
+from compress.train.inputs.teacher_predictions import TopKRows, check_offline
+from compress.train.losses.chunked_logits import HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remembered
 from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
-from compress.train.losses.summed import IGNORED, Summed, wide
+from compress.train.losses.loss_sum import IGNORED, Summed, wide
 from compress.train.objective import states
 from compress.train.objective.heads import OutputHead, output_head
 from compress.train.objective.outputs import ModelOutputs, look

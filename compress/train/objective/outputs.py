@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.train.inputs.batch import inputs_of, token_mask
 from compress.train.losses.options import LossOptions
 from compress.train.objective.heads import OutputHead

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 from compress.train.inputs.batch import Batch, token_mask
 from compress.train.inputs.samples import Rows, micro_batches
 from compress.train.losses.options import LossOptions

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 from compress.train.inputs.batch import Batch, token_mask
 from compress.train.inputs.samples import NUMBER, Rows, micro_batches
 from compress.train.losses.contrastive import Candidates

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.features import features_loss, layer_pairs
+from compress.train.losses.loss_sum import Summed
 from compress.train.losses.options import LossOptions
 from compress.train.losses.relations import relations_loss
-from compress.train.losses.summed import Summed
 from compress.train.objective.outputs import ModelOutputs, Vectors
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from compress.base.collectives import Comm
 from compress.model.layers import Layer
-from compress.system.comm import Comm
 from compress.train.rounding.sparsity_options import Groups
 
 

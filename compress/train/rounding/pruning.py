@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from compress.base.collectives import Comm
 from compress.model.layers import Layer
-from compress.system.comm import Comm
 from compress.train.rounding.sparsity_options import Per, SparsityOptions
 from compress.weights.masks import Choice, Pattern, pruned_before, share_of
 from compress.weights.ranking import histogram, lowest

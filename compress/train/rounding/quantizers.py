@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.model.convolution import Geometry, on_channels, on_samples
-from compress.train.rounding.learned import rescaled, rounded, rounded_by_range, whole
+from compress.train.rounding.straight_through import rescaled, rounded, rounded_by_range, whole
 from compress.weights.decision import Decision
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.dense import dense

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from compress.errors import InputError, one_of
+from compress.base.errors import InputError, one_of
 from compress.weights.masks import Pattern, parse_pattern
 
 Per = Literal["row", "layer", "model"]

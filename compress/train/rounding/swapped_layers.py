@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import CompressError, InputError
+from compress.base.errors import CompressError, InputError
 from compress.model.layers import Layer, Table, is_read_uncalled
 from compress.train.rounding.quantizers import (
     ActivationQuantizer,
@@ -190,7 +190,7 @@ def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales:
 @contextmanager
 def requiring(parameters: Iterable[nn.Parameter], wanted: Callable[[nn.Parameter], bool]) -> Iterator[None]:
     """Makes the wanted parameters require gradients, beginning without any. Afterwards each requires what it did,
-    with no gradient (`run.restore` puts a caller's back where the work failed)."""
+    with no gradient (`engine.restore` puts a caller's back where the work failed)."""
     before = [(p, p.requires_grad) for p in parameters]
     try:
         for p, _ in before:

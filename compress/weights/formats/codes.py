@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK, blocks_of
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, Quantized

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, CompressError
+from compress.base.errors import CheckpointError, CompressError
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, CompressError
+from compress.base.errors import CheckpointError, CompressError
 from compress.kernels.layouts.words import WORD, pack_rows, unpack_rows, words_of
 from compress.weights.formats.codes import CodesFormat, scales_by_row
 from compress.weights.grid import Grid, Quantized

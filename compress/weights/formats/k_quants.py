@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, KFields, KLayout, pack_blocks, unpack_blocks
 from compress.weights.grid import Grid
 from compress.weights.roles import Role

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.kernels.layouts.words import pack_rows, unpack_rows
 from compress.weights.formats.codes import Codes, CodesFormat, Layout
 from compress.weights.grid import Grid, Quantized

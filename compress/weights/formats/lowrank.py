@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.weights.grid import Grid, quantize
 from compress.weights.roles import Role

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from compress.errors import CheckpointError, CompressError, InputError
-from compress.system.schema import fits
+from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.base.schema import fits
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense

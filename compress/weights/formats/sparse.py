@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
+from compress.base.errors import CheckpointError
 from compress.kernels import reference
 from compress.weights.grid import Grid
 from compress.weights.roles import Role

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.kernels.layouts.pairs24 import (
     pack_positions,
     position_words,

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.kernels.layouts.trits import bytes_of, limits, pack_trits, unpack_trits
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.formats.codes import Codes, CodesFormat

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, encode_unsigned, working_dtype
 from compress.weights.roles import Role

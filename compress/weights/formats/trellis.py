@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.kernels.layouts.trellis import BITS, INPUTS, MULTIPLIERS, WORD, Code
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, working_dtype

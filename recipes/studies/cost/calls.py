@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.kernels.cpu import direct
 from compress.kernels.measure.timing import elapsed_ms
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.layers.linear import PackedLinear, QuantLinear
 
 SIZE = 64
 KEYS, HEADS, KEY_HEADS = 16, 8, 4

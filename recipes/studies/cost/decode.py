@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import compress
+from compress.inference.layers.compressed_layers import compressed_layers
 from compress.kernels.measure.timing import elapsed_ms
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.layers.walk import compressed_layers
 
 CPU = torch.device("cpu")
 PARAMETERS = 512  # bytes, more than any of llama.cpp's parameter structures takes

@@ -2,7 +2,7 @@
 
     python recipes/studies/cost/device_memory.py --json OUT.json
 
-Nothing is measured: the shapes come from models without weights, the bytes from `api/forecast/memory.py`, which
+Nothing is measured: the shapes come from models without weights, the bytes from `jobs/forecast/memory.py`, which
 `plan_memory.py` holds to runs on a CPU. A block is in bfloat16; statistics and solutions are in float32. There are
 128 x 2048 calibration tokens, 8 rows at once. Under FSDP2 a rank has its own share of the tokens, and its part of the
 whole model besides.
@@ -18,10 +18,10 @@ import torch
 import transformers
 
 import compress
-from compress.api.forecast.memory import TokenCounts, peak_of
-from compress.model.experts_apart import split_experts
+from compress.engine.plan.plan import plan
+from compress.jobs.forecast.memory import TokenCounts, peak_of
+from compress.model.split_experts import split_experts
 from compress.recipes.studies.figures import asked, made_by
-from compress.run.plan.plan import plan
 
 SAMPLES, LENGTH, BATCH, WIDTH = 128, 2048, 8, 2
 LLAMA: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256}

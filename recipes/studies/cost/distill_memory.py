@@ -21,7 +21,7 @@ import torch
 
 from compress.evaluation.speed.memory import settled_bytes, watched_memory
 from compress.recipes.studies.figures import asked, made_by
-from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
+from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.top_k import TopK
 

@@ -1,4 +1,4 @@
-"""A layer of experts on a CPU: all of them together (`runtime.layers.experts`) and one after the other.
+"""A layer of experts on a CPU: all of them together (`inference.layers.experts`) and one after the other.
 
     OMP_NUM_THREADS=1 python recipes/studies/cost/experts.py --json FILE
 
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from compress.inference.layers.compressed_layers import lay_in_strips
+from compress.inference.layers.experts import StackedExperts, stack_experts
+from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.kernels.measure.timing import elapsed_ms
-from compress.model.experts_apart import split_experts
+from compress.model.split_experts import split_experts
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.layers.experts import StackedExperts, stack_experts
-from compress.runtime.layers.linear import PackedLinear, QuantLinear
-from compress.runtime.layers.walk import lay_in_strips
 
 HIDDEN, INNER, EXPERTS, TOP = 1024, 512, 32, 4
 TOKENS = (1, 8, 64, 512)

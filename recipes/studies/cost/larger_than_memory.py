@@ -29,8 +29,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compress.base.memory import anonymous_bytes
 from compress.recipes.studies.figures import asked, made_by
-from compress.system.memory import anonymous_bytes
 
 FILE_BYTES = 5_000_000_000
 SAMPLES, LENGTH = 4, 128

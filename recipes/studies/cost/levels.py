@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels.cpu import build
 from compress.recipes.studies.cost.calls import Calls, measure
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.layers.linear import QuantLinear
 
 TABLES = ("mxfp4a16", "nvfp4a16", "nf4a16")
 GROUPS = (32, 64)  # of integers: those of mxfp4a16 and, as no loop takes 16, the bytes of nvfp4a16; those of nf4a16

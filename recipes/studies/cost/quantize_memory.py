@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compress.base.memory import anonymous_bytes
 from compress.recipes.studies.figures import asked, made_by
-from compress.system.memory import anonymous_bytes
 
 VOCABULARY, HEAD_WIDTH, KEY_VALUE_HEADS = 32000, 64, 8
 SAMPLES, LENGTH = 8, 256

@@ -46,7 +46,7 @@ def by_compress(job: Mapping[str, Any]) -> Callable[[], Any]:
     import torch
 
     import compress
-    from compress.run.walk import state
+    from compress.engine.walk import state
 
     # What a record says its seconds went to is by the clock; other processes are no concern of ours here.
     vars(state)["time"] = SimpleNamespace(monotonic=time.process_time)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import compress
+from compress.inference.steps.block import STATE, installed
 from compress.recipes.studies.figures import tell_times
-from compress.runtime.steps.block import STATE, installed
 
 PROMPT, SAME = 32, 16  # tokens read before, and steps that are compared
 # Relative errors of logits: of float32, and beyond that of modules in other dtypes.

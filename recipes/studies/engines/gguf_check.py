@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compress
+from compress.base.errors import InputError, one_of
 from compress.checkpoint.files import RECORD, read_json, write_json
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import DEMO, find_source
-from compress.checkpoint.read.stored import stored_in
-from compress.errors import InputError, one_of
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import compress
+from compress.base.fresh_process import fresh
 from compress.checkpoint.export import read_back
 from compress.checkpoint.files import read_json, write_json
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import asked, made_by
-from compress.system.fresh_process import fresh
 
 
 @dataclass(frozen=True)

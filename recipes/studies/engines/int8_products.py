@@ -11,7 +11,7 @@ M tokens, N outputs, K inputs, P pairs of inputs.
 import torch
 from torch import Tensor, nn
 
-from compress.runtime.layers.linear import Int8Linear
+from compress.inference.layers.linear import Int8Linear
 
 LARGEST = 127
 RAISED = 128  # signed inputs become unsigned by it

@@ -33,12 +33,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress.data.text import load_tokens
+from compress.engine.plan.candidate_layers import treatable
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS
 from compress.passes.k_quants import FALLBACKS
 from compress.passes.options.k_mixes import blocks_of_names, type_in
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
-from compress.run.plan.treatable import treatable
 
 SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
 WAYS = ("llama", "imatrix", "rtn", "gptq")

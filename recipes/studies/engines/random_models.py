@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from compress.checkpoint.export.gguf.splitting import LLAMA3, QWEN2
+from compress.checkpoint.export.gguf.pre_tokenizers import LLAMA3, QWEN2
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.read.source import DEMO
 

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compress
+from compress.base.errors import InputError, one_of
 from compress.checkpoint.files import write_json
 from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
-from compress.errors import InputError, one_of
 from compress.kernels.cpu.processor import cpu_name
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe

@@ -39,7 +39,7 @@ WHEELS = ROOT / "build" / "gpu-wheels"
 GRACE = 5.0  # seconds between a request to stop and the end
 SHOWN = 1800  # characters of each section in the last table
 PROCESSES = 12
-TESTS = ("tests/kernels/triton", "tests/passes/test_on_a_gpu.py", "tests/runtime/test_loading_gpu.py")
+TESTS = ("tests/kernels/triton", "tests/passes/test_on_a_gpu.py", "tests/inference/test_loading_gpu.py")
 # Triton 3.6 hands numpy arrays of one element to range().
 OF_TRITON = "ignore:Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning"
 READABLE = {"encoding": "utf-8", "errors": "replace"}

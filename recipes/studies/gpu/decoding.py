@@ -25,10 +25,10 @@ import torch
 from compress.checkpoint.files import write_json
 from compress.evaluation.speed import decoder, dense
 from compress.evaluation.speed.generation import GenerationTimer
+from compress.inference.load.assembly import fuse
 from compress.kernels import workspace
 from compress.kernels.measure.provenance import origin
 from compress.recipes.studies.figures import asked as command_of
-from compress.runtime.load.assembly import fuse
 
 SCHEMES = (decoder.DENSE, "w4a16")
 SHOWN = 20  # kernels of a profile

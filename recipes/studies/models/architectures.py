@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import compress
-from compress.api.verify import verify
+from compress.base.errors import CheckpointError, CompressError, InputError, first_line
 from compress.checkpoint.read.source import find_source
-from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.inference.check.by_transformers import load_with_transformers
+from compress.jobs.verify import verify
 from compress.recipes.studies.figures import asked, made_by, stored
 from compress.recipes.studies.models.shares import CODES, fates, full_sizes, shares, sizes
 from compress.recipes.studies.models.small import small
-from compress.runtime.check.by_transformers import load_with_transformers
 
 TASKS: dict[str, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

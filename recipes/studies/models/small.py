@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.model.convolution import is_convolution
 from compress.model.layers import is_linear
 from compress.recipes.studies.models.batches import batches_of

@@ -31,7 +31,7 @@ from compress.data.documents import TOKEN_FORMATS
 from compress.data.text import load_tokens
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.figures import asked, evaluated, made_by, stored
-from compress.search.fitting.paired import compared
+from compress.search.fitting.paired_kl import compared
 from compress.search.fitting.proof import interval
 
 Row = dict[str, Any]

@@ -22,12 +22,12 @@ import compress
 from compress.checkpoint.read.pretrained import load_dense, tokenizer_of
 from compress.checkpoint.read.source import find_source
 from compress.data.text import batches_of, load_tokens
+from compress.engine.walk.held_out_kl import divergence_between
+from compress.engine.walk.layer_damage import relative_error
 from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import asked, made_by, stored
-from compress.run.walk.alone import relative_error
-from compress.run.walk.held_out import divergence_between
 
 EVALUATED = 8  # samples at once
 ZEROS = 0.6

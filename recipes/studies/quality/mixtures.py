@@ -22,10 +22,10 @@ import compress
 from compress.checkpoint.read.pretrained import load_dense, tokenizer_of
 from compress.checkpoint.read.source import find_source
 from compress.data.text import batches_of, load_tokens
+from compress.engine.walk.held_out_kl import divergence_between
 from compress.model import experts
 from compress.passes.protocol.base import Pass
 from compress.recipes.studies.figures import asked, made_by, stored
-from compress.run.walk.held_out import divergence_between
 
 EVALUATED = 8  # samples at once
 WAYS = ("rtn", "routed", "pooled", "all")

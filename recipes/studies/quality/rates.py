@@ -20,14 +20,14 @@ from torch import Tensor
 import compress
 from compress.checkpoint.read.pretrained import load_dense
 from compress.checkpoint.read.source import find_source
-from compress.cli.running import split_settings
+from compress.cli.run_command import split_settings
+from compress.engine.walk.held_out_kl import divergence_between
 from compress.model.layers import find_stacks
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import make_pass
 from compress.passes.train import Train
 from compress.passes.whole_model.structure import Structure
 from compress.recipes.studies.figures import asked, made_by, stored
-from compress.run.walk.held_out import divergence_between
 
 RATES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 EVALUATED = 8  # samples at once

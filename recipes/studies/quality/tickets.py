@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from compress.errors import InputError, one_of
+from compress.base.collectives import Comm
+from compress.base.errors import InputError, one_of
+from compress.base.progress import Reporter, Silent
 from compress.model.calls import evaluating
 from compress.model.layers import Layer
-from compress.system.comm import Comm
-from compress.system.progress import Reporter, Silent
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import Rows
 from compress.train.loop.loop import History, Training, train

@@ -13,11 +13,11 @@ from mixtures import made
 from safetensors.torch import load_file
 
 import compress
+from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.files import RECORD
-from compress.errors import CheckpointError, CompressError
+from compress.passes.protocol.layer_filter import but, only
 from compress.passes.protocol.recipe import make_pass
-from compress.passes.protocol.where import but, only
 
 TOKENS = torch.randint(2048, (4, 16), generator=torch.Generator().manual_seed(1))
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.checkpoint.export.gguf.holding import why_not
+from compress.checkpoint.export.gguf.block_types import why_not
 from compress.weights.formats.codes import Int8Rows, Packed
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.errors import CompressError
-from compress.kernels import private
+from compress.base.errors import CompressError
+from compress.kernels import private_folders
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import compiled_libraries, compiling, gemm
 from compress.kernels.cpu.libraries import HERE, PARTS, CompileUnit
@@ -267,38 +267,38 @@ def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_another_user_is_refused(monkeypatch, tmp_path):
     path = tmp_path / "file"
     path.touch(mode=0o600)
-    assert private.why_not_ours(path) is None
+    assert private_folders.why_not_ours(path) is None
     of_another_user(path, monkeypatch)
-    assert f"{path} belongs to user" in private.why_not_ours(path)
+    assert f"{path} belongs to user" in private_folders.why_not_ours(path)
 
 
 def test_a_folder_that_others_can_write_is_refused(monkeypatch, tmp_path):
     folder = tmp_path / "cache" / "kernels"
-    private.make_private(folder)
+    private_folders.make_private(folder)
     assert [each.stat().st_mode & 0o777 for each in (folder, folder.parent)] == [0o700, 0o700]
-    monkeypatch.setattr(private, "OTHERS_ENTER", 0o777)  # as if the folders of tests were open to others
-    if reason := private.why_not_private(folder):
+    monkeypatch.setattr(private_folders, "OTHERS_ENTER", 0o777)  # as if the folders of tests were open to others
+    if reason := private_folders.why_not_private(folder):
         pytest.skip(f"the folder of temporary files is not private: {reason}")
     for mode, refused in ((0o777, True), (0o1777, False), (0o755, False)):
         folder.parent.chmod(mode)
-        reason = private.why_not_private(folder)
+        reason = private_folders.why_not_private(folder)
         assert (reason is not None) is refused, (oct(mode), reason)
         assert reason is None or f"{folder.parent}, in which it lies, can be written" in reason
     for mode in (0o770, 0o1777, 0o702):
         folder.chmod(mode)
-        assert f"{folder} can be written by other users" in private.why_not_private(folder)
+        assert f"{folder} can be written by other users" in private_folders.why_not_private(folder)
 
 
 def test_a_group_of_ones_own_may_write_the_folder_around(monkeypatch, tmp_path):
     folder = tmp_path / "cache" / "kernels"
-    private.make_private(folder)
-    monkeypatch.setattr(private, "OTHERS_ENTER", 0o777)
-    if reason := private.why_not_private(folder):
+    private_folders.make_private(folder)
+    monkeypatch.setattr(private_folders, "OTHERS_ENTER", 0o777)
+    if reason := private_folders.why_not_private(folder):
         pytest.skip(f"the folder of temporary files is not private: {reason}")
     folder.parent.chmod(0o770)
     for own in (True, False):
-        monkeypatch.setattr(private, "_own_group", lambda gid, own=own: own)
-        assert (private.why_not_private(folder) is None) is own
+        monkeypatch.setattr(private_folders, "_own_group", lambda gid, own=own: own)
+        assert (private_folders.why_not_private(folder) is None) is own
 
 
 @pytest.mark.parametrize("looseness", ["writable", "another user's"])
@@ -379,9 +379,9 @@ def test_parts_are_those_that_the_products_choose_from():
 def test_where_libraries_lie(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.delenv("COMPRESS_CACHE_DIR", raising=False)
-    assert next(private.candidates("kernels")) == Path("/x/compress/kernels")
+    assert next(private_folders.candidates("kernels")) == Path("/x/compress/kernels")
     monkeypatch.setenv("COMPRESS_CACHE_DIR", "/y")
-    assert next(private.candidates("kernels")) == Path("/y/kernels")
+    assert next(private_folders.candidates("kernels")) == Path("/y/kernels")
 
 
 def test_importing_builds_nothing(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from combinations import every
 from planar import inputs, planar_of, within
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm

@@ -11,10 +11,10 @@ from combinations import every, pairs
 from planar import TABLES, inputs, planar_of, table_of
 from sums import entries_of, rows_of, tiles_of
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu import crossings, dense, direct, processor
+from compress.kernels.cpu import dense, dense_thresholds, direct, processor
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import FEW_TOKENS, Arguments
 from compress.kernels.layouts import tiles as pack_tiles
@@ -257,7 +257,7 @@ def asked(monkeypatch, tmp_path):
 
     answer.tokens, answer.calls, answer.path = 10, calls, tmp_path / "routes-1.json"
     monkeypatch.setattr(dense, "measured", answer)
-    monkeypatch.setattr(crossings, "file", lambda: answer.path)
+    monkeypatch.setattr(dense_thresholds, "file", lambda: answer.path)
     monkeypatch.setattr(dense, "_tried", [])
     dense._library.cache_clear()
     yield answer
@@ -398,12 +398,12 @@ def test_the_number_of_tokens_can_be_set(monkeypatch):
 
 
 def test_amx_can_be_left_to_torch(monkeypatch):
-    paths = {crossings.file()}
+    paths = {dense_thresholds.file()}
     monkeypatch.setenv(processor.AMX_SETTING, "0")
     assert not dense.by_amx("strips", torch.bfloat16)
-    assert crossings.file() not in paths
+    assert dense_thresholds.file() not in paths
     monkeypatch.setenv(processor.AMX_SETTING, "1")
-    assert crossings.file() in paths
+    assert dense_thresholds.file() in paths
     assert not dense.by_amx("strips", torch.float32)
     for operation, dtype in (("strips", torch.bfloat16), ("w8a8", torch.float32)):
         assert dense.by_amx(operation, dtype) == bool(dense._library().dense_amx(True))
@@ -416,13 +416,13 @@ def test_a_damaged_file_is_measured_anew(tmp_path):
     path = tmp_path / "routes-1.json"
     for content in ("", "[]", '{"from": 3}', '{"from": {"kind": "many"}}'):
         path.write_text(content)
-        assert crossings.read(path) == {}
-        assert crossings.found_or_measured(path, "kind", lambda: 64) == 64
-        assert crossings.found_or_measured(path, "kind", pytest.fail) == 64
-    assert crossings.found_or_measured(path, "other", lambda: dense.NEVER) == dense.NEVER
-    assert crossings.read(path) == {"kind": 64, "other": dense.NEVER}
+        assert dense_thresholds.read(path) == {}
+        assert dense_thresholds.found_or_measured(path, "kind", lambda: 64) == 64
+        assert dense_thresholds.found_or_measured(path, "kind", pytest.fail) == 64
+    assert dense_thresholds.found_or_measured(path, "other", lambda: dense.NEVER) == dense.NEVER
+    assert dense_thresholds.read(path) == {"kind": 64, "other": dense.NEVER}
     path.chmod(0o666)  # anybody could have written it
-    assert crossings.read(path) == {}
+    assert dense_thresholds.read(path) == {}
 
 
 def test_routes_say_what_was_measured(asked):

@@ -10,14 +10,14 @@ from planar import inputs, planar_of
 from torch import nn
 from torch.autograd import forward_ad
 
-from compress.errors import InputError
+from compress.base.errors import InputError
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts.strips import pack_strips
 from compress.kernels.layouts.words import Planar
 from compress.kernels.operators import grouped
-from compress.runtime.layers.linear import QuantLinear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAME = ("compress.cpu_linear.default", "compress.cpu_w8a8.default")

@@ -10,11 +10,11 @@ from emulated import Emulated
 from planar import TABLES, inputs, table_of
 
 import compress
+from compress.inference.layers.compressed_layers import lay_in_strips
+from compress.inference.layers.linear import QuantLinear, TableLinear
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators.levels import levels_linear, why_not_levels
-from compress.runtime.layers.linear import QuantLinear, TableLinear
-from compress.runtime.layers.walk import lay_in_strips
 
 TOKENS = (1, 2, 3, 4, 7, 17, 63)
 GROUPS = ((32, 32), (64, 16), (96, 32), (200, -1), (256, 64), (640, 16), (1088, 544))

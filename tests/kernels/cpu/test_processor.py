@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.cpu import build, compiling, processor
 
 M1 = "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_I8MM: 0\nhw.optional.arm.FEAT_BF16: 0\n"

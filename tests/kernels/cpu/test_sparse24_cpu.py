@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sums import drawn, error, rows_of
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts import pairs24 as pack_pairs24

@@ -6,7 +6,7 @@ from combinations import every
 from emulated import TARGETS, products_for
 from planar import inputs, planar_of, within
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm

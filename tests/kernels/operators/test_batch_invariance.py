@@ -6,7 +6,7 @@ import torch
 from combinations import each
 from planar import inputs, planar_of
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import workspace
 from compress.kernels.cpu import build as cpu
 from compress.kernels.layouts.strips import pack_strips
@@ -14,7 +14,7 @@ from compress.kernels.operators import strips
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_activation import planar_linear
 from compress.kernels.routes import planar_route, why_not_batch_invariant
-from compress.kernels.triton.split import pieces
+from compress.kernels.triton.split_k import pieces
 from compress.kernels.tuning.choose import Device, invariant, kind_of
 
 CPU, N, K = torch.device("cpu"), 48, 320

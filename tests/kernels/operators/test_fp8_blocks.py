@@ -4,7 +4,7 @@ import pytest
 import torch
 from commands import Largest
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK, blocked, multiply_, spread
 from compress.kernels.operators import fp8, fp8_blocks

@@ -5,7 +5,7 @@ import torch
 from combinations import each, every
 from experts import combined_by_loop, experts_of, routings
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.operators import grouped
 

@@ -8,7 +8,7 @@ from torch.library import CustomOpDef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.operators import sparse
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_activation import int8_activation_linear

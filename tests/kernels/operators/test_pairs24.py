@@ -6,7 +6,7 @@ from combinations import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.layouts import pairs24 as pack_pairs24
 from compress.kernels.layouts.words import pack_rows, unpack_rows

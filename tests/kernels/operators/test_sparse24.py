@@ -4,7 +4,7 @@ import pytest
 import torch
 from combinations import every
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24

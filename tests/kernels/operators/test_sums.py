@@ -5,7 +5,7 @@ import torch
 from combinations import every
 from sums import entries_of, error, planar_of, tiles_of
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.layouts import tiles as pack_tiles

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trellises import arguments, trellis_of
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import TrellisWords, run_blocks
 from compress.kernels.layouts.trellis_strips import TrellisStrips, pack_trellis_strips

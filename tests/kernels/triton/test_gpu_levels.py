@@ -8,13 +8,13 @@ import torch
 from planar import TABLES, planar_table
 from sums import excess
 
+from compress.inference.layers.compressed_layers import lay_in_strips
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts.words import planar_weight
 from compress.kernels.operators.levels import levels_linear
 from compress.kernels.operators.words import weight_only_path, why_not_weight_only
 from compress.kernels.routes import levels_route
-from compress.runtime.layers.linear import QuantLinear
-from compress.runtime.layers.walk import lay_in_strips
 
 pytestmark = [
     pytest.mark.gpu,

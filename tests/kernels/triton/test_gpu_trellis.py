@@ -6,10 +6,10 @@ import torch
 from sums import excess
 from trellises import arguments, trellis_of
 
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, run_blocks
 from compress.kernels.operators.trellis import FEW_ON_GPU, trellis_linear, values_by_run, why_not_trellis
-from compress.runtime.layers.linear import QuantLinear
 from compress.solvers.trellis.viterbi import best_states
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.scheme import Scheme

@@ -12,7 +12,7 @@ import triton.language as tl
 from compress.kernels.layouts.words24 import TOP_BIT
 from compress.kernels.triton.int8_gemm import PRMT_BF16, PRMT_FP16, power8
 from compress.kernels.triton.int8_planar_gemm import BYTES_4, BYTES_4_ZERO, BYTES_8, RAISED
-from compress.kernels.triton.look_up import FULL_LOOK_UP, SIGNED_LOOK_UP
+from compress.kernels.triton.level_lookup import FULL_LOOK_UP, SIGNED_LOOK_UP
 from compress.kernels.triton.sparse24_gemm import expand_ptx
 from compress.kernels.triton.unpack import LOP3_BF16, LOP3_FP16, power4
 from compress.weights.levels import E2M1, NF4

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from compress.errors import InputError
+from compress.base.errors import InputError
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
 from compress.kernels import workspace
 from compress.kernels.cpu import build as cpu
 from compress.kernels.measure import tune

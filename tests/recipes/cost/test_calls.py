@@ -4,9 +4,9 @@ operator here."""
 import pytest
 import torch
 
+from compress.inference.layers.linear import PackedLinear
 from compress.kernels.cpu import direct
 from compress.recipes.studies.cost import calls
-from compress.runtime.layers.linear import PackedLinear
 
 
 @pytest.fixture(autouse=True)

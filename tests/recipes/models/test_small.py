@@ -6,7 +6,7 @@ import transformers
 from models import build
 
 import compress
-from compress.errors import first_line
+from compress.base.errors import first_line
 from compress.recipes.studies.models.architectures import MOST, verdict
 from compress.recipes.studies.models.shares import CODES, fates, shares, sizes
 from compress.recipes.studies.models.small import MOST as PARAMETERS

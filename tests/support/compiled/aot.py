@@ -42,7 +42,7 @@ from compress.kernels.triton.int8_quantize import (
     quantize_tokens_kernel,
 )
 from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
-from compress.kernels.triton.look_up import FULL, SIGNED
+from compress.kernels.triton.level_lookup import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel

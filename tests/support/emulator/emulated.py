@@ -24,7 +24,7 @@ from compress.kernels.cpu import build, processor
 from compress.kernels.cpu.arguments import TYPES
 from compress.kernels.cpu.compiling import jobs, run_all
 from compress.kernels.cpu.libraries import PARTS, sources, units
-from compress.kernels.private import candidates, make_private
+from compress.kernels.private_folders import candidates, make_private
 
 EMULATOR, COMPILER, SYSTEM = "qemu-aarch64", "aarch64-linux-gnu-g++", "/usr/aarch64-linux-gnu"
 HOW = "apt-get install qemu-user g++-aarch64-linux-gnu"

@@ -8,7 +8,7 @@ from models import FAMILIES, GATED, strong, tokens
 from torch import nn
 
 import compress
-from compress.runtime.steps.block import STATE, installed
+from compress.inference.steps.block import STATE, installed
 
 NEW = 12
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.04}  # of logits, relative to the largest

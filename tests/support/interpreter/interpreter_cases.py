@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from combinations import pairs
 
-from compress.errors import CompressError
+from compress.base.errors import CompressError
+from compress.inference.check.dense_twin import error
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
@@ -25,8 +27,6 @@ from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning.table import Shape
-from compress.runtime.check.twin import error
-from compress.runtime.layers.linear import QuantLinear
 from compress.weights.formats.sparse24 import sparse24 as two_of_four
 from compress.weights.grid import Grid, quantize
 

@@ -5,9 +5,9 @@ import torch
 from mixtures import made
 
 import compress
+from compress.inference.layers.experts import StackedExperts, one_by_one
 from compress.kernels.operators import grouped
-from compress.model.experts_apart import split_experts
-from compress.runtime.layers.experts import StackedExperts, one_by_one
+from compress.model.split_experts import split_experts
 
 
 @pytest.mark.parametrize(("scheme", "fuse"), [("w4a16", False), ("w4a16", True), ("w8a8", False)])

@@ -7,14 +7,14 @@ import triton.language as tl
 from combinations import each
 from interpreter_cases import guarded, weight_and_truth  # noqa: F401  every test here is held to `guarded`
 
+from compress.inference.check.dense_twin import error
+from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_activation import int8_activation_linear, why_not_int8
 from compress.kernels.triton import int8_planar_gemm
 from compress.kernels.triton.int8_planar_gemm import RAISED, unpack_bytes, unpack_less
 from compress.kernels.tuning.table import Shape
-from compress.runtime.check.twin import error
-from compress.runtime.layers.linear import QuantLinear
 from compress.weights.grid import quantize
 from compress.weights.scheme import scheme_named
 

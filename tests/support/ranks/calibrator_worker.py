@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compress.calibration.calibrators import OPTIONS, calibrator
-from compress.calibration.observers import Range
-from compress.errors import CompressError
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError
+from compress.solvers.statistics.calibrators import OPTIONS, calibrator
+from compress.solvers.statistics.observers import Range
 from compress.weights.grid import Grid
 
 CHANNELS = 5

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from compress.errors import InputError
-from compress.system.comm import Comm
-from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import everywhere, info_nce
 from compress.train.losses.logits import LogitsLoss
-from compress.train.losses.summed import Summed
+from compress.train.losses.loss_sum import Summed
 
 WORLD, TOKENS, D, V = 2, 6, 8, 12
 HOW = LogitsLoss(temperature=2.0, alpha=0.5)

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from vision import calibration, net
 
 import compress
-from compress.calibration.hessian import Hessian
-from compress.calibration.stats import MinMax
+from compress.base.collectives import Comm
+from compress.base.progress import Silent
 from compress.checkpoint.write import writer
+from compress.engine.plan.existing_zeros import _counted
+from compress.engine.residency import Sharded, shard
 from compress.model.layers import find_stacks, layers_of
-from compress.run.plan.zeros import _counted
-from compress.run.residency import Sharded, shard
-from compress.system.comm import Comm
-from compress.system.progress import Silent
+from compress.solvers.statistics.hessian import Hessian
+from compress.solvers.statistics.input_statistics import MinMax
 
 EXACT = compress.GPTQ(group_size=16, statistics="float64")
 PLAIN = compress.GPTQ(group_size=16, statistics="float64", **PLAIN_GPTQ)

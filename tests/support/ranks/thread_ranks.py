@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 
 MERGES = {"sum": lambda o: o.sum(0), "max": lambda o: o.amax(0), "min": lambda o: o.amin(0)}
 

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.base.collectives import Comm
+from compress.base.progress import Silent
+from compress.engine.residency import shard
 from compress.model.layers import find_stacks
 from compress.passes.train import Train
-from compress.run.residency import shard
-from compress.system.comm import Comm
-from compress.system.progress import Silent
 
 # 10 samples a step on three ranks, in micro-batches of 2, leave one of them idle for a while.
 OPTIONS = {"steps": 5, "rows": 10, "learning_rate": 1e-3, "held_out": 0.1, "save_every": 2}

@@ -10,13 +10,13 @@ from combinations import every
 from torch import Tensor
 
 from compress.train.losses.attention import attention_loss
-from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
+from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.contrastive import Memory, crd, info_nce
 from compress.train.losses.exits import exits_loss
 from compress.train.losses.features import features_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
+from compress.train.losses.loss_sum import Summed
 from compress.train.losses.relations import relations_loss
-from compress.train.losses.summed import Summed
 from compress.train.losses.top_k import top_k
 
 B, T, D, V = 3, 4, 6, 7

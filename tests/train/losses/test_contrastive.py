@@ -9,7 +9,7 @@ import torch
 from thread_ranks import TwoRanks
 from torch import Tensor
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 from compress.train.losses.contrastive import Memory, crd, empty_memory, everywhere, info_nce, remembered
 
 

@@ -8,7 +8,7 @@ from combinations import every
 from thread_ranks import synced
 from torch import Tensor
 
-from compress.system.comm import Comm
+from compress.base.collectives import Comm
 from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.projector import ProjectorFit, projector
 

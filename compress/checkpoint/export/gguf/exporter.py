@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 
+from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.gguf import tokenizer
 from compress.checkpoint.export.gguf.architectures import FAMILIES, Architecture
+from compress.checkpoint.export.gguf.block_types import why_not as why_no_block
 from compress.checkpoint.export.gguf.file import FILE, Entry, add_all, write_file
 from compress.checkpoint.export.gguf.graft import Template, entries_of
-from compress.checkpoint.export.gguf.holding import why_not as why_no_block
 from compress.checkpoint.export.gguf.library import gguf, missing
 from compress.checkpoint.export.gguf.names import entry_of, floats_why_not, planned, unnamed
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.export.integers import say_what_is_lost, why_not_float16
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.leftovers import LEGAL
-from compress.checkpoint.read.beside import beside, totals
+from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in
+from compress.checkpoint.read.unplaced_tensors import beside, totals
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
-from compress.system.version import VERSION
 
 QUANTIZATION_VERSION = 2  # of ggml's blocks (GGML_QNT_VERSION)
 # llama.cpp's word for a file, by the type of most of its weights; F16 for one that has no word for it.

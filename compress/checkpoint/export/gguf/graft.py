@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.base.errors import InputError, first_line
+from compress.base.safe_open import special
 from compress.checkpoint.export.gguf.file import Entry
 from compress.checkpoint.export.gguf.library import gguf, reader
 from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in, weight_of
-from compress.errors import InputError, first_line
-from compress.system.reading import special
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HOW = (

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from types import ModuleType
 
-from compress.errors import install
+from compress.base.errors import install
 
 MISSING = f"the package gguf, which writes and reads GGUF files, is not installed ({install('gguf')})"
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from compress.checkpoint.export.dense import dense_names
 from compress.checkpoint.export.gguf.architectures import Architecture, rope_factors, rotated_rows
+from compress.checkpoint.export.gguf.block_types import Blocks, blocks_of
 from compress.checkpoint.export.gguf.file import FLOATS, Entry
-from compress.checkpoint.export.gguf.holding import Blocks, blocks_of
-from compress.checkpoint.read.beside import beside
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.stored import stored_in, weight_of
+from compress.checkpoint.read.unplaced_tensors import beside
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.levels import GLOBAL, without_global

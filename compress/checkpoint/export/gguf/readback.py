@@ -6,10 +6,10 @@ from typing import Any, TypedDict
 
 import torch
 
+from compress.base.errors import CheckpointError, InputError, first_line
+from compress.base.schema import fits
 from compress.checkpoint.export.gguf.library import gguf, missing, reader
 from compress.checkpoint.files import RECORD, checksum
-from compress.errors import CheckpointError, InputError, first_line
-from compress.system.schema import fits
 
 
 class WrittenFile(TypedDict):

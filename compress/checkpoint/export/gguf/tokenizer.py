@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.export.gguf.splitting import splitting_named, why_no_name
+from compress.base.safe_open import lies_in
+from compress.checkpoint.export.gguf.pre_tokenizers import splitting_named, why_no_name
 from compress.checkpoint.files import read_json
 from compress.checkpoint.seal import TEMPLATES
-from compress.system.reading import lies_in
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 SPACE = "\u2581"

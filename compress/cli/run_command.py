@@ -1,0 +1,195 @@
+"""The common part of commands that run passes over a model and write a checkpoint: options, refusals, the run itself,
+and the process group of a sharded one."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import compress
+from compress.base.errors import InputError
+from compress.base.terminal import visible
+from compress.cli.byte_savings import check_allowed, end, promises
+from compress.cli.exit_codes import leave
+from compress.cli.option_groups import (
+    calibration_option,
+    extent_options,
+    group,
+    ignore_option,
+    saving_options,
+    training_option,
+)
+from compress.cli.options import (
+    begin,
+    device_option,
+    given,
+    json_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
+
+if TYPE_CHECKING:
+    from compress.passes.protocol.base import Pass
+
+OF_CALIBRATION = ("samples", "length", "bos", "batch_size")
+
+
+store_option = click.option(
+    "--store",
+    metavar="FORM",
+    help="2:4: store 2:4 layers without their zeros; only compress.load reads them.  [default: with zeros]",
+)
+parts_options = group(
+    click.option(
+        "--one-block",
+        is_flag=True,
+        help="Treat the model as one block, if its blocks are not called one after another.",
+    ),
+    click.option(
+        "--convolutions/--no-convolutions",
+        default=None,
+        help="Also compress convolutions.  [default: only where no block holds linear layers]",
+    ),
+)
+run_options = group(
+    calibration_option(),
+    training_option,
+    extent_options,
+    ignore_option,
+    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
+    store_option,
+    saving_options,
+    parts_options,
+    click.option(
+        "--drop-zeros", is_flag=True, help="Let zeros of a pruned model become other values.  [default: they stay]"
+    ),
+    click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
+    click.option(
+        "--spill",
+        metavar="FOLDER",
+        help="Keep large tensors of the run in files of this folder: for a model whose blocks, statistics or "
+        "calibration data take more than the memory at hand.",
+    ),
+    trust_option,
+    device_option,
+    json_option,
+    quiet_option,
+)
+
+
+def run(
+    task: str,
+    model: str,
+    passes: Sequence["Pass"],
+    who: str,
+    notes: Sequence[str] = (),
+    engine: str | None = None,
+    *,
+    output: str,
+    json_file: str | None,
+    quiet: bool,
+    fsdp: bool,
+    allow_little: bool,
+    **options: Any,
+) -> None:
+    """Run passes, show what came of it, and leave with 1 where that is next to nothing. task: the verb that progress is
+    told by; who: what is blamed for options that nobody reads; notes: remarks to make first; engine: as in
+    `compress.quantize_for`; options: those of `compress.quantize`."""
+    from compress.cli.progress import reporting
+
+    if options["calibration"] is None:
+        check_unread(passes, who)
+    if options["training"] is not None and not any(p.name == "train" for p in passes):
+        raise InputError(f"{who} trains nothing; drop --training")
+    promised = promises(task, passes, options["store"])
+    check_allowed(promised, who)
+    begin()
+    with process_group(fsdp, options["device"]) as rank, reporting(task, quiet or rank > 0) as reporter:
+        for note in notes:
+            reporter.note(note)
+        how = {"output": output, "fsdp": fsdp, "reporter": reporter, **options}
+        left = None if engine is None else compress.quantize_for(engine, model, passes, notes=notes, **how)
+        result = compress.quantize(model, passes, **how) if left is None else left.result
+    if rank == 0:
+        assert result.output is not None
+        write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
+        if not quiet and json_file != "-":
+            from compress.cli import run_results as show
+
+            show.result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
+            if left is not None and left.exported is not None:
+                click.echo(visible(f"{engine} opens {output}: {', '.join(opened(left.output))}"))
+    end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
+    if fsdp:
+        leave(0)
+
+
+def opened(output: Path) -> list[str]:
+    """The files with weights in a directory."""
+    return sorted(path.name for path in output.iterdir() if path.suffix in (".gguf", ".onnx", ".safetensors"))
+
+
+def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a method: those chosen already, and what --set says."""
+    found = dict(chosen)
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"--set {setting!r}; write NAME=VALUE")
+        name = name.replace("-", "_")
+        if name in found:
+            raise InputError(f"option {name} is given twice ({found[name]!r} and {value!r}); give it once")
+        found[name] = value
+    return found
+
+
+def check_unread(passes: Sequence["Pass"], who: str) -> None:
+    """Refuse options of calibration data where there is none, and nobody reads it."""
+    unread = [f"--{name.replace('_', '-')}" for name in OF_CALIBRATION if given(name)]
+    if unread and not any(p.calibrated for p in passes):
+        raise InputError(f"{who} uses no calibration data; drop {', '.join(unread)}")
+
+
+def check_processes(fsdp: bool, device: str | None) -> None:
+    """Refuse what does not go with the number of processes."""
+    if not fsdp:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes were started; add --fsdp to shard the model over them")
+        return
+    if device is not None and ":" in device:
+        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
+    if "RANK" not in os.environ:
+        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
+
+
+@contextmanager
+def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
+    """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
+    if not fsdp:
+        yield 0
+        return
+    import torch
+    import torch.distributed as dist
+
+    from compress.base.collectives import Comm
+    from compress.base.lost_ranks import terminate, watching
+    from compress.engine.residency import Sharded
+
+    Sharded.require()
+    signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        with watching(Comm()):
+            yield dist.get_rank()
+            dist.barrier()  # ranks that leave before the others abort them
+    finally:
+        dist.destroy_process_group()

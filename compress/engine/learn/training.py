@@ -1,0 +1,318 @@
+"""Training in the middle of a run: what passes have decided so far is what is trained, and what comes of it is decided.
+
+walk over the blocks with the passes before -> quantizers on the layers -> train -> a pass that decides the outcome
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.base.errors import InputError
+from compress.checkpoint.write.record import Finished
+from compress.engine.learn.trained_decisions import TrainedCaches, begin, left_of
+from compress.engine.plan.existing_zeros import masked
+from compress.engine.plan.plan import Plan
+from compress.engine.residency import widened
+from compress.engine.restore import hooks_and_buffers
+from compress.engine.walk.state import Run, Steps
+from compress.engine.walk.token_tables import round_tables
+from compress.model.layers import Layer
+from compress.model.open_block import Opened
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
+from compress.train.advice import little_gain
+from compress.train.inputs.fsdp_shards import reshard
+from compress.train.inputs.samples import SampleOrder
+from compress.train.inputs.teacher_predictions import TopKRows
+from compress.train.learning_rate import RangeTest, range_test_once
+from compress.train.loop.loop import History, Training, train, unchanged, untouched
+from compress.train.loop.optimizer import Learned
+from compress.train.loop.train_checkpoints import fixed_of
+from compress.train.objective.objective import Objective
+from compress.train.objective.outputs import eager_attention
+from compress.train.options import TrainingOptions
+from compress.train.rounding.penalties import Penalties, penalized
+from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
+from compress.train.rounding.quantizers import ScaledCodes
+from compress.train.rounding.sparsity_options import SparsityOptions
+from compress.train.rounding.swapped_layers import (
+    PARTS,
+    parameters_in,
+    quantizers_of,
+    requiring,
+    rounding,
+    scales_in,
+    weights_outside,
+)
+from compress.weights.caches import CacheCodes
+from compress.weights.decision import Decision
+from compress.weights.formats.dense import dense
+from compress.weights.grid import Quantized
+
+
+class Collected:
+    """A sink that keeps what was decided, for the training that follows. places: of the original's weights within their
+    codes (`train.rounding.latents`), by layer."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, Finished] = {}
+        self.places: dict[str, Tensor] = {}
+
+    def finished(self, block: str) -> Finished | None:
+        """None: no block is taken from an earlier run."""
+        return None
+
+    def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
+        """Keep what was decided about a block."""
+        self.blocks[block] = finished
+
+    @property
+    def caches(self) -> dict[str, CacheCodes]:
+        """The codes of caches, by attention."""
+        return {name: codes for each in self.blocks.values() for name, codes in each.caches.items()}
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The decisions, by layer."""
+        return {n: d for each in self.blocks.values() for n, d in each.decided.items() if isinstance(d, Decision)}
+
+
+def trained(run: Run, walk: Callable[[Run], None]) -> Run:
+    """The run that is left to do once everything up to the last training is done; `walk` carries out passes that train
+    nothing."""
+    teachers: dict[str, nn.Module | TopKRows] = {}
+    for p in run.plan.passes:
+        learn = p.stage(Learn)
+        if learn is not None and learn.options.taught and learn.options.teacher not in teachers:
+            assert run.lessons is not None
+            teachers[learn.options.teacher] = run.lessons.teacher(learn.options.teacher)
+    while (at := next((i for i, p in enumerate(run.plan.passes) if p.stage(Learn)), None)) is not None:
+        learn = run.plan.passes[at].stage(Learn)
+        assert learn is not None
+        run = _learned(run, walk, at, learn, teachers.get(learn.options.teacher))
+    return run
+
+
+def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teacher: nn.Module | TopKRows | None) -> Run:
+    """The run that is left behind the training at a place among the passes."""
+    before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
+    sink = decided(run, walk, before)
+    wanted = treated(run.plan)
+    mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
+    undecided = [layer for layer in mine if layer.name not in sink.decisions]
+    known = {**masked(run.plan, run.residency, undecided), **sink.decisions}
+    start = {**known, **(_all_kept(mine, known) if learn.sparsity.prunes else {})}
+    rounded = rounding([*wanted, *run.plan.tables], start, learn.options.scales)
+    caches = TrainedCaches(run.model, sink.caches)
+    with widened(run.residency, run.model), rounded as quantized, caches.rounding():
+        begin(run.model, run.plan, run.residency, start, sink.places)
+        history, tested = _train(run, learn, teacher, quantized, mine)
+        left = left_of(run.model, run.plan, run.residency, start, rest)
+    rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
+    rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
+    about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
+    run.record.training.append({**asdict(history), **about})
+    return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left, "after training, "))
+
+
+def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> Collected:
+    """The passes' decisions about layers. The model then has the decided values, and hooks that round nothing."""
+    sink = Collected()
+    undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
+    part = replace(run, plan=replace(run.plan, passes=passes), sink=sink, places=sink.places)
+    run.record.forget()  # what a try may have entered whose blocks were no chain
+    if passes or run.plan.kv is not None:
+        walk(part)
+    else:
+        round_tables(part)
+    run.record.forget()
+    undo()
+    return sink
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Makes modules run uncompiled inside the context, without what `Module.compile` made of them."""
+    before = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    try:
+        for m, _ in before:
+            m._compiled_call_impl = None
+        yield
+    finally:
+        for m, compiled in before:
+            m._compiled_call_impl = compiled
+
+
+def treated(plan: Plan) -> list[Layer]:
+    """The layers that a pass is about."""
+    names = plan.treated
+    return [layer for of_block in plan.layers.values() for layer in of_block if layer.name in names]
+
+
+def described(learn: Learn) -> dict[str, object]:
+    """The options, for the record."""
+    of_training = {name: getattr(learn.options, name) for name in TrainingOptions.__dataclass_fields__}
+    return of_training | {name: getattr(learn.sparsity, name) for name in SparsityOptions.__dataclass_fields__}
+
+
+def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Decisions about layers that are to be pruned, with masks of their own: they begin with what earlier passes have
+    left, or with everything. Raises InputError for a weight in which there can be no zeros."""
+    found = {}
+    for layer in layers:
+        decided = decisions.get(layer.name, Decision(dense(layer.weight)))
+        first, *others = decided.weight.terms
+        if others or (isinstance(first, Quantized) and first.grid.signs):
+            why = "in terms that make no zero together" if others else "as signs, none of which is zero"
+            raise InputError(
+                f"{layer.name} is stored {why}, and train prunes it; leave sparsity out or the layer (`but`)"
+            )
+        kept = torch.ones(layer.shape, dtype=torch.bool) if decided.kept is None else decided.kept.clone()
+        found[layer.name] = replace(decided, kept=kept)
+    return found
+
+
+def _train(
+    run: Run,
+    learn: Learn,
+    teacher: nn.Module | TopKRows | None,
+    layers: Sequence[Layer],
+    mine: Sequence[Layer],
+) -> tuple[History, RangeTest | None]:
+    """Trains; returns the measurements, and the test that chose the rate if nobody gave one. layers: those that round;
+    mine: those that the pass is for."""
+    lessons, options = run.lessons, learn.options
+    assert lessons is not None
+    rows = lessons.rows.numbered()
+    quantizers = quantizers_of(layers)
+    inside = parameters_in(quantizers)
+    latent = {id(layer.parameter) for layer in layers}
+    fixed = {id(layer.parameter) for layer in layers if isinstance(layer.module._modules[PARTS[0]], ScaledCodes)}
+    others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
+
+    def wanted(p: nn.Parameter) -> bool:
+        return (
+            p.is_floating_point()
+            and id(p) not in fixed
+            and (options.trains == "all" or (options.trains == "layers" and id(p) in latent))
+        )
+
+    with requiring(others, wanted), _mapping(run, options, teacher):
+        # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
+        weights = weights_outside(run.model, inside)
+        objective = Objective(options, run.model, teacher)
+        micro = min(lessons.micro, -(-options.rows // run.comm.world))
+        seen, _ = rows.split(options.held_out)
+        objective.begin(seen, SampleOrder(len(seen), options.rows, options.seed).of_step(0), micro, run.comm)
+        reshard(run.model)  # a root that has run would not see what a checkpoint brings
+        for note in objective.notes:
+            run.record.note(run.reporter, note)
+        scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
+        if not weights and not scales:
+            raise InputError(f"trains={options.trains} leaves nothing to train in this model")
+        stay = fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()}
+        learned = Learned(weights, scales)
+        before, after = _thinning(run, learn, mine)
+        this = Training(
+            options,
+            objective,
+            learned,
+            stay,
+            rows,
+            micro,
+            run.comm,
+            run.reporter,
+            None if lessons.place is None else lessons.place / str(len(run.record.training)),
+            lessons.resume,
+            before,
+            after,
+            best_since=_best_since(learn),
+        )
+        with _blocks(run, options):
+            return _carried_out(run, learn, this)
+
+
+def _carried_out(run: Run, learn: Learn, this: Training) -> tuple[History, RangeTest | None]:
+    """Choose a rate, where nobody gave one, and train."""
+    tested = None
+    if not this.options.learning_rate and this.learned.weights:
+        tested = range_test_once(this)
+        run.record.note(run.reporter, str(tested))
+        known: dict[str, Any] = {"learning_rate": tested.learning_rate}
+        if minutes := this.options.minutes:
+            known |= {"minutes": 0.0, "steps": tested.steps_in(minutes)}
+            run.record.note(run.reporter, f"{known['steps']} steps of training fit into {60 * minutes:,.0f} s")
+            this = replace(this, seconds=60 * minutes - tested.seconds)
+        this = replace(this, options=replace(this.options, **known))
+    history = train(this)
+    said = None if learn.sparsity.prunes else little_gain(history, this)
+    if said is not None:
+        run.record.note(run.reporter, said)
+    return history, tested
+
+
+def _best_since(learn: Learn) -> int | None:
+    """The first step whose parameters may be written instead of the last ones; None: none."""
+    sparsity = learn.sparsity
+    if learn.options.keep == "last" or sparsity.shrinks:
+        return None
+    return last_pruning(learn.options.steps, sparsity) + 1 if sparsity.prunes else 0
+
+
+def _thinning(
+    run: Run, learn: Learn, layers: Sequence[Layer]
+) -> tuple[Callable[[int], Mapping[str, float]], Callable[[float], None]]:
+    """Two functions: of a step's number, before it (pruning), and of its rate, after it (penalties). Both hold the
+    layers' parameters as they are now, before a root of FSDP has run."""
+    sparsity = learn.sparsity
+    before: Callable[[int], Mapping[str, float]] = unchanged
+    after: Callable[[float], None] = untouched
+    if sparsity.prunes:
+        masks = {layer.name: layer.module._modules[PARTS[0]] for layer in layers}
+        found = {layer.name: Prunable(layer, layer.parameter, masks[layer.name].kept) for layer in layers}  # type: ignore
+        before = Pruning(found, learn.options.steps, sparsity, run.comm)
+    if sparsity.shrinks:
+        shrunk = penalized([layer for layer in layers if layer.parameter.requires_grad], sparsity.lasso_groups)
+        after = Penalties(shrunk, sparsity.l1, sparsity.group_lasso, run.comm)
+    return before, after
+
+
+@contextmanager
+def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None) -> Iterator[None]:
+    """Makes models give attention maps inside the context, where these are compared."""
+    models = [each for each in (run.model, teacher) if options.attention and isinstance(each, nn.Module)]
+    with eager_attention(models) as changed:
+        for note in sorted(set(changed)):
+            run.record.note(run.reporter, note)
+        yield
+
+
+@contextmanager
+def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
+    """Compiles blocks, and makes them compute activations again, inside the context, where that is asked for."""
+    blocks = [block for stack in run.plan.stacks for _, block in stack.blocks]
+    model: Any = run.model
+    # It has had two names in transformers.
+    name = next((n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")), None)
+    if options.checkpointing and name is None:
+        raise InputError(f"{type(model).__name__} cannot compute activations again; leave checkpointing out")
+    if options.compile:
+        for block in blocks:
+            block.compile()
+    if options.checkpointing:
+        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+        for block in blocks:
+            block.training = True  # of the block alone: what it does with this flag is to recompute
+    try:
+        yield
+    finally:
+        if options.checkpointing:
+            getattr(model, f"{name}_checkpointing_disable")()
+            for block in blocks:
+                block.training = False
+        for block in blocks if options.compile else ():
+            block._compiled_call_impl = None

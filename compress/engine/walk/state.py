@@ -1,0 +1,190 @@
+"""State of a run, and the calls of the next block, which flow through it."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.base.collectives import Comm
+from compress.base.progress import Reporter
+from compress.checkpoint.write.record import Finished, RunRecord, Sink
+from compress.engine.plan.plan import Plan
+from compress.engine.residency import Residency
+from compress.engine.walk.rewrite import FoldFinder
+from compress.model.calls import Batch, Call, hidden_of
+from compress.model.sharing import shared_parameters
+from compress.train.inputs.samples import Rows
+from compress.train.inputs.teacher_predictions import TopKRows
+
+Activity = Literal["forward", "statistics", "solve", "write"]
+T = TypeVar("T")
+
+
+class Spending:
+    """Adds seconds to `spent` of a record, by activity. Each counts once, for the innermost activity; what is left is
+    reading weights and everything else. A GPU is waited for where one activity follows another."""
+
+    def __init__(self, record: RunRecord, device: torch.device) -> None:
+        self.spent, self.waits = record.spent, device.type == "cuda"
+        self.inside: list[Activity] = []
+        self.since = 0.0
+
+    @contextmanager
+    def on(self, activity: Activity) -> Iterator[None]:
+        """Count the time inside the context as this activity, except for contexts of `on` inside it."""
+        self._turn()
+        self.inside.append(activity)
+        try:
+            yield
+        finally:
+            self._turn()
+            self.inside.pop()
+
+    def each(self, activity: Activity, values: Iterable[T]) -> Iterator[T]:
+        """Values that are made one by one, which is what counts."""
+        made = iter(values)
+        while True:
+            try:
+                with self.on(activity):
+                    value = next(made)
+            except StopIteration:
+                return
+            yield value
+
+    def _turn(self) -> None:
+        if self.waits:
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        if self.inside:
+            current = self.inside[-1]
+            self.spent[current] = self.spent.get(current, 0.0) + now - self.since
+        self.since = now
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Training data and teachers. rows: all samples, the same on every rank. micro: the number of samples that go
+    through at once. teacher: the model of that name, ready to be called, or a file's top k of one. place: the folder
+    of checkpoints (None: nowhere)."""
+
+    rows: Rows
+    micro: int
+    teacher: Callable[[str], nn.Module | TopKRows]
+    place: Path | None
+    resume: bool
+
+
+def phase_of(lessons: Lessons | None) -> str:
+    """The name of a walk for messages: "before training, " where training follows, "" otherwise."""
+    return "" if lessons is None else "before training, "
+
+
+class Steps:
+    """Counts tables and blocks for the person who waits."""
+
+    def __init__(self, reporter: Reporter, total: int, phase: str = "") -> None:
+        self.reporter, self.total, self.phase, self.done = reporter, total, phase, 0
+
+    @classmethod
+    def of(cls, reporter: Reporter, plan: Plan, phase: str = "") -> "Steps":
+        """Reports a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
+        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables), phase)
+
+    def begin(self) -> None:
+        """The next begins now."""
+        self.reporter.step(self.done, self.total, "")
+
+    def finish(self, name: str, usual: bool) -> None:
+        """One more is done. usual: it took the time that the others will take, too."""
+        self.done += 1
+        if not usual:
+            self.reporter.step(self.done, self.total, "")
+        self.reporter.step(self.done, self.total, f"{self.phase}{name}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Model, plan and state of a run. batches: this rank's micro-batches (none where no pass needs calibration).
+    lessons: training data, where the run trains. earlier: results for each block of a walk before this one. places:
+    filled with each layer's places of weights within their codes, for a training that begins there (None: unkept).
+    repeats: whether forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`).
+    """
+
+    model: nn.Module
+    plan: Plan
+    batches: Sequence[Batch]
+    residency: Residency
+    sink: Sink
+    comm: Comm
+    record: RunRecord
+    reporter: Reporter
+    folds: FoldFinder
+    steps: Steps
+    lessons: Lessons | None = None
+    earlier: Mapping[str, Finished] = field(default_factory=dict)
+    places: dict[str, Tensor] | None = None
+    repeats: bool = False
+
+    def again(self, **changes: Any) -> "Run":
+        """This run with other values of some fields, from its beginning: with nothing found or counted yet."""
+        new = replace(self, **changes)
+        folds = FoldFinder(new.comm, shared_parameters(new.model))
+        return replace(new, folds=folds, steps=Steps.of(new.reporter, new.plan, phase_of(new.lessons)))
+
+    @cached_property
+    def spending(self) -> Spending:
+        """Counts what the seconds of this walk go to."""
+        return Spending(self.record, self.residency.device)
+
+    @property
+    def compares(self) -> bool:
+        """True if a pass compares with the original model."""
+        return self.plan.compares
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The calls of a block on the compressed model's hidden states, and on those of the original model (`reference`;
+    empty where no pass compares with it). outputs, others: all that the block before has returned for each of them;
+    none before the first block."""
+
+    calls: list[Call]
+    reference: list[Call]
+    outputs: Sequence[Any] = ()
+    others: Sequence[Any] = ()
+
+    @property
+    def end(self) -> bool:
+        """True if the block is the whole model, which hands nothing on."""
+        return bool(self.calls) and self.calls[0].key is None
+
+    def called_as(self, own: Sequence[Call], original: Sequence[Call] | None = None) -> "Streams":
+        """These hidden states in a block's own calls: masks and rotary tables differ between blocks. original: the
+        block's calls in the original model, where they differ in more."""
+        if self.end:
+            return self
+        theirs = (own if original is None else original)[: len(self.reference)]
+        return Streams(_called(own, self.calls, self.outputs), _called(theirs, self.reference, self.others))
+
+    def after(self, outputs: Sequence[Any], others: Sequence[Any]) -> "Streams":
+        """The same calls on what the block returned for each of them."""
+        if self.end:
+            return self
+        return Streams(_onto(self.calls, outputs), _onto(self.reference, others), outputs, others)
+
+
+def _called(own: Sequence[Call], before: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    """The block's own calls on what comes out of the block before; of the first block, on the hidden states given."""
+    if outputs:
+        return [call.following(output) for call, output in zip(own, outputs, strict=True)]
+    return [call.with_hidden(given.hidden) for call, given in zip(own, before, strict=True)]
+
+
+def _onto(calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]

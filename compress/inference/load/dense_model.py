@@ -1,0 +1,154 @@
+"""Loads the model of a compressed checkpoint with dense weights."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from compress.base.errors import InputError
+from compress.checkpoint.portable_names import shown
+from compress.checkpoint.read.compressed_layers import reading, stored_in, weight_of
+from compress.checkpoint.read.names import names_in
+from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.write.record import ROUNDED
+from compress.inference.load.block_streaming import Opening
+from compress.inference.load.caches import round_cache
+from compress.model.attention import attentions, hold_scales
+from compress.model.disk_names import places_in
+from compress.model.experts import Experts
+from compress.model.layers import as_stored, transposed_weights
+from compress.model.online_rotation import rotate_input
+from compress.model.split_experts import join_experts
+from compress.weights.matrix import Weight
+
+
+def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a compressed checkpoint with dense weights: exactly the values of its codes, in this dtype.
+
+    Raises InputError where a layer also rounds its input or output, which dense weights would leave out.
+    """
+    return _load(source, dtype, {})
+
+
+def load_as_original(source: Source, notes: list[str]) -> nn.Module:
+    """The model of a compressed checkpoint with dense weights, the values of its codes, for a run that takes it for the
+    original: inputs, outputs and key-value caches are not rounded. notes: takes what a person should know of that."""
+    stored = stored_in(source)
+    kinds = Counter(str(layer.scheme) for layer in stored.layers.values())
+    dropped = [
+        *(["inputs"] if any(layer.scheme.inputs is not None for layer in stored.layers.values()) else []),
+        *(["key-value caches"] if stored.caches is not None else []),
+    ]
+    notes.append(
+        f"{shown(source.name)} {ROUNDED} ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
+        "this run begins with the values of its codes, and what it tells of errors is measured against these"
+        + (f"; the rounding of {' and '.join(dropped)} is left out" if dropped else "")
+    )
+    return _load(source, None, {}, rounding=True, caches=False)
+
+
+def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
+    """(The model of `load_dequantized`, {layer: opening}): linear layers hold weights only while their opening is
+    entered (`run_by_block`). No openings, and all weights loaded, where transformers does not keep the layers as they
+    are."""
+    model, layers = without_weights(source, dtype)
+    if not layers:
+        return load_dequantized(source, dtype), {}
+    found = dict(model.named_modules())
+    openings: dict[str, Opening] = {}
+    for name, layer in layers.items():
+        module = found[name]
+        assert isinstance(module, nn.Linear)
+        openings[name] = partial(_filled, module, module.weight.dtype, source, layer)
+        module._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=module.weight.dtype), False)
+    return model, openings
+
+
+def without_weights(
+    source: Source, dtype: torch.dtype | None = None, *, rounding: bool = False
+) -> tuple[nn.Module, dict[str, str]]:
+    """(The model of `load_dequantized`, {module: layer of the checkpoint}), without the weights of these linear layers:
+    they share one stand-in. An empty dictionary where transformers does not keep the layers as they are.
+
+    rounding: accept layers that round their input, too, which these do not.
+    """
+    stored, empty = stored_in(source).layers, empty_model(source)
+    if any(isinstance(module, Experts) for module in empty.modules()):  # joined to other parameters
+        return _load(source, dtype, {}, rounding), {}
+    modules, place = dict(empty.named_modules()), places_in(empty)
+    layers = {place(modules, name): name for name, layer in stored.items() if layer.shares is None}
+    layers = {name: layer for name, layer in layers.items() if isinstance(modules.get(name), nn.Linear)}
+    # A stand-in that takes no memory, recognised afterwards by its data pointer.
+    nothing = torch.zeros(1, 1, dtype=dtype or read_config(source).dtype)
+    given = {layer: nothing.expand(stored[layer].shape) for layer in layers.values()}
+    model = _load(source, dtype, given, rounding)
+    found = dict(model.named_modules())
+    waiting = {n for n, m in found.items() if isinstance(m, nn.Linear) and m.weight.data_ptr() == nothing.data_ptr()}
+    # Otherwise transformers converted some weights, or several modules share one.
+    return model, layers if waiting == layers.keys() else {}
+
+
+@contextmanager
+def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
+    """Gives a layer its dense weight for the body."""
+    empty = module._parameters["weight"]
+    module._parameters["weight"] = nn.Parameter(weight_of(source, layer, dtype).dequantize().to(dtype), False)
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = empty
+
+
+def _load(
+    source: Source,
+    dtype: torch.dtype | None,
+    given: Mapping[str, Tensor],
+    rounding: bool = False,
+    caches: bool = True,
+) -> nn.Module:
+    """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}. rounding: as in
+    `without_weights`. caches: whether they are rounded as the checkpoint says."""
+    layers, held = stored_in(source).layers, stored_in(source).caches
+    active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
+    if active and not rounding:
+        both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
+        raise InputError(
+            f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "
+            "would leave out; load it without dequantize"
+        )
+    config = read_config(source)
+    wanted = dtype or config.dtype
+    transposed, in_model = transposed_weights(empty_model(source)), names_in(source).in_model
+    tensors: dict[str, Tensor] = {}
+    for name, read in reading(source, without=given, dtype=wanted):
+        value = read()
+        if isinstance(value, Weight):  # one layer's codes at a time
+            value = as_stored(value.dequantize().to(wanted or torch.get_default_dtype()), name in transposed)
+        tensors[in_model(name)] = value
+    tensors |= {f"{layer}.weight": value for layer, value in given.items()}
+    tensors = join_experts(empty_model(source), tensors)
+    scales = {
+        attention: [tensors.pop(name) for name, _ in found.values()]
+        for attention, found in ({} if held is None else held.scales).items()
+    }
+    config.__dict__.pop("quantization_config", None)
+    model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
+    for name, block in _rotations(model, source).items():
+        rotate_input(model.get_submodule(name), block)
+    if held is not None and caches:
+        for name, attention in attentions(model).items():
+            if name in scales:
+                hold_scales(attention, scales[name], persistent=False)
+            round_cache(attention, held.scheme)
+    return model
+
+
+def _rotations(model: nn.Module, source: Source) -> dict[str, int]:
+    """{layer of the model: the size of the blocks in which it rotates its input}."""
+    modules, place = dict(model.named_modules()), places_in(model)
+    turned = {name: layer.scheme.rotation for name, layer in stored_in(source).layers.items()}
+    return {place(modules, name): block for name, block in turned.items() if block is not None}

@@ -1,0 +1,266 @@
+"""`plan`: what a run of `quantize` will do and make, from a configuration and the headers of weight files."""
+
+import shutil
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.base.device import find_device
+from compress.base.errors import InputError
+from compress.base.memory import available_bytes
+from compress.checkpoint.byte_savings import Saving, bytes_before
+from compress.checkpoint.read.pretrained import meta_model
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.unplaced_tensors import beside, totals
+from compress.checkpoint.write.shards import SHARD_BYTES
+from compress.data.text import check_windows, default_length
+from compress.engine.plan.format_limits import caches_said, check_storable
+from compress.engine.plan.matching import tied_head
+from compress.engine.plan.plan import Plan
+from compress.engine.plan.plan import plan as matched
+from compress.engine.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
+from compress.jobs.calibration_data import WINDOWS
+from compress.jobs.forecast.duration import seconds_of
+from compress.jobs.forecast.memory import (
+    PeakMemory,
+    TokenCounts,
+    loaded_bytes,
+    memory_of,
+    stored_dtype,
+    unrounded_bytes,
+)
+from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
+from compress.jobs.model_source import FoundModel, compute_dtype, found_model
+from compress.jobs.request import Data, Delivery, Extent, Request, Work, several
+from compress.jobs.whole_model import check_structural
+from compress.model.meta_copy import without_values
+from compress.model.split_experts import split_experts
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Restructure
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+
+@dataclass(frozen=True)
+class LayerForecast:
+    """A layer that is compressed. shape: (N, K). scheme: in words. bytes: of its tensors. exact: whether these are
+    known before the work."""
+
+    name: str
+    shape: tuple[int, int]
+    passes: tuple[str, ...]
+    scheme: str
+    bytes: int
+    bits_per_weight: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that a run needs beside each other where the output is to be, and those that are free there."""
+
+    needed: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The layers, bytes, memory and time of a run, before it begins.
+
+    layers: those stored as codes. dense: {name: the reason why it stays as it is, or is stored dense}. saving: bytes of
+    all tensors before and after. exact: whether those after are known before the work. memory: at the peak. seconds: of
+    the work on a CPU, without verification and files. Both are None where they are not known before. tokens: the
+    calibration data that they are told for.
+    """
+
+    model: str
+    device: str
+    layers: list[LayerForecast]
+    dense: dict[str, str]
+    saving: Saving
+    exact: bool
+    bits_per_weight: float | None
+    disk: Disk
+    memory: PeakMemory | None
+    seconds: float | None
+    tokens: TokenCounts | None
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Forecast(Outline):
+    """A run, before it begins, and what its result runs on.
+
+    engines: {name: the reason why it does not run the result, None where it does}. kernels: of `compress.load` on the
+    device, by shape and scheme.
+    """
+
+    engines: dict[str, str | None]
+    kernels: list[Kernel]
+
+
+def plan(
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    ignore: Sequence[str] = (),
+    output: str | Path | None = None,
+    device: str | torch.device | None = None,
+    store: str | None = None,
+    one_block: bool = False,
+    convolutions: bool | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    bos: str | None = None,
+    batch_size: int = 8,
+    trust_remote_code: bool = False,
+) -> Forecast:
+    """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, memory, kernels, engines.
+
+    No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
+    The options mean what they mean in `quantize`. output: where the result would be, for the free disk. samples,
+    length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses
+    by shapes and names.
+    """
+    extent = Extent(ignore, one_block, convolutions)
+    delivery = Delivery("" if output is None else output, store=store)
+    data = Data(None, samples, length, batch_size, bos=bos)
+    request = Request(model, several(passes), data, extent, delivery, Work(device), trust_remote_code)
+    request.check()
+    check_windows(length, samples)
+    check_structural(request)
+    if removing := next((p.name for p in request.passes if p.removes), None):
+        raise InputError(
+            f"{removing} changes the shapes of the layers by what it finds in their values, so nothing can be told "
+            "before it; plan the passes behind it on its output"
+        )
+    found = found_model(model, device, trust_remote_code)
+    empty, loaded = shapes_of(found)
+    planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
+    whole = any(p.stage(Restructure) is not None for p in request.passes)
+    if found.source is not None and not whole:
+        planned = replace(planned, beside=beside(found.source))
+    worked_on = find_device(None if found.device is None else found.device)
+    context = default_length(getattr(empty, "config", None))
+    tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
+    told = _forecast(
+        outline(found.source, worked_on, empty, planned, delivery, tokens, loaded), empty, planned, delivery
+    )
+    stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
+    weight = tied_head(empty)
+    if weight is None:
+        return told
+    remarks = [
+        f"{name} gives the output head, tied to the embedding, a weight of its own unless the gains of its norm are "
+        f"alike, which only their values show: up to {weight.numel() * weight.element_size()} bytes more than told"
+        for name, stage in stages
+        if stage.unties
+    ]
+    return replace(told, exact=told.exact and not remarks, notes=[*told.notes, *remarks])
+
+
+def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
+    """(The model that a run would open, on the meta device; bytes of it that do not stay in mapped files)."""
+    if found.source is None:
+        assert found.given is not None
+        return without_values(found.given), 0
+    model = meta_model(found.source)
+    loaded = loaded_bytes(found.source, model) + unrounded_bytes(found.source, model)
+    split_experts(model)
+    return model, loaded
+
+
+def outline(
+    source: Source | None,
+    device: torch.device,
+    model: nn.Module,
+    plan: Plan,
+    delivery: Delivery,
+    tokens: TokenCounts | None,
+    loaded: int = 0,
+    timed: bool = True,
+) -> Outline:
+    """The outline of a plan's run. model: of any device. tokens: the calibration data; None where it is not of tokens.
+    loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured."""
+    check_storable(plan)
+    caches_said(plan, model)
+    layers = _stored(plan, delivery.store)
+    coded = [layer for layer in layers if layer.scheme is not None]
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
+    after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
+    counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
+    worked_in = compute_dtype(model, device, None) or stored_dtype(model)
+    memory, seconds = None, None
+    if counted is not None:
+        memory = memory_of(plan, counted, worked_in.itemsize, available_bytes(device), loaded)
+        repeats = memory is not None and memory.kept is not None
+        seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
+    return Outline(
+        type(model).__name__ if source is None else source.name,
+        str(device),
+        [_told(layer) for layer in coded],
+        {**plan.left_alone(model), **_dense(layers, plan)},
+        Saving(bytes_before(source, model), after),
+        all(layer.exact for layer in layers),
+        8 * sum(layer.bytes for layer in coded) / weights if weights else None,
+        Disk(after + min(after, SHARD_BYTES), free_at(Path(delivery.output or "."))),
+        memory,
+        seconds,
+        tokens,
+        [*(f"kept dense: {words}" for words in totals(plan.beside)), *plan.notes],
+    )
+
+
+def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -> Forecast:
+    """An outline, with what the result runs on."""
+    coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
+    tables = {table.name for table in plan.tables}
+    kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
+    return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, delivery.store)), kernels=kernels)
+
+
+def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
+    return stored_layers(plan, _halved(plan, store))
+
+
+def _halved(plan: Plan, store: str | None) -> Collection[str]:
+    """The layers that are stored without the zeros of 2:4."""
+    return plan.treated if store == TWO_OF_FOUR else plan.halved
+
+
+def _told(layer: WrittenLayer) -> LayerForecast:
+    weights = layer.shape[0] * layer.shape[1]
+    bits = 8 * layer.bytes / weights
+    return LayerForecast(layer.name, layer.shape, layer.passes, str(layer.scheme), layer.bytes, bits, layer.exact)
+
+
+def _dense(layers: Sequence[WrittenLayer], plan: Plan) -> dict[str, str]:
+    """{layer: the reason why it is treated and yet stored dense}."""
+    known = {layer.name: layer for inside in plan.layers.values() for layer in inside}
+    reasons = {}
+    for layer in layers:
+        if layer.scheme is None and not known[layer.name].has_format:
+            kind = type(known[layer.name].module).__name__
+            reasons[layer.name] = f"compressed values, stored dense: compressed-tensors has no {kind}"
+        elif layer.scheme is None:
+            pruned = any(p.writes == "mask" for p in plan.passes if p.wants(layer.name))
+            reasons[layer.name] = "pruned, stored dense" if pruned else "no pass rounds it"
+    return reasons
+
+
+def counted(dense: dict[str, str]) -> list[tuple[str, int, str]]:
+    """(Reason, layers, one of them) of what stays dense, most layers first."""
+    counts = Counter(dense.values())
+    first = {why: name for name, why in reversed(dense.items())}
+    return [(why, count, first[why]) for why, count in counts.most_common()]
+
+
+def free_at(path: Path) -> int:
+    """Free bytes where a directory is or would be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free

@@ -1,0 +1,70 @@
+"""Layers that an engine makes one layer of. It does not take them with several schemes, nor blocks of scales that would
+reach from one part into the next."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+
+from compress.base.errors import InputError
+from compress.checkpoint.read.fused import fused_groups, listed, mixed_experts, mixed_groups
+from compress.engine.plan.format_limits import with_dense
+from compress.engine.plan.plan import Plan
+from compress.engine.plan.stored_sizes import WrittenLayer, stored_layers
+from compress.inference.check.by_transformers import misread_experts
+from compress.jobs.engines import engine_named
+from compress.model.split_experts import NUMBERED
+from compress.weights.scheme import Scheme
+
+LEAVE = "leave --for out"
+
+
+def check_merged(name: str, plan: Plan, model: nn.Module) -> None:
+    """Raises InputError for a plan whose result an engine does not take. model: that of the plan."""
+    if (why := why_not_merged(name, plan, model)) is not None:
+        raise InputError(why)
+
+
+def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[str] = ()) -> str | None:
+    """The reason why an engine does not take the result of a plan, a whole line; None where it does. halved: layers to
+    be stored without the zeros of 2:4."""
+    merges = engine_named(name).merges
+    if merges == "nothing":
+        return None
+    layers = {layer.name: layer for layer in stored_layers(plan, halved)}
+    coded = {layer.name: layer.scheme for layer in layers.values() if layer.scheme is not None}
+    schemes = with_dense(coded, plan)
+    if mixed := mixed_experts(schemes):
+        held = [n for n in schemes if (found := NUMBERED.match(f"{n}.weight")) is not None and found[1] == mixed[0]]
+        return (
+            f"{name} takes one scheme for all experts of a block, and those of {mixed[0]} would have "
+            f"{_words(held, schemes)}: give all of them one (`only`, `but`, ignore), or {LEAVE}"
+        )
+    if merges == "experts":
+        why = misread_experts(model, coded)
+        return None if why is None else f"{name} takes these experts for others: {why}; give another scheme, or {LEAVE}"
+    if groups := mixed_groups(schemes):
+        return (
+            f"{name} makes one layer of {listed(groups[0])} ({len(groups)} such groups), which would have "
+            f"{_words(groups[0], schemes)}: give all of them one scheme (`only`, `but`, ignore), or {LEAVE}"
+        )
+    return _cut_blocks(name, layers)
+
+
+def _words(names: Iterable[str], schemes: Mapping[str, Scheme | None]) -> str:
+    words = dict.fromkeys("no scheme" if schemes[name] is None else str(schemes[name]) for name in names)
+    return " and ".join(words)
+
+
+def _cut_blocks(name: str, layers: Mapping[str, WrittenLayer]) -> str | None:
+    """The reason against blocks that would reach from one part of a layer into the next. The last part may end inside a
+    block; an expert's may not."""
+    for group in fused_groups(layers):
+        for part in group if NUMBERED.match(f"{group[0]}.weight") else group[:-1]:
+            rows, scheme = layers[part].shape[0], layers[part].scheme
+            grid = None if scheme is None else getattr(scheme.codes, "grid", None)
+            if grid is not None and grid.block is not None and rows % grid.block[0]:
+                return (
+                    f"{name} makes one layer of {listed(group)}, and the {rows} rows of {part} are no multiple of the "
+                    f"{grid.block[0]} of a block: give --scheme fp8, or {LEAVE}"
+                )
+    return None

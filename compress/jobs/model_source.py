@@ -1,0 +1,226 @@
+"""The model of a run: found first, which costs nothing, and opened once all else that was asked for makes sense."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
+
+from compress.base.collectives import Comm
+from compress.base.device import find_device
+from compress.base.errors import CompressError, InputError
+from compress.checkpoint.byte_savings import bytes_before
+from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.names import names_in
+from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.unplaced_tensors import (
+    AHEAD,
+    KeptTensor,
+    beside,
+    counted,
+    made_anew,
+    predicts_ahead,
+    without_heads,
+)
+from compress.checkpoint.write.quantization_config import differences
+from compress.engine.plan.existing_zeros import recorded
+from compress.engine.plan.matching import check_untouched
+from compress.engine.residency import Local, Residency, Sharded, is_narrow, shard
+from compress.engine.shrink.edit_result import Restructured
+from compress.inference.layers.embedding import QuantEmbedding
+from compress.inference.layers.linear import QuantLinear
+from compress.inference.load.dense_model import load_as_original
+from compress.model.finite_weights import DAMAGED, check_finite
+from compress.model.layers import Stack
+from compress.model.sharing import check_shardable
+from compress.model.split_experts import split_experts
+from compress.weights.masks import Earlier
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model of which no weight has been read.
+
+    given: the model in memory, None for one that lies at `source`.
+    config: its configuration, None for a model in memory that has none.
+    device: where blocks are worked on; None: where the model in memory is.
+    """
+
+    given: nn.Module | None
+    source: Source | None
+    config: Any
+    device: torch.device | None
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model in memory, whole.
+
+    device, dtype: where and in what its blocks are worked on; dtype None for that of each parameter.
+    bytes: of its tensors as they were given.
+    notes: what a person should know about how it was read.
+    cut: what has been removed of it since.
+    beside: {name in the files: tensor} of its checkpoint's tensors that it has no place for.
+    """
+
+    source: Source | None
+    model: nn.Module
+    device: torch.device
+    dtype: torch.dtype | None
+    bytes: int
+    notes: Sequence[str] = ()
+    cut: Restructured | None = None
+    beside: Mapping[str, KeptTensor] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> Mapping[str, KeptTensor]:
+        """Those of `beside` that a run keeps: all, unless an edit has changed what they read."""
+        return self.beside if self.cut is None else {}
+
+    @property
+    def headless(self) -> bool:
+        """True where its configuration counts heads that predict several tokens, and none of them is written: an edit
+        has changed what they read, or the model in memory has none."""
+        config = getattr(self.model, "config", None)
+        if not isinstance(config, PretrainedConfig):
+            return False
+        held = [name for name, _ in self.model.named_parameters()]
+        lost = self.source is None or any(each.kind == AHEAD for each in self.beside.values())
+        if not lost or predicts_ahead([*held, *self.kept], config):
+            return False
+        return bool(differences(config, without_heads(config)))
+
+    def fingerprint(self, comm: Comm | None = None) -> str:
+        """The fingerprint of the weights as they were given. A collective."""
+        if self.source is None:
+            return model_fingerprint(self.model)
+        return fingerprint_of(self.source, comm or Comm())
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError where files of the model have been changed since they were opened."""
+        if self.source is not None:
+            self.source.check_unchanged()
+
+    def earlier(self, drop_zeros: bool) -> Earlier:
+        """The pruning that the model comes with. Zeros of codes are none, unless a record says so."""
+        known = {} if drop_zeros else recorded(self.source)
+        coded = self.source is not None and self.source.quantization is not None
+        return Earlier(not drop_zeros and (bool(known) or not coded), known)
+
+
+def fingerprint_of(source: Source, comm: Comm) -> str:
+    """The fingerprint of a model's files, which the first rank reads for all. A collective."""
+    found, problem = "", None
+    if comm.rank == 0:
+        try:
+            found = source.fingerprint()
+        except CompressError as error:
+            problem = str(error)
+    comm.fail_together(problem)
+    return str(comm.gather_objects(found)[0])
+
+
+def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
+    """Find a model by its name, or take the one that is given. Raises InputError for what cannot be compressed."""
+    if isinstance(model, nn.Module):
+        check_untouched(model)
+        wanted = None if device is None else find_device(device)
+        return FoundModel(model, None, getattr(model, "config", None), wanted)
+    if not isinstance(model, str | Path):
+        raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
+    source = find_source(str(model), trust_remote_code)
+    stored_in(source)  # refuses codes that cannot be read
+    return FoundModel(None, source, read_config(source), find_device(device))
+
+
+def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
+    """Read the model, where it is not in memory; a compressed one as the values of its codes. dtype: to work in, None
+    for the usual one. Raises InputError for a damaged model, and for one in memory that computes on codes."""
+    notes: list[str] = []
+    kept: Mapping[str, KeptTensor] = {}
+    if found.source is not None:
+        quantized = found.source.quantization is not None
+        model = load_as_original(found.source, notes) if quantized else load_dense(found.source, notes=notes)
+        split_experts(model)
+        kept = beside(found.source)
+        if made := made_anew(found.source):
+            notes.append(
+                f"not written: {counted(len(made))} like {made[0]}, which {type(model).__name__} computes itself"
+            )
+    else:
+        assert found.given is not None
+        model = found.given
+    _check_no_codes(model)
+    check_finite(model, comm, partial(_why_not_finite, found.source, model))
+    before = bytes_before(found.source, model)
+    device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes, beside=kept)
+
+
+def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
+    """The cause of a tensor that is not finite, and what to do: it may be so in the files, or in the dtype alone that
+    the configuration asks for."""
+    held = "" if source is None else names_in(source).on_disk(name)
+    if source is None or held not in source.weights:
+        return DAMAGED
+    stored = source.weights.tensor(held)
+    if not bool(stored.isfinite().all()):
+        return DAMAGED
+    own = str(model.state_dict()[name].dtype).removeprefix("torch.")
+    fits = str(stored.dtype).removeprefix("torch.")
+    return (
+        f"its files are finite, in {fits}, and the dtype {own} of config.json has no room for such numbers: write "
+        f'"dtype": "{fits}" there'
+    )
+
+
+def residency_of(
+    opened: OpenedModel, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
+) -> Residency:
+    """The residency of the weights during the run; shards the model if `fsdp` is set. keep: whether the model itself is
+    changed. stores: of parameters that have been widened, the dtype before."""
+    model, device, dtype = opened.model, opened.device, opened.dtype
+    if isinstance(model, FSDPModule):
+        return Sharded(model, device, dtype)
+    if not fsdp:
+        return Local(device, dtype, keep)
+    check_shardable(model, [block for stack in stacks for block in stack.blocks])
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    return Sharded(shard(model, stacks, mesh), device, dtype, stores)
+
+
+def widened(model: nn.Module) -> dict[str, torch.dtype]:
+    """Give parameters of 16 bits 32, to be trained once they are sharded; {name: the dtype before}."""
+    stores = {name: p.dtype for name, p in model.named_parameters() if is_narrow(p)}
+    for name, p in model.named_parameters():
+        if name in stores:
+            p.data = p.data.float()
+    return stores
+
+
+def check_group() -> None:
+    """Refuse a sharded run where there is no process group, or a torch that has none of this kind."""
+    if not torch.distributed.is_initialized():
+        raise InputError("a sharded run needs a process group; start it with torchrun")
+    Sharded.require()
+
+
+def _check_no_codes(model: nn.Module) -> None:
+    """Refuse a model that runs compressed already."""
+    coded = next((n for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
+    if coded is not None:
+        raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
+
+
+def compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which blocks are worked on; None for the dtype of each parameter."""
+    if wanted is not None or device.type != "cpu":
+        return wanted
+    return None if any(p.dtype == torch.float64 for p in model.parameters()) else torch.float32

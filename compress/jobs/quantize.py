@@ -1,0 +1,122 @@
+"""`quantize`: from a model and passes to a compressed model, a checkpoint, or both."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.base.lost_ranks import watching
+from compress.base.progress import Reporter, Silent
+from compress.checkpoint.write.directory import Directory, claimed, is_checkpoint
+from compress.checkpoint.write.manifest import read_record, restored
+from compress.jobs.job import Result
+from compress.jobs.prepare import prepare
+from compress.jobs.request import Calibration, Data, Delivery, Extent, Request, Work, several
+from compress.kernels.spill import spilling
+from compress.passes.protocol.base import Pass
+
+
+@torch.inference_mode(False)  # where it is on, no weight can be changed
+def quantize(
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    calibration: Calibration | None = None,
+    training: Calibration | None = None,
+    output: str | Path | None = None,
+    ignore: Sequence[str] = (),
+    samples: int | None = None,
+    length: int | None = None,
+    bos: str | None = None,
+    batch_size: int = 8,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    verify: bool | None = None,
+    store: str | None = None,
+    fsdp: bool = False,
+    one_block: bool = False,
+    convolutions: bool | None = None,
+    experts: bool = False,
+    drop_zeros: bool = False,
+    restore: bool = True,
+    keep_codes: bool = False,
+    spill: str | Path | None = None,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Result:
+    """Compress a model with one or more passes.
+
+    model: a directory, hub id or 'demo', or a model in memory (changed in place). calibration: text ('demo', a file, a
+    datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs.
+    training: data of passes that train, all of it, in the same forms (with `labels` for a task other than the next
+    token); by default the calibration data. output: a directory to write (None: only return the model). ignore:
+    shell-style or re: patterns of layers to skip. samples, length: windows of text (128 of the model's context, at most
+    2048). bos: BOS before every "row" of text, before every "window", or "none" (by default as its tokenizer does).
+    device: where blocks are worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU,
+    float32 on a CPU). verify: reload the output in a fresh process and compare (by default for models up to 2 GiB).
+    store: "2:4" writes layers that are pruned so without their zeros, for `load` alone, and fails at the first that is
+    not. fsdp: shard the model over the ranks of the initialised process group. one_block: run the model as a whole;
+    also where its blocks are no chain. convolutions: whether they are layers, too (by default only in CNNs). experts:
+    each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model
+    that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json says); by
+    default they stay, and passes that keep none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more
+    (`kernels.spill`). trust_remote_code: run Python code that comes with a model given by name. restore: undo
+    all changes of a model in memory after an exception, which takes the memory of its blocks; False: the exception
+    names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
+
+    Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
+    """
+    data = Data(calibration, samples, length, batch_size, training, bos)
+    extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
+    delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
+    work = Work(device, dtype, fsdp, restore, spill)
+    request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
+    request.check()
+    return _carried_out(request, Comm(), reporter or Silent())
+
+
+def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
+    """The result of a run of a request, or of one that left it complete before."""
+    if (done := completed(request, comm, reporter)) is not None:
+        return done
+    asked = request.delivery
+    given = Path(request.model) if isinstance(request.model, str | Path) else None
+    with (
+        spilling(request.work.spill),
+        claimed(asked.output, comm, resume=asked.resume, overwrite=asked.overwrite, model=given) as place,
+        watching(comm),
+    ):
+        return prepare(request, place, comm, reporter).finish()
+
+
+def completed(request: Request, comm: Comm, reporter: Reporter) -> Result | None:
+    """The result of the run of a request that is to be resumed, from its record; None where it is not complete or may
+    be replaced, of a model in memory, and with several processes. Raises InputError where another run made the
+    output."""
+    asked = request.delivery
+    wanted = asked.resume and not asked.overwrite and asked.output is not None
+    if not wanted or comm.world > 1 or isinstance(request.model, nn.Module):
+        return None
+    assert asked.output is not None
+    output = Path(asked.output).absolute()
+    if not is_checkpoint(output):
+        return None
+    found = read_record(output)
+    plain = replace(request, delivery=replace(asked, output=None, resume=False))
+    identity = json.loads(json.dumps(prepare(plain, None, comm, Silent()).identity))
+    if "bytes" not in found or found["identity"] != identity:
+        other = ", ".join(key for key in identity if found["identity"].get(key) != identity[key])
+        raise InputError(
+            f"{asked.output} exists, complete, of a run that differs ({other or 'its record'}); choose another output "
+            "or pass --overwrite"
+        )
+    Directory(output).tidy()
+    reporter.note(f"{asked.output} is complete: nothing of it is left to do")
+    return Result(restored(found), output=output, verification=found["verification"])

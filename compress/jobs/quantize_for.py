@@ -1,0 +1,150 @@
+"""`compress.quantize_for`: quantize for one engine, and leave what it opens.
+
+    MODEL --quantize--> OUT.checkpoint --verify--> --export--> OUT
+
+OUT.checkpoint is what `compress evaluate` and other exports read; an engine that opens it itself has it as OUT.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError, InputError
+from compress.base.progress import Reporter, Silent
+from compress.checkpoint.export.registry import exporter_named
+from compress.checkpoint.export.write import Exported, export
+from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.seal import rewrite
+from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.manifest import read_record
+from compress.engine.plan.plan import plan
+from compress.inference.check.opening import NOT_LOADED
+from compress.jobs.engines import check_engine, check_inputs, engine_named, with_its_scales
+from compress.jobs.forecast.forecast import shapes_of
+from compress.jobs.fused_layers import check_merged
+from compress.jobs.job import Result
+from compress.jobs.model_source import found_model
+from compress.jobs.quantize import quantize
+from compress.jobs.request import check_apart, several
+from compress.passes.protocol.base import Pass
+from compress.passes.rtn import RTN
+
+
+@dataclass(frozen=True)
+class ForEngine:
+    """The result of a run for an engine. output: the directory that it opens. result: of the run, whose output is the
+    checkpoint. exported: of the export; None where the engine opens the checkpoint."""
+
+    output: Path
+    result: Result
+    exported: Exported | None
+
+
+def quantize_for(
+    engine: str,
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    output: str | Path,
+    overwrite: bool = False,
+    resume: bool = False,
+    notes: Sequence[str] = (),
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> ForEngine:
+    """Quantize a model for an engine, and leave in `output` what it opens.
+
+    engine: a name of `jobs.engines`. For one that opens another form than our checkpoints, the checkpoint of the run is
+    OUTPUT.checkpoint. resume: continue a run that was stopped, also between its checkpoint and the export. notes: lines
+    for the records. options: those of `compress.quantize`.
+
+    Raises InputError before any work for what the engine does not run, and as `compress.quantize` does; CompressError
+    for work that failed.
+    """
+    check_engine(engine, several(passes))
+    passes, said = with_its_scales(engine, several(passes))
+    to, reporter, notes = engine_named(engine).to, reporter or Silent(), [*notes, *said]
+    for line in said:
+        reporter.note(line)
+    how = {"overwrite": overwrite, "resume": resume, "reporter": reporter, **options}
+    if to is None:
+        _check_merged(engine, model, passes, options)
+        result = quantize(model, passes, output=output, **how)
+        assert result.output is not None
+        _note(result.output, engine, notes)
+        _check_opened(engine, result)
+        return ForEngine(result.output, result, None)
+    _check_options(engine, output, options)
+    checkpoint = Path(f"{output}.checkpoint")
+    trusted = bool(options.get("trust_remote_code"))
+    source = None if isinstance(model, nn.Module) else find_source(str(model), trusted)
+    exporter = exporter_named(to)
+    if source is not None:
+        check_model(source, engine, passes, options.get("ignore", ()))
+    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=None if source is None else source.path):
+        pass  # an output that is in the way is refused before the run
+    result = quantize(model, passes, output=checkpoint, **how)
+    reporter.note(f"writing {output} for {engine} from {checkpoint}")
+    try:
+        asked = {"overwrite": overwrite, "trust_remote_code": trusted}
+        made = export(checkpoint, output, exporter, **asked, reporter=reporter)
+    except CompressError as error:
+        raise CompressError(f"{error}; the checkpoint is complete: {checkpoint}") from None
+    for folder in (checkpoint, made.output):
+        _note(folder, engine, notes)
+    return ForEngine(made.output, result, made)
+
+
+def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) -> None:
+    """Raises InputError for options that do not go with an export, or with where it is written."""
+    given = next((word for word in ("fsdp", "store") if options.get(word)), None)
+    if given is not None:
+        raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
+    check_apart(output, options.get("spill"))
+
+
+def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:
+    """Raises InputError for a model of which no codes of these passes can be written for an engine."""
+    to = engine_named(engine).to
+    if to is None:
+        return
+    exporter = exporter_named(to)
+    if reasons := exporter.why_not_model(source):
+        raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
+    if any(p.removes for p in passes):
+        return  # layers will have other sizes; the export looks at those
+    anything = RTN(scheme="w8a16", group_size=-1)  # takes layers of every width
+    found = plan(empty_model(source), (anything,), ignore, valued=False).layers.values()
+    check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
+
+
+def _check_opened(engine: str, result: Result) -> None:
+    """Raises CompressError where transformers was to open the result, and verification found that it does not."""
+    seen = result.verification or {}
+    if engine == "transformers" and seen.get("loader") == NOT_LOADED:
+        raise CompressError(
+            f"transformers does not open {result.output} ({seen['transformers']}); the checkpoint is complete: run it "
+            "with compress.load"
+        )
+
+
+def _check_merged(
+    engine: str, model: nn.Module | str | Path, passes: Sequence[Pass], options: Mapping[str, Any]
+) -> None:
+    """Raises InputError for passes that give different schemes to layers of which an engine makes one."""
+    if engine_named(engine).merges == "nothing" or any(p.removes for p in passes):
+        return  # layers may have other sizes then, and the same schemes
+    empty, _ = shapes_of(found_model(model, None, bool(options.get("trust_remote_code"))))
+    how = {word: options[word] for word in ("ignore", "one_block", "convolutions") if word in options}
+    check_merged(engine, plan(empty, passes, valued=False, **how), empty)
+
+
+def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:
+    """Enter the engine, and why it has what it has, into a record."""
+    before = read_record(folder).get("notes", ())
+    rewrite(folder, {"engine": engine, "notes": list(dict.fromkeys([*before, *notes]))})

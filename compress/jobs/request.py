@@ -1,0 +1,161 @@
+"""A request to `quantize`, sorted by subject, and the checks that need no model."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.base.errors import InputError, one_of
+from compress.data.bos import PLACES
+from compress.model.layers import FLOATS
+from compress.model.patterns import compiled
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import describe
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+STORES = (TWO_OF_FOUR,)
+Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data shown to the model: text, token ids or batches, and how much of it at once. training: data to train on, None
+    for the same. bos: where BOS is in text (`data.bos`)."""
+
+    calibration: Calibration | None
+    samples: int | None
+    length: int | None
+    batch_size: int
+    training: Calibration | None = None
+    bos: str | None = None
+
+    def check(self) -> None:
+        """Refuse numbers that are wrong whatever the model is."""
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise InputError(f"batch size {self.batch_size!r}; allowed: 1 or more")
+        for what, value in (("samples", self.samples), ("length", self.length)):
+            if value is not None and not isinstance(value, int):
+                raise InputError(f"{what} {value!r}; it must be a whole number")
+        if self.bos is not None:
+            one_of("bos", self.bos, PLACES)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
+    may become other numbers. experts: each of fused ones is a layer."""
+
+    ignore: Sequence[str] = ()
+    one_block: bool = False
+    convolutions: bool | None = None
+    drop_zeros: bool = False
+    experts: bool = False
+
+    def check(self) -> None:
+        """Refuse a pattern that stands alone, whose letters would be patterns, and what is no pattern."""
+        if isinstance(self.ignore, str):
+            raise InputError(f"ignore: {self.ignore!r} is one pattern; give a list of them, [{self.ignore!r}]")
+        for pattern in self.ignore:
+            compiled(pattern)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The output's directory (None: nothing is written), and the treatment of files found there. verify: None where the
+    model's size decides. store: the form of the weights, of `STORES`; None for the one that most readers know.
+    keep_codes: the result holds all decisions."""
+
+    output: str | Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    verify: bool | None = None
+    store: str | None = None
+    keep_codes: bool = False
+
+    def check(self) -> None:
+        """Refuse what is about an output where there is none, and the other way round."""
+        if self.keep_codes and self.output is not None:
+            raise InputError("keep_codes is for a model that stays in memory; drop it, the output holds the codes")
+        if (self.resume or self.overwrite or self.verify) and self.output is None:
+            raise InputError("resume, overwrite and verify need an output")
+        if self.store is not None:
+            one_of("store", self.store, STORES)
+        if self.store is not None and self.output is None:
+            raise InputError("store is how the output is written; give an output or leave it out")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Device, dtype and sharding of the work. restore: whether a failure is undone. spill: the folder of large tensors
+    (None: they stay in memory)."""
+
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    fsdp: bool = False
+    restore: bool = True
+    spill: str | Path | None = None
+
+    def check(self) -> None:
+        """Refuse a dtype that nothing is computed in."""
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `quantize`, which says what they mean."""
+
+    model: nn.Module | str | Path
+    passes: tuple[Pass, ...]
+    data: Data
+    extent: Extent
+    delivery: Delivery
+    work: Work
+    trust_remote_code: bool
+
+    def check(self) -> None:
+        """Refuse arguments that are wrong whatever the model is."""
+        self.extent.check()
+        self.data.check()
+        self.work.check()
+        try:
+            json.dumps(describe(self.passes))
+        except TypeError as error:
+            raise InputError(
+                f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
+            ) from None
+        self.delivery.check()
+        check_apart(self.delivery.output, self.work.spill)
+        if isinstance(self.model, nn.Module) and self.delivery.verify and not hasattr(self.model, "config"):
+            raise InputError(
+                "verify reloads the output by its configuration, which this model has none of; leave it out"
+            )
+
+
+def check_apart(output: str | Path | None, spill: str | Path | None) -> None:
+    """Raises InputError for a folder of large tensors that is the output or lies in it: the output appears when it is
+    complete, and that name would be taken."""
+    if output is None or spill is None:
+        return
+    whole, folder = Path(output).absolute(), Path(spill).absolute()
+    if any(folder.is_relative_to(place) for place in (whole, Path(f"{whole}.partial"))):
+        raise InputError(f"spill {str(spill)!r} is the output {str(output)!r}, or lies in it; give another")
+
+
+def several(given: Any) -> tuple[Pass, ...]:
+    """The passes that were given: one, or several."""
+    if isinstance(given, Pass):
+        return (given,)
+    if isinstance(given, str | type) or not isinstance(given, Iterable):
+        raise InputError(f"passes: {given!r} is no pass; give one, like compress.GPTQ(scheme='w4a16'), or a list")
+    passes = tuple(given)
+    if not passes:
+        raise InputError("no pass given; give at least one, like RTN() or GPTQ()")
+    for p in passes:
+        if not isinstance(p, Pass):
+            raise InputError(f"passes: {p!r} is no pass; give instances, like compress.GPTQ(scheme='w4a16')")
+    return passes

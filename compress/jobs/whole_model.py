@@ -1,0 +1,121 @@
+"""Edits of the whole model before anything else is decided: parts that go, rotations of its hidden state."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from compress.base.collectives import Comm
+from compress.base.errors import InputError
+from compress.base.progress import Reporter
+from compress.engine.plan.batches import check_batches
+from compress.engine.plan.existing_zeros import check_restructured
+from compress.engine.plan.matching import Ignored, check_untouched
+from compress.engine.plan.plan import plan, restructuring_of
+from compress.engine.residency import Local
+from compress.engine.restore import naming, undone
+from compress.engine.shrink.edit_result import Restructured
+from compress.engine.shrink.model_edits import Editing
+from compress.engine.shrink.restructure import Restructuring
+from compress.jobs.calibration_data import Shown, learning_of
+from compress.jobs.model_source import OpenedModel
+from compress.jobs.request import Request
+from compress.jobs.verify import probe_of
+from compress.model.calls import Batch
+from compress.model.layers import check_tensors
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Restructure
+from compress.train.losses.options import ORIGINAL
+
+CHANGED = ["its structure"]  # what a failure names as changed
+
+
+def check_structural(request: Request) -> None:
+    """Refuse, before the model is read, a recipe that edits the whole model and something that does not go with
+    that."""
+    structural, rest = restructuring_of(request.passes)
+    if not rest and request.delivery.store is not None:
+        raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
+    in_memory = isinstance(request.model, nn.Module)
+    if structural and in_memory and any(options.teacher == ORIGINAL for options in learning_of(request.passes)):
+        p = structural[0]
+        raise InputError(
+            f"train learns from the original, which a model in memory is no longer once {p.name} has "
+            f"{'cut' if p.removes else 'changed'} it; give the model by name, or train with teacher=none, or the "
+            "directory of another model"
+        )
+
+
+def shrunk(request: Request, opened: OpenedModel, shown: Shown, comm: Comm, reporter: Reporter) -> OpenedModel:
+    """Edit the model as the passes say that do so. Every rank holds it as a whole until then."""
+    structural, _ = restructuring_of(request.passes)
+    done = Restructured()
+    with undone(done.undo):
+        for p in structural:
+            work = _work(request, p, opened, shown, done, comm, reporter)
+            opened = replace(opened, cut=work.run(request.extent.one_block))
+    return opened
+
+
+def undoing(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
+    """Brings back what was edited of a model after a failure, or names its structure as changed."""
+    if opened.cut is None:
+        return nullcontext()
+    return undone(opened.cut.undo) if restore else naming(CHANGED)
+
+
+def _work(
+    request: Request,
+    p: Pass,
+    opened: OpenedModel,
+    shown: Shown,
+    done: Restructured,
+    comm: Comm,
+    reporter: Reporter,
+) -> Restructuring | Editing:
+    """The work that the pass asks for. done: of earlier passes. Raises InputError for a model that cannot be edited."""
+    stage = p.stage(Restructure)
+    assert stage is not None
+    model, extent, batches = opened.model, request.extent, shown.batches
+    if isinstance(model, FSDPModule):
+        raise InputError(
+            f"{p.name} changes {'the shapes of parameters, which shards cannot' if p.removes else 'the whole model'}; "
+            "give the model before fully_shard, or by name with fsdp=True"
+        )
+    check_tensors(model)
+    check_untouched(model)
+    check_restructured(model, p, stage, opened.earlier(extent.drop_zeros))
+    check_batches(model, batches)
+
+    def check(foreseen: nn.Module) -> None:
+        """Plan the rest of the run, once the last of these passes has been seen."""
+        if p is restructuring_of(request.passes)[0][-1]:
+            plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, False, extent.experts)
+
+    how = (
+        batches[comm.rank :: comm.world],
+        lambda: batches[0] if batches else _probe(model, p),
+        Local(opened.device, opened.dtype),
+        Ignored(extent.ignore),
+        check,
+        comm,
+        reporter,
+        done,
+    )
+    return Editing(model, p, *how) if stage.removal is None else Restructuring(model, stage.removal, *how)
+
+
+def _probe(model: nn.Module, p: Pass) -> Batch:
+    """A micro-batch that shows what hangs together in a model, where there is no calibration data."""
+    config = getattr(model, "config", None)
+    shown = None if config is None else probe_of(config.to_dict())
+    if shown is None:
+        raise InputError(
+            f"{type(model).__name__} does not say what it takes (vocab_size or num_channels), to see what hangs "
+            f"together in it; give calibration data, and options of {p.name} that use it"
+        )
+    if shown.is_floating_point():
+        return {"pixel_values": shown.to(next(model.parameters()).dtype)}
+    decoder = {"decoder_input_ids": shown} if getattr(config, "is_encoder_decoder", False) else {}
+    return {"input_ids": shown, **decoder}

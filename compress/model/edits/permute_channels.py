@@ -1,0 +1,116 @@
+"""Permutes channels: the rows of their producers, the numbers in between and the inputs of their consumers alike.
+
+    y' = P y        W_producer <- P W_producer        W_consumer <- W_consumer P^T        (W P^T)(P y) = W y
+
+Only the order of numbers changes, so every number keeps its bits; the function is the same up to the order in which a
+consumer adds. `model.structure.orders` finds the channels that may be permuted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from compress.base.errors import CheckpointError, InputError
+from compress.base.schema import fits
+from compress.model.edits.changes import DATA, Applied, Change, change, changing
+from compress.model.edits.keep_channels import ROLES, Role
+from compress.model.edits.parts import indices
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelOrder:
+    """The new order of a module's channels. name: inside the block. order: for each place, the old channel that moves
+    there (rows of a producer, inputs of a consumer)."""
+
+    name: str
+    order: Tensor
+
+
+class PermuteEntry(TypedDict):
+    """The JSON entry of a `Permute`; the orders are tensors."""
+
+    edit: str
+    producers: list[str]
+    between: list[str]
+    consumers: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Permute:
+    """An edit: reorders channels in all modules that hold them. Raises InputError for an order that is no
+    permutation."""
+
+    kind: ClassVar[str] = "permute"
+
+    producers: tuple[ChannelOrder, ...]
+    between: tuple[ChannelOrder, ...]
+    consumers: tuple[ChannelOrder, ...]
+
+    def __post_init__(self) -> None:
+        for each in (*self.producers, *self.between, *self.consumers):
+            if not torch.equal(each.order.cpu().sort().values, torch.arange(len(each.order))):
+                raise InputError(f"the order of {each.name} names a channel twice; give each of its channels once")
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
+        """Reorder the tensors of a block. Parameters stay the same objects.
+
+        Raises InputError, and undoes all changes, for a block whose layers have other widths.
+        """
+        with changing() as done:
+            for role in ROLES:
+                for each in getattr(self, role):
+                    done += _ordered(module.get_submodule(each.name), each, role)
+        return Applied(tuple(done))
+
+    def entry(self) -> dict[str, Any]:
+        """A `PermuteEntry`."""
+        return {"edit": self.kind, **{str(role): [each.name for each in getattr(self, role)] for role in ROLES}}
+
+    def parts(self) -> dict[str, Tensor]:
+        """The orders."""
+        return {
+            f"{role}.{i}": each.order.cpu().clone().contiguous()
+            for role in ROLES
+            for i, each in enumerate(getattr(self, role))
+        }
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Permute":
+        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
+        fits(entry, PermuteEntry, "an edit that permutes channels")
+
+        def order(name: str) -> Tensor:
+            return indices(parts, name, (None,), 0, len(parts[name]) if name in parts else 0)
+
+        members = {
+            str(role): tuple(ChannelOrder(name, order(f"{role}.{i}")) for i, name in enumerate(entry[role]))
+            for role in ROLES
+        }
+        try:
+            return cls(**members)
+        except InputError as error:
+            raise CheckpointError(str(error)) from None
+
+
+def _ordered(module: nn.Module, given: ChannelOrder, role: Role) -> list[Change]:
+    """Reorder the tensors of a module. In a module in between, these are all tensors with an entry per channel."""
+    if role == "between":
+        tensors = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0]
+        return [_indexed(given, t, 0) for t in tensors if t.shape[0] == len(given.order)]
+    rows = 1 if isinstance(module, Conv1D) else 0
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, nn.Parameter)
+    done = [_indexed(given, weight, rows if role == "producers" else 1 - rows)]
+    if role == "producers" and bias is not None:
+        done.append(_indexed(given, bias, 0))
+    return done
+
+
+def _indexed(given: ChannelOrder, tensor: Tensor, dimension: int) -> Change:
+    if tensor.shape[dimension] != len(given.order):
+        raise InputError(f"{given.name} has {tensor.shape[dimension]} channels; the edit is for {len(given.order)}")
+    return change(tensor, DATA, tensor.data.index_select(dimension, given.order.to(tensor.device)).contiguous())

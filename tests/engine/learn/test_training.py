@@ -1,0 +1,156 @@
+"""Training inside a run: what comes out is what training saw; it can be stopped; it undoes itself."""
+
+import copy
+import json
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from checkpoints import same
+from combinations import every
+from commands import command, fast_gptq
+from models import strong, tokens
+from torch import nn
+
+import compress
+from compress.base.errors import CompressError
+from compress.base.progress import Silent
+from compress.passes.train import Train
+
+TWO_BITS = fast_gptq(scheme="w2a16", group_size=16)
+DATA = {"calibration": tokens(8), "training": tokens(32, seed=4), "batch_size": 4}
+SLOW = {"steps": 6, "rows": 16, "learning_rate": 1e-4, "held_out": 0.25}
+FEW = {"steps": 6, "rows": 16, "learning_rate": 2e-3, "held_out": 0.25}
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(4, seed=9)).logits.float()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    strong().save_pretrained(folder / "model")
+    strong(dtype=torch.bfloat16).save_pretrained(folder / "narrow")
+    return folder
+
+
+def losses(result) -> list[float]:
+    (history,) = result.record.training
+    return [line["logits"] for line in history["held_out"]]
+
+
+SCHEMES = [
+    [TWO_BITS, Train(**FEW)],
+    [fast_gptq(scheme="w4a16", group_size=16, grid="asymmetric"), Train(**SLOW, task=0.1, features=0.1)],
+    # A seed at which no output lies between two codes: floats would choose one of them, integers the other.
+    [compress.RTN(scheme="w8a8", activations="static", outputs="static"), Train(**FEW, trains="scales", seed=1)],
+    [compress.RTN(scheme="w2a2", group_size=16, activations="static", activation_grid="asymmetric"), Train(**SLOW)],
+    [compress.SparseGPT(pattern="2:4"), Train(**FEW), fast_gptq(scheme="w3a16", group_size=16)],
+    [fast_gptq(scheme="w3a16", group_size=16, outliers=0.02), Train(**FEW)],
+    [compress.Ternary(group_size=16), Train(**FEW, divergence="jensen-shannon", temperature=2.0, checkpointing=True)],
+]
+
+
+@every("passes", SCHEMES)
+def test_a_trained_checkpoint_computes_what_training_saw(folder, tmp_path_factory, passes):
+    output = tmp_path_factory.mktemp("out") / "out"
+    result = compress.quantize(folder / "model", passes, output=output, verify=passes is SCHEMES[0], **DATA)
+    if passes[0].rounds_inputs:
+        torch.testing.assert_close(logits(compress.load(output)), logits(result.model), rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(logits(compress.load(output, dequantize=True)), logits(result.model))
+    before, after = losses(result)
+    assert after < before or before < 1e-3  # nothing is to be gained of 8 bits
+    record = json.loads((output / "compress.json").read_text())
+    assert {layer["method"] for layer in record["layers"]} == {p.name for p in passes}
+    assert record["training"][0]["steps"] == FEW["steps"]
+
+
+def test_pruned_weights_stay_zero_through_training_and_rounding():
+    passes = [compress.SparseGPT(pattern="2:4"), Train(**FEW), fast_gptq(scheme="w4a16", group_size=16)]
+    model = compress.quantize(strong(), passes, **DATA).model
+    plain = compress.quantize(strong(), passes[:1], **DATA).model
+    for name, p in model.named_parameters():
+        if "proj" in name:
+            assert not p[plain.get_parameter(name) == 0].any()
+            assert (p != 0).double().mean() > 0.3
+
+
+def test_a_model_of_16_bits_is_trained_in_32_and_stays_one_of_16(folder, tmp_path):
+    output = tmp_path / "out"
+    result = compress.quantize(folder / "narrow", [TWO_BITS, Train(**FEW)], output=output, verify=False, **DATA)
+    before, after = losses(result)
+    assert after < before or before < 1e-3  # nothing is to be gained of 8 bits
+    loaded = compress.load(output, dequantize=True)
+    for model in (result.model, loaded):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(loaded), logits(result.model))
+
+
+def test_the_command_trains_embeddings_and_caches_too(folder, tmp_path):
+    torch.save(tokens(12), tmp_path / "ids.pt")
+    words = ["--method", "rtn", "--scheme", "w2a16", "--group-size", 16, "--calibration", tmp_path / "ids.pt"]
+    few = ["--steps", 2, "--rows", 4, "--learning-rate", 1e-3, "--embeddings", "w4a16", "--kv-cache", "int8:head"]
+    done = command("qat", folder / "model", *words, *few, "--output", tmp_path / "out", "--json", "-")
+    assert done.code == 0, done.err
+    found = {layer["name"]: layer["method"] for layer in done.json()["layers"]}
+    assert found["model.embed_tokens"] == found["model.layers.0.mlp.up_proj"] == "train"
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["kv_cache_scheme"]["num_bits"] == 8
+    assert "model.embed_tokens" in json.dumps(written["config_groups"])
+
+
+class StopAfter(Silent):
+    """Interrupts a run after a step of training, or after a block that is finished later."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def step(self, done: int, total: int, what: str) -> None:
+        if what.startswith(self.what):
+            self.what = "nothing"
+            raise KeyboardInterrupt
+
+
+@pytest.mark.full
+@every("stops", [["step 3"], ["step 5", "after training, model.layers.0"]])
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(folder, tmp_path_factory, stops):
+    place = tmp_path_factory.mktemp("out")
+    passes = [TWO_BITS, Train(**FEW, save_every=2)]
+    common = {"verify": False, **DATA}
+    compress.quantize(folder / "model", passes, output=place / "whole", **common)
+    for i, stop in enumerate(stops):
+        reporter = StopAfter(stop)
+        with pytest.raises(KeyboardInterrupt):
+            compress.quantize(folder / "model", passes, output=place / "out", resume=i > 0, reporter=reporter, **common)
+    assert (place / "out.partial").exists()
+    result = compress.quantize(folder / "model", passes, output=place / "out", resume=True, **common)
+    same(place / "whole", place / "out")
+    assert result.record.training[0]["resumed"] in (2, 4, 6)
+    assert not (place / "out.partial").exists()
+    texts = [(place / out / "training.jsonl").read_text() for out in ("whole", "out")]
+    kept = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    for lines in kept:  # what was measured, once, whatever was stopped
+        assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+        assert [line["step"] for line in lines if "held_out" in line][:1] == [0]
+    assert [line["loss"] for line in kept[0] if "loss" in line] == [line["loss"] for line in kept[1] if "loss" in line]
+    outcome = command("inspect", place / "out", "--training", "--svg", place / "l.svg", "--json", place / "l.json")
+    assert outcome.code == 0, outcome.err
+    picture = ElementTree.parse(place / "l.svg").getroot()
+    lines = [len(line.get("points").split()) for line in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert lines == [6, 6]
+    (curve,) = json.loads((place / "l.json").read_text())["trainings"]
+    assert len(curve["steps"]) == 6
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    model = strong()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CompressError, match=r"the loss of step . is .*; give a lower learning_rate"):
+        compress.quantize(model, [TWO_BITS, Train(**{**FEW, "learning_rate": 1e30, "clip_norm": 1e30})], **DATA)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in strong().modules()}
+    assert all(p.requires_grad for p in model.parameters())

@@ -1,0 +1,89 @@
+"""Compressed models on a CUDA device: the CPU's numbers, static caches, captured graphs, memory. `pytest -m gpu`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import make_llama
+from places import FIXTURES
+
+import compress
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.jobs.verify import outputs, probe
+from compress.kernels import workspace
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LLMCOMPRESSOR = FIXTURES / "llmcompressor"
+CUDA = "cuda"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama wide enough for every kernel, bfloat16, at w4a16."""
+    out = tmp_path_factory.mktemp("gpu") / "w4"
+    model = make_llama(hidden_size=512, intermediate_size=1024, max_position_embeddings=256).bfloat16()
+    compress.quantize(model, compress.RTN(), output=out, verify=False)
+    return out
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", sorted(p.name for p in LLMCOMPRESSOR.iterdir() if p.is_dir()))
+def test_the_gpu_computes_what_the_cpu_does(name, fuse):
+    """In bfloat16 a GPU is as near to the CPU's float32 as the CPU is; where inputs are rounded, a code may differ."""
+    ids = probe(24)
+    exact, narrow = (outputs(compress.load(LLMCOMPRESSOR / name, dtype), ids) for dtype in (torch.float32, None))
+    found = outputs(compress.load(LLMCOMPRESSOR / name, device=CUDA, fuse=fuse), ids.to(CUDA)).float().cpu()
+    assert (found - exact).norm() <= 1.5 * (narrow.float() - exact).norm()
+
+
+def test_layers_agree_with_their_dequantized_product(checkpoint):
+    model = compress.load(checkpoint, device=CUDA)
+    for M in (1, 17, 300):
+        for _, layer in compressed_layers(model):
+            x = torch.randn(M, layer.in_features, device=CUDA, dtype=torch.bfloat16)
+            truth = x.double() @ layer.dequantize().double().t()
+            sizes = x.double().abs() @ layer.dequantize().double().abs().t()
+            assert ((layer(x).double() - truth).abs() <= 2**-7 * truth.abs() + 2**-8 * sizes).all()
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_generates_with_a_static_cache_as_without(checkpoint, fuse):
+    model = compress.load(checkpoint, device=CUDA, fuse=fuse)
+    ids = torch.arange(8, device=CUDA)[None] + 3
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    static = model.generate(ids, **options, cache_implementation="static")  # transformers compiles this
+    assert torch.equal(plain[:, :12], static[:, :12])
+
+
+def test_a_step_is_captured_and_replayed(checkpoint):
+    model = compress.load(checkpoint, device=CUDA)
+    workspace.prepare(torch.device(CUDA, torch.cuda.current_device()))
+    ids = torch.arange(4, device=CUDA)[None] + 3
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                model(input_ids=ids, use_cache=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(input_ids=ids, use_cache=False).logits
+        for start in (3, 40, 900):
+            ids.copy_(torch.arange(4, device=CUDA)[None] + start)
+            for _ in range(3):
+                graph.replay()
+            expected = model(input_ids=ids, use_cache=False).logits
+            assert torch.equal(captured, expected)
+
+
+def test_memory_is_that_of_the_files(checkpoint):
+    files = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = compress.load(checkpoint, device=CUDA)
+    assert torch.cuda.memory_allocated() - before <= 1.1 * files + 2**20
+    assert model is not None

@@ -1,0 +1,221 @@
+"""`compress.plan`: what it tells is what `quantize` then does."""
+
+import json
+import resource
+
+import pytest
+import torch
+import transformers
+from commands import command
+from models import GATED, build
+from torch import nn
+
+import compress
+from compress.base import memory
+from compress.base.errors import InputError
+from compress.base.progress import Silent
+from compress.cli.forecasts import memory_line
+from compress.jobs.forecast.forecast import Outline
+
+RTN = compress.RTN(group_size=16)
+
+
+def mixture():
+    config = transformers.MixtralConfig(**GATED, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def tied():
+    config = transformers.Qwen2Config(**{**GATED, "head_dim": 8}, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def zamba():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    blocks = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1}
+    mamba = {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 8}
+    config = transformers.Zamba2Config(**sizes, **blocks, **mamba, num_key_value_heads=4, hybrid_layer_ids=[1, 2])
+    return transformers.Zamba2ForCausalLM(config)
+
+
+def image_model():
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    return transformers.ResNetForImageClassification(config)
+
+
+def some_dense():
+    return [compress.only(RTN, "*.q_proj"), compress.only(compress.Magnitude(), "*.up_proj")]
+
+
+class Listener(Silent):
+    """Keeps the outline of a run."""
+
+    told: Outline | None = None
+
+    def outline(self, told: Outline) -> None:
+        self.told = told
+
+
+CASES = {
+    "experts of a mixture": (mixture, RTN, {}),
+    "a tied table of 4 bits": (tied, [RTN, compress.Embeddings(scheme="w4a16")], {}),
+    "a tied table of int8": (tied, [RTN, compress.Embeddings(), compress.KVCache()], {}),
+    "layers left alone": (lambda: build("llama"), RTN, {"ignore": ["*.down_proj"]}),
+    "layers of one pass alone": (lambda: build("llama"), some_dense(), {}),
+    "2:4 without zeros": (lambda: build("llama"), [compress.Magnitude(pattern="2:4"), RTN], {"store": "2:4"}),
+    "zero points": (lambda: build("opt"), compress.RTN(scheme="w3a16", grid="asymmetric", group_size=16), {}),
+    "transposed layers": (lambda: build("gpt2"), RTN, {}),
+    "blocks with shared weights": (zamba, RTN, {}),
+    "two stacks": (lambda: build("t5"), RTN, {}),
+    "convolutions": (image_model, compress.RTN(), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_and_layers_are_those_that_a_run_writes(case, tmp_path):
+    make, passes, options = CASES[case]
+    torch.manual_seed(0)
+    make().bfloat16().save_pretrained(tmp_path / "model")
+    found = compress.plan(tmp_path / "model", passes, **options)
+    heard = Listener()
+    how = {"output": tmp_path / "out", "verify": False, "reporter": heard}
+    record = compress.quantize(tmp_path / "model", passes, **how, **options).record
+    assert found.exact
+    assert found.saving == record.saving
+    assert heard.told is not None
+    assert (heard.told.saving, heard.told.layers, heard.told.dense) == (found.saving, found.layers, found.dense)
+    done = {layer.name for layer in record.layers}
+    assert {layer.name for layer in found.layers} <= done
+    assert record.left_alone.items() <= found.dense.items()
+    assert done.isdisjoint(found.dense.keys() - {name for name, why in found.dense.items() if "stored dense" in why})
+
+
+def test_a_model_in_memory_is_told_by_its_shapes_and_left_as_it_is():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = compress.plan(model, RTN)
+    assert [layer.shape for layer in found.layers] == [(32, 64), (8, 32)]
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_the_random_numbers_of_the_caller_stay_where_they_are(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    compress.plan(tmp_path, RTN)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_weight_is_read(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:  # numbers of a sparse file are zeros, of any size
+        length = 8 + int.from_bytes(opened.read(8), "little")
+        opened.truncate(length)
+        opened.truncate(size)
+    assert compress.plan(tmp_path, compress.GPTQ(group_size=16)).exact
+
+
+@pytest.mark.parametrize(
+    ("passes", "options", "words"),
+    [
+        (compress.Structure(channels=0.25), {}, "by what it finds in their values"),
+        (compress.RTN(group_size=24), {}, "group size 24 does not divide"),
+        (RTN, {"ignore": ["nothing"]}, "matches no layer"),
+        (RTN, {"store": "4:8"}, "store '4:8'"),
+        (RTN, {"device": "nowhere"}, "device 'nowhere' cannot be used"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(passes, options, words):
+    with pytest.raises(InputError, match=words):
+        compress.plan(build("llama"), passes, **options)
+
+
+def test_the_command_shows_what_python_tells(tmp_path):
+    shown = command("plan", "demo", "--method", "rtn", "--embeddings", "w8a16", "--json", tmp_path / "plan.json")
+    found = compress.plan("demo", [compress.RTN(), compress.Embeddings()])
+    told = json.loads((tmp_path / "plan.json").read_text())
+    assert told["saving"]["after"] == found.saving.after
+    assert f"{found.saving.after:,} after" in shown.out
+
+
+def test_memory_is_that_of_the_site_that_takes_most():
+    """The input of down_proj is the widest: H, drift and contrast of it, or seven matrices while tokens are few."""
+    model, gptq = build("llama"), compress.GPTQ(group_size=16)
+    widest = max(m.in_features for m in model.modules() if isinstance(m, nn.Linear))
+    many = compress.plan(model, gptq, samples=widest, length=2)
+    few = compress.plan(model, gptq, samples=widest - 1, length=2)
+    assert many.memory is not None
+    assert few.memory is not None
+    assert many.memory.site.endswith("down_proj")
+    assert (many.memory.statistics, few.memory.statistics) == (3 * 4 * widest**2, 7 * 4 * widest**2)
+    longer = compress.plan(model, gptq, samples=10 * widest, length=2).memory
+    assert longer is not None
+    assert longer.activations == 10 * many.memory.activations
+    rounded = compress.plan(model, RTN).memory
+    assert rounded is not None
+    assert rounded.activations == rounded.statistics == 0
+    assert rounded.total == rounded.program + rounded.working
+
+
+def test_forwards_are_told_to_be_repeated_where_they_do_not_fit(monkeypatch):
+    def plan():
+        return compress.plan(build("llama"), compress.GPTQ(group_size=16), samples=1024, length=256, batch_size=2)
+
+    enough = plan()
+    assert enough.memory is not None
+    assert enough.memory.kept is None
+    monkeypatch.setattr("compress.jobs.forecast.forecast.available_bytes", lambda _: enough.memory.working - 1)
+    short = plan()
+    assert short.memory is not None
+    assert short.memory.kept == enough.memory.working
+    assert short.memory.working < enough.memory.working / 2
+    assert short.seconds > enough.seconds
+    assert f"to keep them would take {short.memory.kept / 2**20:,.0f} MiB" in memory_line(short)
+    assert "repeated" not in memory_line(enough)
+
+
+def test_available_memory_is_what_all_limits_leave(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "CGROUP", (tmp_path / "memory.max",))
+    monkeypatch.setattr(memory, "meminfo", {"MemTotal": 2**40, "MemAvailable": 2**38}.get)
+    assert memory.available_bytes(cpu) == 2**38
+    (tmp_path / "memory.max").write_text(f"{2**37}\n")
+    (tmp_path / "memory.stat").write_text(f"file 77\nanon {2**36}\n")
+    assert memory.available_bytes(cpu) == 2**37 - 2**36
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert memory.available_bytes(cpu) == 2**34
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1, 1))
+    assert memory.available_bytes(cpu) == 0
+    assert memory.available_bytes(torch.device("meta")) is None
+
+
+def test_time_grows_with_what_there_is_to_do():
+    model = build("llama")
+    little, much = (
+        compress.plan(model, compress.GPTQ(group_size=16), samples=n, length=64).seconds for n in (8, 80000)
+    )
+    assert little is not None
+    assert much is not None
+    assert 0 < little < much
+
+
+def test_many_sweeps_are_counted_and_not_run():
+    model = build("llama")
+    found = compress.plan(model, compress.GPTQ(group_size=16, sweeps=10**7), samples=1, length=64)
+    assert found.seconds > 3600  # which a plan that ran them would take itself
+
+
+def test_what_trains_is_not_told():
+    found = compress.plan(build("llama"), [RTN, compress.Reconstruct()])
+    assert found.memory is None
+    assert found.seconds is None
+
+
+def test_experts_that_are_stored_one_by_one_are_loaded_as_a_whole(tmp_path):
+    model = mixture().bfloat16()
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    model.save_pretrained(tmp_path / "model")
+    found = compress.plan(tmp_path / "model", RTN).memory
+    assert found is not None
+    assert found.loaded == experts > 0
