@@ -107,11 +107,11 @@ class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
     sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
-    with its paired error; interval: 95 % of it (`compress.evaluation.tasks.paired_test`). gained, lost: questions that
-    only one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: lm-eval's
-    name of `accuracy`, where it is another. accuracy_norm: choices by log-probability per character. perplexity: of the
-    words that are asked for. truncated: questions whose context the window had no room for. outcomes: a character for
-    each question, 1 for a right answer; empty where questions are not right or wrong.
+    with its paired error; interval: 95 % of it (`compress.evaluation.tasks.paired_accuracy`). gained, lost: questions
+    that only one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric:
+    lm-eval's name of `accuracy`, where it is another. accuracy_norm: choices by log-probability per character.
+    perplexity: of the words that are asked for. truncated: questions whose context the window had no room for.
+    outcomes: a character for each question, 1 for a right answer; empty where questions are not right or wrong.
     """
 
     name: str

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.errors import CheckpointError, InputError
-from compress.base.safe_open import parse_json, regular
+from compress.base.regular_files import parse_json, regular
 from compress.base.schema import built, fits
 from compress.evaluation.document import FORMAT, Evaluation
 

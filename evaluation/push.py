@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line
-from compress.base.safe_open import lies_in
+from compress.base.regular_files import lies_in
 from compress.checkpoint import seal
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.leftovers import holds

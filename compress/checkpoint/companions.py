@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.errors import CheckpointError
-from compress.base.safe_open import lies_in
+from compress.base.regular_files import lies_in
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS, LEGAL, of_checkpoint
 from compress.checkpoint.ownership import is_ours

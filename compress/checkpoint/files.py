@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.base.safe_open import parse_json
+from compress.base.regular_files import parse_json
 from compress.checkpoint.scratch import Scratch
 
 RECORD = "compress.json"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compress.base.errors import CheckpointError, InputError
-from compress.base.safe_open import parse_json, special
+from compress.base.regular_files import parse_json, special
 from compress.checkpoint.files import RECORD
 
 GENERATOR = '<meta name="generator" content="compress'  # in the head of a page

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from compress.base.errors import InputError, WriteError
-from compress.base.safe_open import LOOP, special
+from compress.base.regular_files import LOOP, special
 from compress.base.terminal import is_closed, visible
 
 OVERWRITE = "compress.overwrite"

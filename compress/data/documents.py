@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from compress.base.errors import InputError, first_line
-from compress.base.safe_open import json_line, regular
+from compress.base.regular_files import json_line, regular
 from compress.checkpoint.read.source import DEMO, path_of
 from compress.data.rows import CHATS, COLUMNS, KNOWN, Row, row_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.errors import InputError, first_line, install
-from compress.base.safe_open import json_line, regular
+from compress.base.regular_files import json_line, regular
 from compress.data.chat import Message, messages_of
 from compress.data.documents import Documents, read_documents
 

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from compress.base.errors import CheckpointError, InputError, first_line
-from compress.base.safe_open import regular
+from compress.base.regular_files import regular
 from compress.base.schema import misfits
 from compress.checkpoint.files import checksum, fingerprint, write_whole
 from compress.checkpoint.read.source import path_of

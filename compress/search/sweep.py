@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
-from compress.base.safe_open import special
+from compress.base.regular_files import special
 from compress.base.version import VERSION
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, noted

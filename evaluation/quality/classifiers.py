@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from compress.base.device import find_device
 from compress.base.errors import CompressError, InputError
-from compress.base.safe_open import regular
+from compress.base.regular_files import regular
 from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of

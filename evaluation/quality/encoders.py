@@ -26,7 +26,7 @@ from torch.nn.functional import cosine_similarity
 from compress.base.device import find_device
 from compress.base.errors import CheckpointError, InputError, one_of
 from compress.base.progress import Reporter, Silent
-from compress.base.safe_open import json_line, regular
+from compress.base.regular_files import json_line, regular
 from compress.base.schema import fits
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import path_of

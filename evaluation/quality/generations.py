@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.base.safe_open import regular
+from compress.base.regular_files import regular
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import Generation
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import CheckpointError
-from compress.base.safe_open import parse_json, special
+from compress.base.regular_files import parse_json, special
 from compress.base.schema import built, fits
 from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.errors import CheckpointError, InputError
-from compress.base.safe_open import special
+from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source, path_of

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
 from compress.base.errors import CheckpointError, InputError
-from compress.base.safe_open import check_nesting, regular
+from compress.base.regular_files import check_nesting, regular
 from compress.base.schema import fits
 from compress.checkpoint.files import write_whole
 from compress.checkpoint.ownership import noted

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compress.base.errors import InputError
-from compress.base.safe_open import json_line, regular
+from compress.base.regular_files import json_line, regular
 from compress.checkpoint.read.source import path_of
 
 MULTIPLE_CHOICE: Literal["multiple choice"] = "multiple choice"

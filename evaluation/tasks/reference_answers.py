@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from compress.base.errors import CheckpointError
-from compress.base.safe_open import parse_json
+from compress.base.regular_files import parse_json
 from compress.base.schema import built, fits
 from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source

@@ -10,7 +10,7 @@ from compress.evaluation.document import TaskResult
 from compress.evaluation.quality.exact_intervals import difference_of, share_of
 from compress.evaluation.quality.statistics import Values, exponential, mean_of_independent
 from compress.evaluation.tasks.likelihood import Likelihood
-from compress.evaluation.tasks.paired_test import holm, interval, mcnemar
+from compress.evaluation.tasks.paired_accuracy import holm, interval, mcnemar
 from compress.evaluation.tasks.questions import CLOZE, Task
 
 

@@ -12,7 +12,7 @@ from transformers import utils
 
 import compress
 from compress.base.errors import CheckpointError
-from compress.base.safe_open import lies_in
+from compress.base.regular_files import lies_in
 from compress.checkpoint import seal
 from compress.checkpoint.export.gguf.tokenizer import keys_of
 from compress.checkpoint.leftovers import of_checkpoint

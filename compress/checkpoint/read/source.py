@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from compress.base.errors import CheckpointError, InputError, first_line
-from compress.base.safe_open import special
+from compress.base.regular_files import special
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt, narrow_bytes

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compress.base.errors import CheckpointError
-from compress.base.safe_open import special
+from compress.base.regular_files import special
 from compress.base.schema import fits
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
 from compress.checkpoint.read.configuration import Header, Index

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from compress.base.collectives import Comm
 from compress.base.errors import CheckpointError, InputError, RankLostError, WriteError
-from compress.base.safe_open import LOOP, special
+from compress.base.regular_files import LOOP, special
 from compress.checkpoint.files import INDEX, RECORD, read_json
 from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, holds, strangers_in
 from compress.checkpoint.portable_names import command

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 
 from compress.base.errors import InputError, one_of
-from compress.base.safe_open import DEEPEST, MOST_NODES, check_nesting, regular
+from compress.base.regular_files import DEEPEST, MOST_NODES, check_nesting, regular
 from compress.weights.scheme_guess import likely_scheme
 
 if TYPE_CHECKING:

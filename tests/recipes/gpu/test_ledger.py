@@ -44,7 +44,7 @@ def test_the_table_of_the_document_is_that_of_the_ledger(sources):
         ("triton/sparse_kernels.py", "tl.sum(", "1.0 * tl.sum(", {"sparse_kernels.product_kernel"}),
         # A function that two kernels call, and a constant that they read.
         ("triton/grouped_gemm.py", "def pairs_of_tile(tile,", "def pairs_of_tile(tile,  # said\n", set()),
-        ("triton/split.py", "tl.atomic_add(", "1 * tl.atomic_add(", None),
+        ("triton/split_k.py", "tl.atomic_add(", "1 * tl.atomic_add(", None),
         ("layouts/words.py", "PLANE = 32", "PLANE = 64", None),
     ],
     ids=["its own line", "a comment", "a function that it calls", "a constant of another file"],

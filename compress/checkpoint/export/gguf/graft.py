@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError, first_line
-from compress.base.safe_open import special
+from compress.base.regular_files import special
 from compress.checkpoint.export.gguf.file import Entry
 from compress.checkpoint.export.gguf.library import gguf, reader
 from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.base.safe_open import lies_in
+from compress.base.regular_files import lies_in
 from compress.checkpoint.export.gguf.pre_tokenizers import splitting_named, why_no_name
 from compress.checkpoint.files import read_json
 from compress.checkpoint.seal import TEMPLATES
