@@ -14,7 +14,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
-from compress.kernels.measure.provenance import origin
+from compress.evaluation.origin import origin
 
 NO_REFERENCE = "no reference was given"
 IN_MEMORY = "the model was in memory, not in files"

@@ -320,7 +320,7 @@ AT_ONCE = (
     (2, "inspect demo --device cpu"),
     (2, "export demo --to gguff --output out"),
     (2, "report a --diff"),
-    (2, "bench --schemes w4a16"),
+    (2, "bench"),
     (2, "demo --overwrite"),
 )
 HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "pyarrow", "pandas", "compressed_tensors", "triton"}

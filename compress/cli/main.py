@@ -75,7 +75,7 @@ def cli() -> None:
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
     compress push OUT owner/name                              upload it, with a model card
-    compress bench
+    compress bench OUT
     compress doctor                                            see what this machine can do, and what is slow
 
     MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl, .json or .parquet file

@@ -12,7 +12,7 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from compress.kernels.measure.timing import elapsed_ms
+from compress.evaluation.speed.timing import elapsed_ms
 
 
 class GenerationTimer:

@@ -6,14 +6,15 @@ A result is one variant at one batch size:
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
     layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
-    share               of what is possible, `kernels.measure.roofline`: weights and cache moved once, the products of
+    share               of what is possible, `speed.ceilings`: weights and cache moved once, the products of
                         the blocks' linear layers computed; attention and the head's products are left out
 
 On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
-round, as in `kernels.measure.timing`.
+round, as in `speed.timing`.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,30 +24,42 @@ from compress.base.errors import CompressError, InputError
 from compress.base.progress import Reporter
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.speed import check, decoder, dense, memory
+from compress.evaluation.speed.ceilings import INT8, CallCost, achieved, measure_ceilings
 from compress.evaluation.speed.generation import GenerationTimer
-from compress.evaluation.speed.options import ModelOptions, default_schemes
+from compress.evaluation.speed.options import ModelOptions
 from compress.evaluation.speed.report import SpeedReport
+from compress.evaluation.speed.timing import summary
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.linear import QuantLinear
 from compress.inference.load.assembly import fuse
 from compress.inference.load.loading import load
 from compress.kernels import workspace
-from compress.kernels.measure.ceilings import measure_ceilings
-from compress.kernels.measure.roofline import INT8, CallCost, achieved
-from compress.kernels.measure.timing import summary
 
 Build = Callable[[], nn.Module]
 # Tokens over which logits are compared.
 COMPARED = 32
 STORED = "compressed"
+DEFAULT_SCHEMES = (decoder.DENSE, "w4a16", "w8a8")  # of a shape; the dense model comes first
 
 
-def bench_model(options: ModelOptions, report: SpeedReport, reporter: Reporter) -> None:
+def bench_model(options: ModelOptions, file: Path | None, reporter: Reporter) -> SpeedReport:
+    """The report on a model, complete like its file; `failures` names what is wrong. Raises InputError before anything
+    is measured."""
+    settings = {"model": options.model, "batches": list(options.batches), "prompt": options.prompt, "new": options.new}
+    settings |= {"dtype": str(options.dtype).removeprefix("torch."), "rounds": options.rounds, "quick": options.quick}
+    report = SpeedReport("model", options.device, settings, file)
+    measure_variants(options, report, reporter)
+    report.finish()
+    return report
+
+
+def measure_variants(options: ModelOptions, report: SpeedReport, reporter: Reporter) -> None:
     """Fill a report, saving it after every variant."""
     variants = list(find_variants(options, report.notes))
     report.settings["variants"] = [name for name, _ in variants]
     steps = 1 + len(variants)
     if options.device.type == "cuda":
+        torch.cuda.set_device(options.device)
         workspace.prepare(options.device)
     report.ceilings |= measure_ceilings(options.device, options.quick)
     reporter.step(1, steps, "ceilings")
@@ -102,7 +115,7 @@ def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str
             raise InputError(f"--trust-remote-code is for a checkpoint; {options.model} is a shape: drop it")
         config = decoder.config_of(options.model)
         _check_room(room, config.max_position_embeddings)
-        for scheme in options.schemes or default_schemes():
+        for scheme in options.schemes or DEFAULT_SCHEMES:
             yield scheme, _of_shape(options, scheme, notes)
         return
     known = ", ".join(decoder.SHAPES)

@@ -8,8 +8,8 @@
      "tuned": [...], "notes": [...], "failures": [...],
      "results": [{...} with figures, or with "skipped": why]}
 
-Results are in `kernels.measure.benchmark.measure` (linears) and `speed.models` (model). While the work goes on they are
-in FILE.partial, which becomes FILE at the end: FILE is never half a report.
+Results are in `speed.models` (model) and in recipes/studies/kernels/products.py (linears). While the work goes on they
+are in FILE.partial, which becomes FILE at the end: FILE is never half a report.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from compress.checkpoint.files import write_named
-from compress.kernels.measure.provenance import provenance
+from compress.evaluation.origin import timing_origin
 
 FORMAT = 1
 # Load average up to which a CPU counts as idle.
@@ -44,7 +44,7 @@ class SpeedReport:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self.facts = provenance(self.device)
+        self.facts = timing_origin(self.device)
         load = self.facts["load"]
         if self.device.type == "cpu" and load is not None and load > IDLE:
             self.notes.append(f"the machine was busy (load {load:.1f}) when this began: do not quote these figures")
@@ -71,6 +71,11 @@ class SpeedReport:
         self.keep()
         if self.file is not None:
             self._partial().replace(self.file)
+
+    def complaint(self) -> str:
+        """The first failure, and the number of all."""
+        more = f" ({len(self.failures)} in all)" if len(self.failures) > 1 else ""
+        return f"wrong or failed, and not timed: {self.failures[0]}{more}"
 
     def _partial(self) -> Path:
         assert self.file is not None

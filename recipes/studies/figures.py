@@ -24,7 +24,7 @@ import transformers
 import compress
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluation_file import read_evaluation
-from compress.kernels.measure.provenance import provenance
+from compress.evaluation.origin import timing_origin
 
 # Figures of a row, and those of them that are means.
 MEANS = ("perplexity", "reference_perplexity", "log_perplexity_ratio", "kl_mean", "same_top")
@@ -148,7 +148,7 @@ def head() -> str:
 
 def tell_times(found: dict[str, Any], target: Path | None) -> None:
     """Print measured times with their provenance; write them, too, where a file is named."""
-    about = provenance(torch.device("cpu"))
+    about = timing_origin(torch.device("cpu"))
     del about["command"]  # it names folders of this machine
     said = json.dumps({**found, "about": about}, indent=1)
     print(said)

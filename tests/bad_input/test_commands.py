@@ -1253,9 +1253,9 @@ OTHERS: dict[str, Case] = {
         lambda d: command("export", "./no/such", "--to", "dense", "--output", d.output),
         ("'./no/such'", "does not exist"),
     ),
-    "bench: code without a model": (
+    "bench: no model": (
         lambda d: command("bench", "--trust-remote-code"),
-        ("--trust-remote-code: only for a MODEL",),
+        ("give a MODEL", "python -m compress.recipes.studies.kernels.bench"),
     ),
     "recipes: unknown": (lambda d: command("recipes", "fp8"), ("unknown recipe 'fp8'", "fp8-rtn")),
     "methods: no module": (

@@ -21,7 +21,7 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "verify --json": lambda d, p: command("verify", d.model, "--json", p),
     "quantize --json": lambda d, p: d.rtn(d.model, "--json", p),
     "export --json": lambda d, p: command("export", d.model, "--to", "dense", "--output", d.output, "--json", p),
-    "bench --json": lambda d, p: command("bench", "--json", p),
+    "bench --json": lambda d, p: command("bench", "tiny", "--json", p),
     "sweep --json": lambda d, p: command(
         "sweep", d.model, "w8a16-rtn", "--text", d.tokens, "--output", d.output, "--json", p
     ),
@@ -31,7 +31,6 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "fit --recipe-only --output .yaml": lambda d, p: command(
         *("fit", d.model, "--bits", 3, "--recipe-only", "--calibration", d.tokens, "--text", d.tokens, "--output", p)
     ),
-    "bench --html": lambda d, p: command("bench", "--html", p),
     "inspect --html": lambda d, p: command("inspect", d.model, "--calibration", "--html", p),
     "inspect --svg": lambda d, p: command("inspect", d.model, "--training", "--svg", p),
     "report --output .html": lambda d, p: command("report", "a", "--output", p),

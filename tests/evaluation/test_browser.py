@@ -11,9 +11,9 @@ from evaluations import HOSTILE, hostile, runs
 
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.page import as_html
-from compress.evaluation.speed.plot import page_of
 from compress.evaluation.speed.report import SpeedReport
-from compress.kernels.measure.benchmark import candidates
+from compress.recipes.studies.kernels.plot import page_of
+from compress.recipes.studies.kernels.products import candidates
 
 CPU = torch.device("cpu")
 PROGRAM = browser.found()
@@ -53,7 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, found in made.items():
         (folder / f"{name}.html").write_text(as_html(compose(runs(*found))), encoding="utf-8")
     for name, report in (("linears", linears()), ("model", model())):
-        (folder / f"{name}.html").write_text(as_html(page_of(report)), encoding="utf-8")
+        (folder / f"{name}.html").write_text(as_html(page_of(report.content())), encoding="utf-8")
         made[name] = []
     return {name: folder / f"{name}.html" for name in made}
 

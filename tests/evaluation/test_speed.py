@@ -1,15 +1,9 @@
 """`compress bench` on the CPU, tiny: what is refused, what is written, and that what is wrong is not timed."""
 
 import json
-import re
-import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +13,13 @@ from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
-from compress.evaluation.report import wording
-from compress.evaluation.report.content import Picture, ReportTable, Words
-from compress.evaluation.report.page import as_html
-from compress.evaluation.speed import check, decoder, dense, memory, models, options, plot, run, speed_tables
+from compress.evaluation.speed import check, decoder, dense, memory, models
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.report import SpeedReport
 from compress.inference.check import dense_twin
 from compress.inference.load.assembly import compressed_layers, fuse
-from compress.kernels.measure import benchmark
 
 CPU = torch.device("cpu")
-LINEARS = ("bench", "--device", "cpu", "--shapes", "64x256,96x128", "--tokens", "1,5", "--rounds", 2)
 MODEL = ("bench", "tiny", "--device", "cpu", "--batch", "1,3", "--prompt", 6, "--new", 2, "--rounds", 2)
 
 
@@ -51,21 +40,11 @@ def tiny(scheme: str = "w4a16", dtype: torch.dtype = torch.float32) -> torch.nn.
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "a shape of one size": (("--shapes", "4096"), "outputs x inputs"),
-    "a shape of words": (("--shapes", "axb"), "outputs x inputs"),
-    "an empty shape": (("--shapes", "64x128,"), "outputs x inputs"),
-    "a shape of no outputs": (("--shapes", "0x128"), "outputs x inputs"),
-    "inputs that no group divides": (("--shapes", "64x100"), "multiple of 128"),
-    "no tokens": (("--tokens", "0"), "positive numbers"),
-    "tokens of words": (("--tokens", "1,two"), "positive numbers"),
-    "no rounds": (("--rounds", "0"), "at least 1"),
-    "an unknown dtype": (("--dtype", "int3"), "bfloat16, float16, float32"),
-    "an unknown device": (("--device", "gpu"), "usable here: cpu"),
-    "tuning without a GPU": (("--device", "cpu", "--tune"), "on a GPU; the device is cpu"),
-    "options of models alone": (("--batch", "1", "--new", "2"), "--batch, --new: only for a MODEL"),
-    "a page on standard output": (("--html", "-"), "give a file"),
+    "no model": ((), "a checkout times each kernel: python -m compress.recipes.studies.kernels.bench"),
+    "no rounds": (("tiny", "--rounds", "0"), "at least 1"),
+    "an unknown dtype": (("tiny", "--dtype", "int3"), "bfloat16, float16, float32"),
+    "an unknown device": (("tiny", "--device", "gpu"), "usable here: cpu"),
     "an unknown model": (("nosuchmodel",), "llama-3-8b"),
-    "options of linears alone": (("tiny", "--tokens", "1"), "--tokens: only for the linear layers"),
     "an unknown scheme": (("tiny", "--schemes", "w5a5"), "unknown scheme 'w5a5'"),
     "a scheme twice": (("tiny", "--schemes", "dense,dense"), "twice"),
     "no batch": (("tiny", "--batch", "0"), "positive numbers"),
@@ -83,7 +62,6 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(models, "measure_ceilings", never)
-    monkeypatch.setattr(run, "measure_ceilings", never)
     words, part = REFUSED[name]
     found = command("bench", *words, "--json", tmp_path / "speed.json")
     assert (found.code, found.out) == (2, ""), found
@@ -94,11 +72,10 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
 
 
 def test_an_unwritable_file_is_refused_before_the_work(tmp_path: Path) -> None:
-    for option in ("--json", "--html"):
-        assert command(*LINEARS, option, tmp_path / "no" / "file").code == 2
+    assert command(*MODEL, "--json", tmp_path / "no" / "file").code == 2
 
 
-# --- linear layers -------------------------------------------------------------------------------------------------
+# --- whole models --------------------------------------------------------------------------------------------------
 
 
 def check_facts(found: dict) -> None:
@@ -112,109 +89,12 @@ def check_facts(found: dict) -> None:
     assert all(c.get("per_s", 0) > 0 or c["skipped"] for c in found["ceilings"].values())
 
 
-def needs_no_network(directory: Path) -> None:
-    """The page beside the report is whole."""
-    assert {path.name for path in directory.iterdir()} == {"speed.json", "speed.html"}
-    page = (directory / "speed.html").read_text(encoding="utf-8")
-    assert "<svg" in page
-    assert not re.search(r"<script|url\(|@import|https?://", page)
-
-
-def test_linears_end_to_end(tmp_path: Path) -> None:
-    outcome = command(*LINEARS, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
-    assert outcome.code == 0, outcome.err
-    needs_no_network(tmp_path)
-    found = written(tmp_path / "speed.json")
-    check_facts(found)
-    assert found["settings"]["shapes"] == [[64, 256], [96, 128]]
-    assert {(e["N"], e["K"], e["M"]) for e in found["results"]} == {
-        (64, 256, 1),
-        (64, 256, 5),
-        (96, 128, 1),
-        (96, 128, 5),
-    }
-    for entry in found["results"]:
-        if "skipped" not in entry:
-            assert entry["share"] == pytest.approx(entry["limit_ms"] / entry["time_ms"])
-            assert entry["bound"] in ("memory", "compute")
-            assert entry["rounds"] == 2
-    for part in ("ceilings of ", "64 x 256", "w4a16", "not measured: gemlite w4a16 (64x256 M=1, 64x256 M=5, 96x128"):
-        assert part in outcome.out
-
-
-def test_json_on_standard_output_is_all_that_is_there() -> None:
-    found = command(
-        "bench", "--device", "cpu", "--shapes", "64x128", "--tokens", "1", "--rounds", 1, "--json", "-"
-    ).json()
-    assert found["complete"] is True
-
-
-def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, 1.05)
-    outcome = command(*LINEARS, "--json", tmp_path / "speed.json")
-    assert outcome.code == 1
-    assert outcome.err.splitlines()[-1].startswith("compress: wrong or failed, and not timed: w4a16 64x256 M=1")
-    found = written(tmp_path / "speed.json")
-    assert len(found["failures"]) == 8  # w4a16 and w8a16 at two shapes and two numbers of tokens
-    assert all("time_ms" not in e for e in found["results"] if e["candidate"] in ("w4a16", "w8a16"))
-    assert any("time_ms" in e for e in found["results"] if e["candidate"] == "w8a8")
-
-
 def test_what_is_not_a_number_is_null_in_a_report() -> None:
-    report = SpeedReport("linears", CPU, {})
+    report = SpeedReport("model", CPU, {})
     report.results.append({"error": float("nan"), "others": [float("inf"), 1.5]})
     assert json.loads(json.dumps(report.content(), allow_nan=False))["results"] == [
         {"error": None, "others": [None, 1.5]}
     ]
-
-
-def test_work_that_fails_leaves_what_it_had_and_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = benchmark.measure
-
-    def measure(N: int, *rest: object) -> object:
-        if N == 96:
-            raise OSError(5, "the machine is on fire")
-        return right(N, *rest)
-
-    monkeypatch.setattr(benchmark, "measure", measure)
-    assert command(*LINEARS, "--json", tmp_path / "speed.json").code == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["speed.json.partial"]
-    left = json.loads((tmp_path / "speed.json.partial").read_text())
-    assert left["complete"] is False
-    assert {e["N"] for e in left["results"]} == {64}
-
-
-def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Problem:
-        op: str
-        M: int
-        N: int
-        K: int
-        bits: int
-        group_size: int
-        dtype: torch.dtype
-
-        def stored(self) -> dict[str, Any]:
-            return vars(self)
-
-    def answer(problems: list[Problem], device: torch.device, say: Callable[[str], object]) -> list[Problem]:
-        say(f"{len(problems)} on {device}")
-        return problems
-
-    monkeypatch.setitem(sys.modules, "compress.kernels.measure.tune", SimpleNamespace(Problem=Problem, tune=answer))
-    wanted = options.linear_options(shapes="64x128", tokens="1,16", device="cpu")
-    said: list[str] = []
-    found = run.tune_products(wanted, said.append)
-    assert said == ["6 on cpu"]
-    assert [(p["op"], p["M"], p["bits"], p["group_size"]) for p in found] == [
-        (op, M, bits, group)
-        for M in (1, 16)
-        for op, bits, group in (("weight_only", 4, 128), ("weight_only", 8, -1), ("w8a8", 8, -1))
-    ]
-
-
-# --- whole models --------------------------------------------------------------------------------------------------
 
 
 def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
@@ -240,9 +120,8 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
-    outcome = command(*MODEL, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
+    outcome = command(*MODEL, "--json", tmp_path / "speed.json")
     assert outcome.code == 0, outcome.err
-    needs_no_network(tmp_path)
     found = written(tmp_path / "speed.json")
     check_model(found, ["dense", "w4a16", "w8a8"], [1, 3])
     assert found["settings"]["model"] == "tiny"
@@ -430,62 +309,3 @@ def test_a_peak_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(memory, "anonymous_bytes", lambda: 0)  # looks from here on see nothing
     assert peak.bytes is not None
     assert peak.bytes > 2**24 * 4 * 0.9
-
-
-def test_where_two_of_four_gain_nothing_is_said() -> None:
-    where = {"N": 64, "K": 128, "candidate": "2:4 w4a16"}
-    found = [{**where, "M": M, "speedup_over": {"dense": 3.0, "w4a16": ratio}} for M, ratio in ((1, 1.2), (8, 0.5))]
-    found += [
-        {**where, "M": 64, "skipped": "why"},
-        {**where, "M": 1, "candidate": "2:4", "speedup_over": {"dense": 2.0}},
-    ]
-    assert speed_tables.slower(found) == ["2:4 w4a16 is no faster than w4a16: 64x128 M=8: 0.50x"]
-
-
-# --- the page ------------------------------------------------------------------------------------------------------
-
-
-def spread(*candidates: dict[str, Any]) -> SpeedReport:
-    """A report on one shape, of dense and of these."""
-    found = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
-    found.notes.clear()  # the machine may be busy
-    entry = {"N": 64, "K": 128, "M": 8, "ours": True, "share": 0.5, "time_ms": 1.0, "speedup_over": {}}
-    found.results += [{**entry, "candidate": "dense", "ours": False, "M": M} for M in (1, 8)]
-    found.results += [{**entry, **each} for each in candidates]
-    return found
-
-
-def boxes(svg: str) -> dict[str, float]:
-    """The length of every bar, by the name before it."""
-    found = re.findall(r'<rect [^>]*width="([\d.]+)"[^>]*/><text [^>]*>([^<]*)</text>', svg)
-    return {name: float(width) for width, name in found}
-
-
-def test_the_page_holds_what_was_measured() -> None:
-    half = {"candidate": "w4a16", "speedup_over": {"dense": 2.0}, "time_ms": 0.5}
-    lost = {"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "why"}
-    alone = {"candidate": "torch._int_mm", "ours": False, "speedup_over": {"dense": float("nan")}}
-    report = spread(half, alone)
-    report.results.append(lost)
-    made = plot.page_of(report)
-    shape, rest, _ = made.articles[0].sections
-    _, one, eight, times = shape.blocks
-    assert isinstance(one, Picture)
-    assert isinstance(eight, Picture)
-    assert isinstance(times, ReportTable)
-    assert (one.title, eight.title) == ("1 token", "8 tokens")
-    assert boxes(one.svg).keys() == {"dense"}
-    lengths = boxes(eight.svg)
-    assert lengths["w4a16"] == pytest.approx(2 * lengths["dense"], abs=0.2)
-    assert lengths["int_mm"] == 0
-    assert "2.00x, 50%" in eight.svg
-    assert times.rows[:2] == [("dense", "1,000", "1,000"), ("w4a16", wording.NONE, "500.0")]
-    assert rest.blocks == [Words("w4a16 (64x128 M=1): why", "note")]
-
-
-def test_a_page_of_nothing_that_could_be_measured_says_why() -> None:
-    report = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
-    report.results.append({"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "<b>why</b>"})
-    text = as_html(plot.page_of(report))
-    assert "w4a16 (64x128 M=1): &lt;b&gt;why&lt;/b&gt;" in text
-    assert "<svg" not in text

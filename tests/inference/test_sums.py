@@ -16,12 +16,12 @@ from torch import nn
 import compress
 from compress.base.errors import InputError
 from compress.checkpoint.read.compressed_layers import read_weight, widened
+from compress.evaluation.speed import ceilings
 from compress.inference.check.dense_twin import compared, error, plain
 from compress.inference.layers.fused import why_not_fuse
 from compress.inference.layers.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
 from compress.inference.load.assembly import lay_in_strips
 from compress.kernels.cpu import build as cpu
-from compress.kernels.measure import ceilings
 from compress.kernels.operators.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
 from compress.recipes.low_rank import Factors

@@ -34,11 +34,11 @@ def fast_gptq(**options: object) -> compress.GPTQ:
 
 def shorten_benchmarks(patch: pytest.MonkeyPatch) -> None:
     """Few copies of weights, and ceilings of small tensors in few rounds: figures that nobody may quote."""
-    measure = "compress.kernels.measure"
-    patch.setattr(f"{measure}.benchmark.CACHE_BYTES", 1)
-    patch.setattr(f"{measure}.ceilings.COPY_BYTES", {"cpu": 2**16})
-    patch.setattr(f"{measure}.ceilings.SIDE", {"cpu": 32})
-    patch.setattr(f"{measure}.ceilings.MAX_ROUNDS", 20)
+    ceilings = "compress.evaluation.speed.ceilings"
+    patch.setattr("compress.recipes.studies.kernels.products.CACHE_BYTES", 1)
+    patch.setattr(f"{ceilings}.COPY_BYTES", {"cpu": 2**16})
+    patch.setattr(f"{ceilings}.SIDE", {"cpu": 32})
+    patch.setattr(f"{ceilings}.MAX_ROUNDS", 20)
 
 
 class StopAfterOne(Silent):
@@ -81,12 +81,17 @@ class Outcome:
 
 def command(*arguments: object) -> Outcome:
     """Run `compress ARGUMENTS` in this process, through the entry point that the installed command has."""
+    return program(main, "compress", *arguments)
+
+
+def program(entry: Callable[[], object], name: str, *arguments: object) -> Outcome:
+    """Run a program in this process by its entry point, as one of this name."""
     out, err = io.StringIO(), io.StringIO()
     argv, code = sys.argv, 0
-    sys.argv = ["compress", *map(str, arguments)]
+    sys.argv = [name, *map(str, arguments)]
     try:
         with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err):
-            main()
+            entry()
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     finally:

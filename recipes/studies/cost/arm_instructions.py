@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from compress.evaluation.origin import origin
 from compress.kernels.cpu import build, processor
 from compress.kernels.cpu.libraries import units
-from compress.kernels.measure.provenance import origin
 
 PREFIX = "aarch64-linux-gnu-"
 PRODUCTS = ("fmla", "sdot", "smmla", "bfdot", "smull", "smull2", "smlal", "smlal2")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from compress.evaluation.speed.timing import elapsed_ms
 from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.kernels.cpu import direct
-from compress.kernels.measure.timing import elapsed_ms
 from compress.recipes.studies.figures import tell_times
 
 SIZE = 64

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import compress
+from compress.evaluation.speed.timing import elapsed_ms
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.kernels.measure.timing import elapsed_ms
 from compress.recipes.studies.figures import tell_times
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from compress.evaluation.speed.timing import elapsed_ms
 from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.experts import StackedExperts, stack_experts
 from compress.inference.layers.linear import PackedLinear, QuantLinear
-from compress.kernels.measure.timing import elapsed_ms
 from compress.model.split_experts import split_experts
 from compress.recipes.studies.figures import tell_times
 

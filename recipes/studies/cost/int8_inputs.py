@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import compress
-from compress.kernels.measure.timing import elapsed_ms
+from compress.evaluation.speed.timing import elapsed_ms
 from compress.recipes.studies.figures import tell_times
 
 CPU = torch.device("cpu")

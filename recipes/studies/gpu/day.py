@@ -68,7 +68,7 @@ def tests(file: Path, *words: str) -> tuple[str, ...]:
 
 def sections(out: Path) -> tuple[TimedSection, ...]:
     """All sections, in the order of their worth."""
-    bench = (sys.executable, "-m", "compress", "bench", "--dtype", "bfloat16")
+    bench = (sys.executable, "-m", "compress.recipes.studies.kernels.bench", "--dtype", "bfloat16")
     interpreted = sorted(str(path) for path in (ROOT / "tests/support/interpreter").glob("interpreter_*.py"))
     tiny = ("--shape", "tiny")
     file = {name: str(out / f"{name}.json") for name in ("decode", "quantize", "products", "peers")}

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from compress.checkpoint.files import write_json
+from compress.evaluation.origin import origin
 from compress.evaluation.speed import decoder, dense
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.inference.load.assembly import fuse
 from compress.kernels import workspace
-from compress.kernels.measure.provenance import origin
 from compress.recipes.studies.figures import asked as command_of
 
 SCHEMES = (decoder.DENSE, "w4a16")

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.files import write_json
+from compress.evaluation.origin import origin
 from compress.evaluation.speed import decoder
-from compress.kernels.measure.provenance import origin
 from compress.recipes.studies.figures import asked as command_of
 
 GROUP = 128

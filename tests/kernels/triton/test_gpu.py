@@ -11,13 +11,13 @@ from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.scale_blocks import spread
-from compress.kernels.measure import tune
 from compress.kernels.operators import fp8, fp8_blocks, grouped
 from compress.kernels.operators import words as ops
 from compress.kernels.operators import words24 as sparse24
 from compress.kernels.operators.int8_activation import int8_activation_linear, planar_linear, why_not_int8
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
+from compress.recipes.studies.kernels import tune
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,6 @@ from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
-from compress.kernels.measure import tune
 from compress.kernels.operators import words as ops
 from compress.kernels.operators import words24 as sparse24
 from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, int8_tma_gemm, planar_gemm, sparse24_gemm
@@ -27,6 +26,7 @@ from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning.table import Shape
+from compress.recipes.studies.kernels import tune
 from compress.weights.formats.sparse24 import sparse24 as two_of_four
 from compress.weights.grid import Grid, quantize
 

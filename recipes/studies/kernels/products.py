@@ -2,8 +2,8 @@
 
 Every candidate is first checked against the product of its dequantized weights; a wrong one is not timed, and one that
 cannot run is listed with the reason. Weights are rotated over enough copies that none is still in the cache when its
-turn comes. `timing` times the calls; `ceilings` and `roofline` give the limits that the times are held against.
-`compress bench` runs this.
+turn comes. `evaluation.speed.timing` times the calls; `ceilings` there and `roofline` give the limits that times are
+held against.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.evaluation.speed.ceilings import achieved
+from compress.evaluation.speed.timing import Call, time_cpu, time_gpu
 from compress.kernels import reference
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import Strips
 from compress.kernels.layouts.tiles import TileWords, pack_levels, tile_weight
-from compress.kernels.measure.floats8 import floats8
-from compress.kernels.measure.halved import HALVED, halve
-from compress.kernels.measure.narrow import NARROW_KINDS, narrow
-from compress.kernels.measure.roofline import (
+from compress.kernels.operators import fp8_blocks, strips
+from compress.kernels.operators import words as ops
+from compress.kernels.operators.int8_activation import planar_linear
+from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
+from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
+from compress.recipes.studies.kernels.floats8 import floats8
+from compress.recipes.studies.kernels.halved import HALVED, halve
+from compress.recipes.studies.kernels.narrow import NARROW_KINDS, narrow
+from compress.recipes.studies.kernels.roofline import (
     FLOAT8_KINDS,
     HALVED_KINDS,
     OUTLIERS,
@@ -30,30 +37,9 @@ from compress.kernels.measure.roofline import (
     TILE_GROUP,
     TILE_ROWS,
     WEIGHTS,
-    achieved,
     cost,
 )
-from compress.kernels.measure.timing import Call, time_cpu, time_gpu
-from compress.kernels.operators import fp8_blocks, strips
-from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import planar_linear
-from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
-from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
 
-# Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
-GPU_SHAPES = (
-    (6144, 4096),
-    (4096, 4096),
-    (28672, 4096),
-    (4096, 14336),
-    (10240, 8192),
-    (8192, 8192),
-    (57344, 8192),
-    (8192, 28672),
-)
-CPU_SHAPES = ((2048, 2048), (4096, 4096))
-GPU_TOKENS = (1, 8, 16, 64, 256, 2048, 8192)
-CPU_TOKENS = (1, 8, 64, 512)
 GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
 CACHE_BYTES = 128 * 2**20

@@ -9,10 +9,10 @@ from compress.kernels.layouts.strips import NIBBLE, pack_strips
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, TrellisWords
 from compress.kernels.layouts.trellis_strips import TrellisStrips
 from compress.kernels.layouts.words import LevelTable, Planar, pack_planar, planar_weight
-from compress.kernels.measure.roofline import GROUPS
 from compress.kernels.operators.levels import levels_linear, why_not_levels
 from compress.kernels.operators.trellis import lay_in_strips, trellis_product, values_by_run
 from compress.kernels.operators.words import runs_on_cpu
+from compress.recipes.studies.kernels.roofline import GROUPS
 
 # Whole numbers of a half, as E2M1 has them.
 MAGNITUDES = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]

@@ -1,5 +1,9 @@
-"""A benchmark as a self-contained page of pictures and tables (`compress.evaluation.report.page`)."""
+"""A page of pictures and tables of a stored benchmark, of kernels or of a model. It needs no network.
 
+python -m compress.recipes.studies.kernels.plot speed.json speed.html
+"""
+
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +12,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import click
+
+from compress.cli.exit_codes import exits_cleanly
+from compress.cli.options import files_overwrite_option, writable
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Tile, Words
 from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
 from compress.evaluation.report.facts import known
 from compress.evaluation.report.page import write_page
-from compress.evaluation.speed import report, speed_tables
+from compress.evaluation.speed import speed_tables
+from compress.recipes.studies.kernels.tables import slower
 
 BAR, ROW, HEADING = 12.0, 20.0, 26.0  # heights: of a bar, of its row, of the line above a group
+CONTENT = ("settings", "ceilings", "tuned", "notes", "failures", "results")
+NO_FACTS = ("format", "what", "complete", "device_peak_bytes", *CONTENT)
 APART = 8.0  # between a name, its bar and its figure
 LINEARS = (
     "Bars: how many times as fast as torch's dense product of the same shape, whose 1 is the line across; of other "
@@ -38,32 +49,26 @@ class SpeedBar:
     style: str = "main"
 
 
-def write_plots(found: report.SpeedReport, path: Path) -> None:
-    """Write the page; it appears when it is complete. Raises InputError where the file cannot be written."""
-    write_page(path, page_of(found))
-
-
-def page_of(found: report.SpeedReport) -> Report:
-    """The content of the page."""
-    of_linears = found.what == "linears"
-    sections = linear_sections(found.results) if of_linears else model_sections(found.results)
-    told = [*speed_tables.slower(found.results), *dict.fromkeys(found.notes)]
-    if told:
-        sections.append(Section("Remarks", [Words(wording.clean(line), "note") for line in told]))
-    left = [f"{name}: {entry['skipped']}" for name, entry in found.ceilings.items() if "skipped" in entry]
-    left += speed_tables.skipped(found.results)
+def page_of(report: Mapping[str, Any]) -> Report:
+    """The content of the page of a stored report."""
+    of_linears, settings, results = report["what"] == "linears", report["settings"], report["results"]
+    sections = linear_sections(results) if of_linears else model_sections(results)
+    remarks = [*slower(results), *dict.fromkeys(report["notes"])]
+    if remarks:
+        sections.append(Section("Remarks", [Words(wording.clean(line), "note") for line in remarks]))
+    left = [f"{name}: {entry['skipped']}" for name, entry in report["ceilings"].items() if "skipped" in entry]
+    left += speed_tables.skipped(results)
     if left:
         sections.append(Section("Not measured", [Words(wording.clean(line), "note") for line in left]))
-    kept = {key: value for key, value in found.facts.items() if key != "versions"}
-    settings = {**found.settings, **shapes_of(found.settings)}
-    rows = known({**kept, **settings, "versions": found.facts["versions"]})
+    facts = {key: value for key, value in report.items() if key not in (*NO_FACTS, "versions")}
+    rows = known({**facts, **settings, **shapes_of(settings), "versions": report["versions"]})
     sections.append(Section("Where this comes from", [ReportTable(("", ""), rows, names=2)]))
-    what = "linear layers" if of_linears else wording.name(found.settings["model"])
-    verdict = f"On {found.facts['device']}: {speed_tables.title_of(found)}."
+    what = "linear layers" if of_linears else wording.name(settings["model"])
+    verdict = f"On {report['device']}: {speed_tables.title_of(settings)}."
     return Report(
         f"Speed of {what}",
         wording.clean(verdict),
-        [Article(what, "", verdict, _ceilings(found.ceilings), sections)],
+        [Article(what, "", verdict, _ceilings(report["ceilings"]), sections)],
         command="bench",
         footnote="What is wrong is not timed.",
     )
@@ -202,3 +207,17 @@ def shortened(text: str) -> str:
     """A heading cut to the width of the picture."""
     most = int(WIDE / STRONG)
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@click.command()
+@click.argument("speed")
+@click.argument("page", callback=writable)
+@files_overwrite_option
+@exits_cleanly
+def plot(speed: str, page: str) -> None:
+    """Draw the JSON file of a benchmark as one page."""
+    write_page(Path(page), page_of(json.loads(Path(speed).read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    plot()

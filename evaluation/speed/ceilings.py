@@ -4,16 +4,23 @@
     float32 ... int8    operations per second of a square product by the vendor's library; int8 is `torch._int_mm`
 
 Float products are true ones: float32 is not TF32. A product that a device does not have is left out with the reason.
+
+    limit = max(bytes moved / bandwidth, operations / peak)        share = limit / time
+
+A share of 1 is work that nothing could beat with this representation of the weights on this machine. It can be above 1
+where a ceiling was measured while the machine was busy, or where the weights were still in a cache.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from compress.kernels.measure.timing import Call, elapsed_ms, time_cpu, time_gpu
+from compress.evaluation.speed.timing import Call, elapsed_ms, time_cpu, time_gpu
 
+INT8 = "int8"
 FLOATS = ("float32", "float16", "bfloat16")
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 SIDE = {"cuda": 8192, "cpu": 1024}
@@ -87,3 +94,53 @@ def _int_call(sign: torch.dtype, side: int, device: torch.device) -> Callable[[]
         return lambda: torch.ops.aten._int_mm(given, weight.t())
 
     return build
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """The least work of one call. arithmetic: the name of the ceiling that its operations run under."""
+
+    bytes: int
+    operations: int
+    arithmetic: str
+
+
+def bandwidth(ceilings: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Bytes per second: the best that was measured, read or copied."""
+    return max(
+        (ceilings[name]["per_s"] for name in ("copy", "read") if "per_s" in ceilings.get(name, {})), default=None
+    )
+
+
+def peak(ceilings: Mapping[str, Mapping[str, Any]], arithmetic: str) -> float | None:
+    """Operations per second. int8: the better of signed and unsigned."""
+    names = (INT8, "uint8") if arithmetic == INT8 else (arithmetic,)
+    return max((ceilings[name]["per_s"] for name in names if "per_s" in ceilings.get(name, {})), default=None)
+
+
+Bound = Literal["memory", "compute"]
+
+
+def limit(need: CallCost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
+    """(least milliseconds, the binding resource); None where a ceiling could not be measured."""
+    memory, compute = bandwidth(ceilings), peak(ceilings, need.arithmetic)
+    if memory is None or compute is None:
+        return None
+    moving, computing = need.bytes / memory * 1e3, need.operations / compute * 1e3
+    return (moving, "memory") if moving >= computing else (computing, "compute")
+
+
+def achieved(need: CallCost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The evaluation of a time: bytes and operations per second, the binding resource and the share of its limit
+    reached."""
+    found = {
+        "bytes": need.bytes,
+        "operations": need.operations,
+        "bytes_per_s": need.bytes / time_ms * 1e3,
+        "operations_per_s": need.operations / time_ms * 1e3,
+        "arithmetic": need.arithmetic,
+    }
+    least = limit(need, ceilings)
+    if least is None:
+        return found | {"bound": None, "limit_ms": None, "share": None}
+    return found | {"bound": least[1], "limit_ms": least[0], "share": least[0] / time_ms}

@@ -20,7 +20,7 @@ CAPS = ("COMPRESS_CPU", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE
 VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "i8mm", "bf16", "sve")
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def timing_origin(device: torch.device) -> dict[str, Any]:
     """The origin of a time. load: processes that wanted a processor in the last minute, where the system says so.
     cpu_flags: the processor's vector instructions; caps: the variables that restrict them."""
     return {

@@ -1,33 +1,18 @@
-"""The least time that a product can take on a machine whose ceilings are known. Arithmetic only.
-
-    limit = max(bytes moved / bandwidth, operations / peak)        share = limit / time
+"""The least work of a product by each kind of weight. `evaluation.speed.ceilings` makes times of it.
 
 bytes        the weight with its scales and sparse rows, read once; x read once; the result written once
 operations   2 M N K
 peak         of the arithmetic that multiplies: the dtype of x, or int8 where x is rounded to int8 (float8 has no
              measured ceiling)
-
-A share of 1 is a kernel that nothing could beat with this representation of the weights on this machine. It can be
-above 1 where a ceiling was measured while the machine was busy, or where the weights were still in a cache.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
 
-INT8 = "int8"
+from compress.evaluation.speed.ceilings import INT8, CallCost
+
 # Share of weights that have a value of their own, where some have; the sizes of SpQR's tiles.
 OUTLIERS = 0.01
 TILE_GROUP, TILE_ROWS = 16, 16
-
-
-@dataclass(frozen=True)
-class CallCost:
-    """The least work of one call. arithmetic: the name of the ceiling that its operations run under."""
-
-    bytes: int
-    operations: int
-    arithmetic: str
 
 
 # kind -> (bits of a weight that is kept; 0: as wide as x, bytes of a scale; 0: as wide as x, whether one per group)
@@ -83,44 +68,3 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
         scales, inputs, outputs = 0, M * K, M * N * 4
     arithmetic = INT8 if kind in INT8_KINDS else FLOAT8 if kind in FLOAT8_KINDS else dtype
     return CallCost(weight + scales + inputs + outputs, 2 * M * N * K, arithmetic)
-
-
-def bandwidth(ceilings: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Bytes per second: the best that was measured, read or copied."""
-    found = [ceilings[name]["per_s"] for name in ("copy", "read") if "per_s" in ceilings.get(name, {})]
-    return max(found) if found else None
-
-
-def peak(ceilings: Mapping[str, Mapping[str, Any]], arithmetic: str) -> float | None:
-    """Operations per second. int8: the better of signed and unsigned."""
-    names = (INT8, "uint8") if arithmetic == INT8 else (arithmetic,)
-    found = [ceilings[name]["per_s"] for name in names if "per_s" in ceilings.get(name, {})]
-    return max(found) if found else None
-
-
-Bound = Literal["memory", "compute"]
-
-
-def limit(need: CallCost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
-    """(least milliseconds, the binding resource); None where a ceiling could not be measured."""
-    memory, compute = bandwidth(ceilings), peak(ceilings, need.arithmetic)
-    if memory is None or compute is None:
-        return None
-    moving, computing = need.bytes / memory * 1e3, need.operations / compute * 1e3
-    return (moving, "memory") if moving >= computing else (computing, "compute")
-
-
-def achieved(need: CallCost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The evaluation of a time: bytes and operations per second, the binding resource and the share of its limit
-    reached."""
-    found = {
-        "bytes": need.bytes,
-        "operations": need.operations,
-        "bytes_per_s": need.bytes / time_ms * 1e3,
-        "operations_per_s": need.operations / time_ms * 1e3,
-        "arithmetic": need.arithmetic,
-    }
-    least = limit(need, ceilings)
-    if least is None:
-        return found | {"bound": None, "limit_ms": None, "share": None}
-    return found | {"bound": least[1], "limit_ms": least[0], "share": least[0] / time_ms}

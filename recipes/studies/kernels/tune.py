@@ -1,6 +1,6 @@
 """Find the fastest configuration of products on the GPU at hand, and remember it in the user's table (`table`).
 
-    python -m compress.kernels.measure.tune --shapes 4096x4096 28672x4096 --tokens 1 16 64 256 2048 --group 128
+    python -m compress.recipes.studies.kernels.tune --shapes 4096x4096 28672x4096 --tokens 1 16 64 256 2048 --group 128
 
 Two rounds per product: tiles, warps and splits at the depth of pipeline that `choose` derives, then depths for the best
 of them. Configurations that cannot run are left out before they are compiled (`candidates`); those that do not compile
@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.evaluation.origin import timing_origin
+from compress.evaluation.speed.timing import time_gpu
 from compress.kernels import reference, workspace
 from compress.kernels.errors import CompressError
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
-from compress.kernels.measure import benchmark
-from compress.kernels.measure.provenance import provenance
-from compress.kernels.measure.timing import time_gpu
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device_of, kind_of
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, TunedEntry
+from compress.recipes.studies.kernels import products
 
 Call = Callable[[], Tensor]
 Calls = dict[Choice, list[Call]]
@@ -139,7 +139,7 @@ class TuningOperands:
         self.problem = problem
         N, K, half = problem.N, problem.K, 2 ** (problem.bits - 1)
         size = N * K * problem.bits // 8
-        self.copies = min(benchmark.MAX_COPIES, max(2, -(-benchmark.CACHE_BYTES // size)))
+        self.copies = min(products.MAX_COPIES, max(2, -(-products.CACHE_BYTES // size)))
         codes = torch.randint(-half, half, (N, K), generator=g, device=device, dtype=torch.int8)
         x = torch.randn(problem.M, K, generator=g, device=device)
         if problem.op == "w8a8":
@@ -261,7 +261,7 @@ def tune(
     for problem in problems:
         entry = tune_one(problem, TuningOperands(problem, device), device_of(device), shared, timer)
         entry = replace(entry, measured=entry.measured | origin)
-        table.write(path or table.user_table(), [entry], "Measured by compress.kernels.measure.tune.")
+        table.write(path or table.user_table(), [entry], "Measured by compress.recipes.studies.kernels.tune.")
         found.append(entry)
         gain = entry.measured["derived_ms"] / entry.measured["median_ms"]
         say(
@@ -274,7 +274,7 @@ def tune(
 
 def source(device: torch.device) -> dict[str, Any]:
     """The origin of a figure: device, versions, commit."""
-    whole = provenance(device)
+    whole = timing_origin(device)
     return {name: whole[name] for name in ("commit", "modified", "device", "versions", "cuda")}
 
 

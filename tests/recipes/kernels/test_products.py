@@ -6,7 +6,8 @@ import pytest
 import torch
 from planar import spoil
 
-from compress.kernels.measure import benchmark, ceilings, roofline, timing
+from compress.evaluation.speed import ceilings, timing
+from compress.recipes.studies.kernels import products, roofline
 
 CPU = torch.device("cpu")
 # A machine that moves 100 GB/s and computes 1 TFLOP/s, 4 TOP/s in unsigned int8.
@@ -22,14 +23,14 @@ FAKE = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(benchmark, "CACHE_BYTES", 1)
+    monkeypatch.setattr(products, "CACHE_BYTES", 1)
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**16})
     monkeypatch.setattr(ceilings, "SIDE", {"cpu": 32})
     monkeypatch.setattr(ceilings, "MAX_ROUNDS", 20)
 
 
 def measure(tokens=(1, 17), K=256):
-    return [e for M in benchmark.measure(64, K, tokens, torch.bfloat16, CPU, 3, FAKE) for e in M]
+    return [e for M in products.measure(64, K, tokens, torch.bfloat16, CPU, 3, FAKE) for e in M]
 
 
 def test_every_candidate_is_timed_or_has_a_reason():
@@ -71,9 +72,9 @@ def test_a_library_that_is_not_there_is_a_reason():
 @pytest.mark.parametrize("kind", roofline.FLOAT8_KINDS)
 def test_float8_products_are_held_to_inputs_as_they_round_them(kind):
     """Timed on a GPU alone."""
-    weight, x = benchmark.BenchmarkOperands(130, 384, torch.bfloat16, CPU, 0), torch.randn(5, 384).bfloat16()
+    weight, x = products.BenchmarkOperands(130, 384, torch.bfloat16, CPU, 0), torch.randn(5, 384).bfloat16()
     out = weight.floats8.product(kind, x)
-    assert benchmark.error_of(out, x, weight, kind) <= 1 < benchmark.error_of(1.05 * out, x, weight, kind)
+    assert products.error_of(out, x, weight, kind) <= 1 < products.error_of(1.05 * out, x, weight, kind)
 
 
 @pytest.mark.first
@@ -81,14 +82,14 @@ def test_float8_products_are_held_to_inputs_as_they_round_them(kind):
 def test_a_wrong_kernel_is_not_timed(monkeypatch, K):
     spoil(monkeypatch, 1.05)
     entries = [e for e in measure(K=K) if e["candidate"] == "w4a16"]
-    assert [e.get("skipped") for e in entries] == [benchmark.WRONG] * 2
+    assert [e.get("skipped") for e in entries] == [products.WRONG] * 2
     assert all(e["error_over_tolerance"] > 1 for e in entries)
     assert not any("time_ms" in e for e in entries)
 
 
 def test_a_kernel_that_returns_what_is_not_a_number_is_wrong(monkeypatch):
     spoil(monkeypatch, float("nan"))
-    assert {e.get("skipped") for e in measure() if e["candidate"] == "w4a16"} == {benchmark.WRONG}
+    assert {e.get("skipped") for e in measure() if e["candidate"] == "w4a16"} == {products.WRONG}
 
 
 def test_ratios_are_to_dense_and_to_libraries_with_weights_as_wide():
@@ -128,9 +129,9 @@ def test_turns_are_taken_after_a_warm_up_and_each_begins_untimed(monkeypatch):
 
 def test_what_a_product_costs():
     dense = roofline.cost("dense", 1, 1000, 2048, 2, "bfloat16", 128)
-    assert dense == roofline.CallCost(2 * (1000 * 2048 + 2048 + 1000), 2 * 1000 * 2048, "bfloat16")
+    assert dense == ceilings.CallCost(2 * (1000 * 2048 + 2048 + 1000), 2 * 1000 * 2048, "bfloat16")
     wide = roofline.cost("dense fp32", 1, 1000, 2048, 2, "bfloat16", 128)
-    assert wide == roofline.CallCost(2 * dense.bytes, dense.operations, "float32")
+    assert wide == ceilings.CallCost(2 * dense.bytes, dense.operations, "float32")
     narrow = roofline.cost("w4", 1, 1000, 2048, 2, "bfloat16", 128)
     assert narrow.bytes == 1000 * 2048 // 2 + 2 * 1000 * 16 + 2 * (2048 + 1000)
     assert roofline.cost("w8", 4, 10, 128, 2, "bfloat16", 128).bytes == 10 * 128 + 2 * 10 + 2 * 4 * (128 + 10)
@@ -143,28 +144,28 @@ def test_what_a_product_costs():
     assert [need.bytes for need in floats] == [128 * 256 + n + 2 * (128 + 256) for n in (4 * 128, 4 * 2)]
     assert {need.arithmetic for need in floats} == {"float8"}
     integers = roofline.cost("int32", 4, 10, 128, 2, "bfloat16", 128)
-    assert integers == roofline.CallCost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
+    assert integers == ceilings.CallCost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
 
 
 def test_every_candidate_has_a_cost():
-    for _, kind in benchmark.candidates(torch.zeros(1, 128, dtype=torch.bfloat16)).values():
+    for _, kind in products.candidates(torch.zeros(1, 128, dtype=torch.bfloat16)).values():
         assert roofline.cost(kind, 1, 64, 128, 2, "bfloat16", 128).bytes > 0
 
 
 def test_the_ceiling_that_binds():
-    moving = roofline.CallCost(10**9, 10**9, "bfloat16")  # 10 ms at 100 GB/s, 1 ms at 1 TFLOP/s
-    assert roofline.limit(moving, FAKE) == (pytest.approx(10.0), "memory")
-    computing = roofline.CallCost(10**6, 10**10, "bfloat16")
-    assert roofline.limit(computing, FAKE) == (pytest.approx(10.0), "compute")
-    assert roofline.limit(roofline.CallCost(10**6, 10**10, "int8"), FAKE) == (pytest.approx(2.5), "compute")
-    found = roofline.achieved(moving, 20.0, FAKE)
+    moving = ceilings.CallCost(10**9, 10**9, "bfloat16")  # 10 ms at 100 GB/s, 1 ms at 1 TFLOP/s
+    assert ceilings.limit(moving, FAKE) == (pytest.approx(10.0), "memory")
+    computing = ceilings.CallCost(10**6, 10**10, "bfloat16")
+    assert ceilings.limit(computing, FAKE) == (pytest.approx(10.0), "compute")
+    assert ceilings.limit(ceilings.CallCost(10**6, 10**10, "int8"), FAKE) == (pytest.approx(2.5), "compute")
+    found = ceilings.achieved(moving, 20.0, FAKE)
     assert found["share"] == pytest.approx(0.5)
     assert found["bytes_per_s"] == pytest.approx(50e9)
     assert found["operations_per_s"] == pytest.approx(50e9)
 
 
 def test_there_is_no_share_without_a_ceiling():
-    found = roofline.achieved(roofline.CallCost(10, 10, "float16"), 1.0, FAKE)
+    found = ceilings.achieved(ceilings.CallCost(10, 10, "float16"), 1.0, FAKE)
     assert (found["share"], found["bound"], found["limit_ms"]) == (None, None, None)
     assert found["bytes_per_s"] > 0
 

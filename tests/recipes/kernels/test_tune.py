@@ -8,12 +8,12 @@ import torch
 from compress.base.errors import CompressError
 from compress.kernels import workspace
 from compress.kernels.cpu import build as cpu
-from compress.kernels.measure import tune
-from compress.kernels.measure.tune import HOPPER_SHARED, Problem
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device
 from compress.kernels.tuning.table import DEQUANTIZE, Shape
+from compress.recipes.studies.kernels import tune
+from compress.recipes.studies.kernels.tune import HOPPER_SHARED, Problem
 
 H200 = Device(("NVIDIA H200", "9.0"), 132, 90)
 DECODE = Problem("weight_only", 1, 4096, 4096)

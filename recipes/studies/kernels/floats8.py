@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK, blocks_of, spread
-from compress.kernels.measure.roofline import FLOAT8_KINDS
 from compress.kernels.operators import fp8, fp8_blocks
+from compress.recipes.studies.kernels.roofline import FLOAT8_KINDS
 
 
 class Floats8(NamedTuple):

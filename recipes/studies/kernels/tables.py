@@ -1,0 +1,52 @@
+"""The report of a benchmark of kernels on a terminal: a table of products and sentences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compress.evaluation.report.content import ReportTable
+from compress.evaluation.speed.report import SpeedReport
+from compress.evaluation.speed.speed_tables import ceilings_line, percent, rate, ratio, remarks, title_of
+from compress.recipes.studies.kernels.halved import HALVED
+
+
+def tables(report: SpeedReport) -> list[ReportTable | str]:
+    """Tables and lines to show, from top to bottom."""
+    tuned = [f"tuned: {len(report.tuned)} entries of the table of this user"] if report.tuned else []
+    return [ceilings_line(report), *tuned, _linears(report), *slower(report.results), *remarks(report)]
+
+
+def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for every 2:4 candidate that is not faster than the same bits of all weights, with the places where it is
+    not."""
+    places: dict[str, list[str]] = {}
+    for entry in results:
+        name = entry.get("candidate", "")
+        over = entry.get("speedup_over", {}).get(HALVED.get(name))
+        if over is not None and over <= 1:
+            places.setdefault(name, []).append(f"{entry['N']}x{entry['K']} M={entry['M']}: {ratio(over)}")
+    return [f"{name} is no faster than {HALVED[name]}: {', '.join(found)}" for name, found in places.items()]
+
+
+def _linears(report: SpeedReport) -> ReportTable:
+    rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
+    others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
+    names = ("outputs x inputs", "M", "candidate", "bound")
+    columns = (*names, "time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
+    rows: list[tuple[str, ...]] = []
+    before: tuple[int, ...] = ()
+    for entry in report.results:
+        product = (entry["N"], entry["K"], entry["M"])
+        shape = (f"{entry['N']} x {entry['K']}", f"{entry['M']}") if product != before else ("", "")
+        before = product
+        if "time_ms" not in entry:
+            left_out = (*shape, entry["candidate"], "not measured")
+            rows.append((*left_out, *[""] * (len(columns) - len(left_out))))
+            continue
+        name = entry["candidate"] + (" (eager)" if entry.get("launch") == "eager" else "")
+        reached = rate(entry["operations_per_s"], "op/s", entry["arithmetic"] == "int8")
+        if entry["bound"] == "memory":
+            reached = rate(entry["bytes_per_s"], "B/s")
+        figures = (f"{entry['time_ms'] * 1e3:.1f}", reached, percent(entry["share"]))
+        ratios = [ratio(entry["speedup_over"].get(other)) for other in others]
+        rows.append((*shape, name, entry["bound"] or "-", *figures, *ratios))
+    return ReportTable(columns, rows, title_of(report.settings), names=len(names))
