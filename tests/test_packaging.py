@@ -436,7 +436,15 @@ def test_cards_and_the_command_line_name_all_schemes_and_calibrators() -> None:
 
 def guides() -> list[Path]:
     """The Markdown files of the project, but those of tests and results."""
-    folders = ("", "docs", "recipes", "evaluation", "kernels", *(f"compress/{path.name}" for path in PACKAGE.iterdir()))
+    folders = (
+        "",
+        "docs",
+        "docs/figures",
+        "recipes",
+        "evaluation",
+        "kernels",
+        *(f"compress/{path.name}" for path in PACKAGE.iterdir()),
+    )
     return [path for folder in folders for path in (PACKAGE.parent / folder).glob("*.md")]
 
 
@@ -454,8 +462,9 @@ def test_links_of_the_guides_lead_somewhere() -> None:
 
 
 def test_the_table_of_commands_is_that_of_help() -> None:
-    """README has a row for every command, and no other."""
-    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    """docs/commands.md has a row for every command, and no other."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {
         name for row in rows for name in re.findall(r"`(?:torchrun \S+ \d -m )?compress ([a-z-]+)", row.split(" | ")[0])
     }

@@ -22,8 +22,8 @@ Departs from BiLLM:
 - the others are not split by magnitude: which side a weight is on would cost another bit, which the paper's 1.08 bits
   leave out.
 What it costs: two levels are for models that are trained with them. Rounded afterwards, small models diverge four to
-five times as far as by GPTQ's w2a16 (recipes/README.md), and second terms in some of the columns take little of that
-back for their bytes, of which w2a16 makes the better use.
+five times as far as by GPTQ's w2a16 (docs/figures/methods.md), and second terms in some of the columns take little of
+that back for their bytes, of which w2a16 makes the better use.
 """
 
 from collections.abc import Mapping

@@ -15,8 +15,8 @@ Departs from the paper:
   ours is searched, exactly.
 - scales per group of inputs, errors weighed by what the inputs are.
 What it costs: ternary weights are for models that are trained with them. Rounded afterwards, small models diverge one
-and a half times to twice as far as by GPTQ's w2a16, which has a fourth level (recipes/README.md). Where groups are
-small and scales wide, w2a16 with one scale per channel is even smaller. With packing=words the bytes are those of
+and a half times to twice as far as by GPTQ's w2a16, which has a fourth level (docs/figures/methods.md). Where groups
+are small and scales wide, w2a16 with one scale per channel is even smaller. With packing=words the bytes are those of
 w2a16, and there is nothing to show for them but zeros.
 """
 

@@ -86,7 +86,7 @@ def test_a_model_that_stays_mostly_dense_says_so_before_the_work_and_after(tmp_p
             assert why in " ".join(ran.out.split())
 
 
-# README's rows -> a model without values, of the size that transformers makes by default.
+# Rows of docs/models.md -> a model without values, of the size that transformers makes by default.
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig()),
     "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config()),
@@ -100,27 +100,27 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "Mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig()),
     "Qwen3-MoE": lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig()),
 }
-# How README calls what stays as it is, by how the reason begins.
+# How the page calls what stays as it is, by how the reason begins.
 CALLED = {
     "embedding": "embedding",
     "output head": "output head",
     "Conv": "convolutions",
     "convolution": "convolutions",
 }
-LEAST = 0.006  # of the parameters, that README names
+LEAST = 0.006  # of the parameters, that the page names
 
 
-def readme_rows() -> dict[str, tuple[str, str]]:
-    """{model: (share that is stored smaller, what stays as it is)}, of README's table of models."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def rows_of_the_page() -> dict[str, tuple[str, str]]:
+    """{model: (share that is stored smaller, what stays as it is)}, of the table of docs/models.md."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     table = text.partition("| model | stored smaller | stays as it is |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return {name.partition(" (")[0]: (share, rest) for name, share, rest in rows}
 
 
-def test_readme_says_what_of_each_family_is_stored_smaller():
-    assert readme_rows().keys() == MODELS.keys()
-    for name, row in readme_rows().items():
+def test_the_page_says_what_of_each_family_is_stored_smaller():
+    assert rows_of_the_page().keys() == MODELS.keys()
+    for name, row in rows_of_the_page().items():
         with torch.device("meta"):
             model = MODELS[name]()
         split_experts(model)

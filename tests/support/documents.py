@@ -15,6 +15,7 @@ DOCUMENTS = (
         "README.md",
         "CONTRIBUTING.md",
         "docs/start.md",
+        "docs/commands.md",
         "docs/guides.md",
         "compress/passes/README.md",
         "compress/train/README.md",

@@ -1,4 +1,4 @@
-"""Print README's table of engines, width by width, from stored runs.
+"""Print the table of docs/engines.md, width by width, from stored runs.
 
     python recipes/studies/engines/engine_table.py
 

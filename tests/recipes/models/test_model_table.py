@@ -1,6 +1,7 @@
-"""docs/models.md and README say of architectures what the stored run has found; a run of today finds no less."""
+"""docs/models.md says of architectures what the stored run has found; a run of today finds no less."""
 
 import json
+import re
 
 import pytest
 from places import ROOT
@@ -30,9 +31,9 @@ def test_the_page_is_that_of_the_stored_run() -> None:
     assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page()
 
 
-def test_readme_counts_what_the_page_counts() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert summary(rows_of()) in " ".join(readme.split())
+def test_readme_counts_the_architectures_that_were_tried() -> None:
+    tried = re.search(r"(\d+) were tried", summary(rows_of()))
+    assert f"lists {tried[1]} architectures" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_every_row_has_a_verdict_and_a_reason() -> None:
