@@ -46,13 +46,12 @@ for the default configuration of each model in transformers, and no option but `
 
 - {summary}.
 - `--embeddings w8a16` includes the embedding and the head.
-- Convolutions get rounded values, but take as many bytes as before: no checkpoint holds their codes, [ONNX graphs
-  do](../compress/inference/README.md#other-readers). In a model that also has linear layers, convolutions need
-  `--convolutions`.
-- The codes of GPT-2's Conv1D layers are read by `compress.load` alone. `compress export --to dense` writes what others
-  read.
-- The experts of a mixture are linear layers like others, decided from the tokens that are routed to them. Routers and
-  gates stay as they are. For a model in memory, call `compress.split_experts(model)` first.
+- Convolutions are fake-quantized: their file size stays the same. [Export to
+  ONNX](../compress/inference/README.md#other-readers) to store them in int8. In a model that also has linear layers,
+  convolutions need `--convolutions`.
+- GPT-2's Conv1D layers run quantized in `compress.load` alone; `compress export --to dense` writes weights for others.
+- Experts of a mixture are quantized like other linear layers, each calibrated on the tokens routed to it. Routers and
+  gates stay dense. For a model in memory, call `compress.split_experts(model)` first.
 
 ## Every architecture
 
