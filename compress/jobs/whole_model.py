@@ -1,7 +1,9 @@
 """Edits of the whole model before anything else is decided: parts that go, rotations of its hidden state."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,9 +17,9 @@ from compress.engine.plan.matching import Ignored, check_untouched
 from compress.engine.plan.plan import plan, restructuring_of
 from compress.engine.residency import Local
 from compress.engine.restore import naming, undone
+from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.edit_result import Restructured
-from compress.engine.shrink.model_edits import Editing
-from compress.engine.shrink.restructure import Restructuring
+from compress.engine.shrink.model_edits import ModelEdits
 from compress.jobs.calibration_data import Shown, learning_of
 from compress.jobs.model_source import OpenedModel
 from compress.jobs.request import Request
@@ -53,8 +55,19 @@ def shrunk(request: Request, opened: OpenedModel, shown: Shown, comm: Comm, repo
     done = Restructured()
     with undone(done.undo):
         for p in structural:
-            work = _work(request, p, opened, shown, done, comm, reporter)
-            opened = replace(opened, cut=work.run(request.extent.one_block))
+            whole = WholeModel(
+                opened.model,
+                shown.batches[comm.rank :: comm.world],
+                partial(_probe, opened.model, p, shown.batches),
+                Local(opened.device, opened.dtype),
+                Ignored(request.extent.ignore),
+                request.extent.one_block,
+                comm,
+                reporter,
+                done,
+            )
+            _edit(request, p, opened, shown, whole)
+            opened = replace(opened, cut=done)
     return opened
 
 
@@ -65,19 +78,11 @@ def undoing(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
     return undone(opened.cut.undo) if restore else naming(CHANGED)
 
 
-def _work(
-    request: Request,
-    p: Pass,
-    opened: OpenedModel,
-    shown: Shown,
-    done: Restructured,
-    comm: Comm,
-    reporter: Reporter,
-) -> Restructuring | Editing:
-    """The work that the pass asks for. done: of earlier passes. Raises InputError for a model that cannot be edited."""
+def _edit(request: Request, p: Pass, opened: OpenedModel, shown: Shown, whole: WholeModel) -> None:
+    """Make the edits of one pass. Raises InputError for a model that cannot be edited."""
     stage = p.stage(Restructure)
     assert stage is not None
-    model, extent, batches = opened.model, request.extent, shown.batches
+    model, extent = whole.model, request.extent
     if isinstance(model, FSDPModule):
         raise InputError(
             f"{p.name} changes {'the shapes of parameters, which shards cannot' if p.removes else 'the whole model'}; "
@@ -86,28 +91,20 @@ def _work(
     check_tensors(model)
     check_untouched(model)
     check_restructured(model, p, stage, opened.earlier(extent.drop_zeros))
-    check_batches(model, batches)
+    check_batches(model, shown.batches)
 
     def check(foreseen: nn.Module) -> None:
         """Plan the rest of the run, once the last of these passes has been seen."""
         if p is restructuring_of(request.passes)[0][-1]:
             plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, False, extent.experts)
 
-    how = (
-        batches[comm.rank :: comm.world],
-        lambda: batches[0] if batches else _probe(model, p),
-        Local(opened.device, opened.dtype),
-        Ignored(extent.ignore),
-        check,
-        comm,
-        reporter,
-        done,
-    )
-    return Editing(model, p, *how) if stage.removal is None else Restructuring(model, stage.removal, *how)
+    ModelEdits(whole, p, stage, check).run()
 
 
-def _probe(model: nn.Module, p: Pass) -> Batch:
-    """A micro-batch that shows what hangs together in a model, where there is no calibration data."""
+def _probe(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> Batch:
+    """A micro-batch that shows what hangs together in a model: the first, or a made one where there are none."""
+    if batches:
+        return batches[0]
     config = getattr(model, "config", None)
     shown = None if config is None else probe_of(config.to_dict())
     if shown is None:

@@ -21,13 +21,17 @@ from compress.model.structure.rotate import Rotate
 from compress.model.structure.rotate_online import RotateOnline
 
 
-class Edit(Protocol):
-    """The interface of every edit. `model.edits.changes.undo` undoes the changes that `apply` returns."""
+class Applicable(Protocol):
+    """A change of a module. `model.edits.changes.undo` undoes the changes that `apply` returns."""
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
         """Change a block or model in place. stored_dtypes: {parameter name inside it: the dtype in which the model
         stores it}, for those whose present dtype is another."""
         ...
+
+
+class Edit(Applicable, Protocol):
+    """A change that is known before the model is changed, and can be stored."""
 
     def entry(self) -> dict[str, Any]:
         """The JSON part of the edit, with a word for its kind under "edit"."""

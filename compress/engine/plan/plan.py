@@ -213,7 +213,7 @@ def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pa
     found = [(p, stage) for p in passes if (stage := p.stage(Restructure)) is not None]
     structural = tuple(p for p, _ in found)
     rest = tuple(p for p in passes if p not in structural)
-    removing = [p.name for p, stage in found if stage.removal is not None]
+    removing = [p.name for p, stage in found if stage.shares]
     if len(removing) > 1:
         raise InputError(f"one {removing[0]} pass removes heads, channels and layers together; give one")
     for p in structural:
@@ -228,9 +228,7 @@ def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pa
     for p, stage in found:
         if p.where:
             why = "takes as much from every block, which is all that a configuration can say"
-            raise InputError(
-                f"{p.name} {why if stage.removal is not None else 'edits the whole model'}; leave `only` and `but` out"
-            )
+            raise InputError(f"{p.name} {why if stage.shares else 'edits the whole model'}; leave `only` and `but` out")
     return structural, rest
 
 

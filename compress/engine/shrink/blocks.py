@@ -1,14 +1,20 @@
-"""Blocks of a whole model before the plan is made: how each is called, and what can go of it together."""
+"""A whole model before the plan is made: how its blocks are called, and what can go of each together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
+from compress.base.collectives import Comm
 from compress.base.errors import InputError
+from compress.base.progress import Reporter
 from compress.engine.plan.batches import ChainBrokenError
 from compress.engine.plan.matching import Ignored, remarks_on_patterns
 from compress.engine.residency import Local, Residency
+from compress.engine.shrink.edit_result import Restructured
 from compress.engine.walk.capture import capture, check_hidden_alone, output_shape
 from compress.model.calls import Batch, Call, evaluating
 from compress.model.edits.folds import Fold
@@ -21,39 +27,81 @@ from compress.model.structure.rotate import why_not as unpassable
 from compress.model.structure.rotate import widest
 
 
-def stacks_called(
-    model: nn.Module, probe: Batch, residency: Local, one_block: bool
-) -> tuple[list[Stack], dict[nn.Module, Call]]:
-    """The stacks of a model and the probe's call of every block; the model as one block where that is asked for, or
-    where its blocks are no chain."""
-    stacks = find_stacks(model)
-    if one_block or len(stacks) > 1:
-        stacks = [whole_model(model)]
-    try:
-        return stacks, _probed(model, stacks, probe, residency)
-    except ChainBrokenError:
-        stacks = [whole_model(model)]
-        return stacks, _probed(model, stacks, probe, residency)
+@dataclass(frozen=True)
+class WholeModel:
+    """A model in memory as a whole, on every rank, which one pass edits.
+
+    batches: this rank's. probe: makes one micro-batch, the same on every rank. ignored: layers to be left alone.
+    one_block: whether the model is one block. done: what this pass and those before it have edited.
+    """
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    probe: Callable[[], Batch]
+    residency: Local
+    ignored: Ignored
+    one_block: bool
+    comm: Comm
+    reporter: Reporter
+    done: Restructured
+
+    @cached_property
+    def probed(self) -> tuple[list[Stack], dict[nn.Module, Call]]:
+        """The stacks before any edit, and the probe's call of every block; the model as one block where that is asked
+        for, or where its blocks are no chain."""
+        stacks = find_stacks(self.model)
+        if self.one_block or len(stacks) > 1:
+            stacks = [whole_model(self.model)]
+        try:
+            return stacks, self._probed(stacks)
+        except ChainBrokenError:
+            stacks = [whole_model(self.model)]
+            return stacks, self._probed(stacks)
+
+    def _probed(self, stacks: Sequence[Stack]) -> dict[nn.Module, Call]:
+        calls: dict[nn.Module, Call] = {}
+        for stack in stacks:
+            captured = self.calls_of(stack, [self.probe()])
+            calls |= {block: of[0] for (_, block), of in zip(stack.blocks, captured, strict=True)}
+        return calls
+
+    def calls_of(self, stack: Stack, batches: Sequence[Batch] | None = None) -> list[list[Call]]:
+        """The calls of every block of a stack. batches: this rank's, unless given."""
+
+        def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with self.residency.open(stack.blocks[0][1], keep=False) as opened:
+                return output_shape(opened.block, args, kwargs)
+
+        calls = capture(self.model, stack, self.batches if batches is None else batches, self.residency, first_output)
+        check_hidden_alone(calls)
+        return calls
+
+    def matrix_folds(self) -> dict[str, tuple[tuple[Fold, int], ...]]:
+        """{block: its folds along which a matrix passes, with the largest size of one}."""
+        return dict(MatrixFinder(self.model, self.residency).of_all(*self.probed))
+
+    def usable_couplings(self) -> dict[str, tuple[Coupling, ...]]:
+        """{block: its couplings of which no layer is to be left alone}."""
+        finder, (stacks, _) = CouplingFinder(self), self.probed
+        return {name: finder.usable(name, finder.of(name, block)[0]) for name, block in blocks_of(stacks)}
+
+    def check_ignored(self) -> None:
+        """Raises InputError for a pattern that matches nothing of the model."""
+        blocks = blocks_of(find_stacks(self.model))
+        layers = [layer for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
+        for layer in layers:
+            self.ignored.asked_for(layer.name)
+        remarks_on_patterns(self.model, (), layers, self.ignored, convolutions=True)
+
+    def note(self, message: str) -> None:
+        """Tell the person something, and enter it into the record."""
+        self.done.notes.append(message)
+        self.reporter.note(message)
 
 
-def _probed(model: nn.Module, stacks: Sequence[Stack], probe: Batch, residency: Local) -> dict[nn.Module, Call]:
-    calls: dict[nn.Module, Call] = {}
-    for stack in stacks:
-        captured = calls_of(model, stack, [probe], residency)
-        calls |= {block: of[0] for (_, block), of in zip(stack.blocks, captured, strict=True)}
-    return calls
-
-
-def calls_of(model: nn.Module, stack: Stack, batches: Sequence[Batch], residency: Local) -> list[list[Call]]:
-    """The calls of every block of a stack."""
-
-    def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with residency.open(stack.blocks[0][1], keep=False) as opened:
-            return output_shape(opened.block, args, kwargs)
-
-    calls = capture(model, stack, batches, residency, first_output)
-    check_hidden_alone(calls)
-    return calls
+def blocks_of(stacks: Sequence[Stack]) -> list[tuple[str, nn.Module]]:
+    """(Name, block) of all stacks."""
+    return [each for stack in stacks for each in stack.blocks]
 
 
 class MatrixFinder:
@@ -65,16 +113,16 @@ class MatrixFinder:
         self.finder = Finder()
         self.known: dict[tuple[object, ...], dict[str, int]] = {}
 
+    @torch.enable_grad()  # the finder follows gradients
     def of_all(
         self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]
     ) -> Iterator[tuple[str, tuple[tuple[Fold, int], ...]]]:
         """(A block's name, its folds with the largest size of a matrix) of all blocks."""
-        for stack in stacks:
-            for name, block in stack.blocks:
-                with self.residency.open(block, keep=False) as opened, evaluating(block):
-                    folds = self.finder.find(opened.block, calls[block], self.shared).folds
-                    sizes = [(fold, self.size_of(opened.block, calls[block], fold)) for fold in folds]
-                yield name, tuple((fold, size) for fold, size in sizes if size is not None)
+        for name, block in blocks_of(stacks):
+            with self.residency.open(block, keep=False) as opened, evaluating(block):
+                folds = self.finder.find(opened.block, calls[block], self.shared).folds
+                sizes = [(fold, self.size_of(opened.block, calls[block], fold)) for fold in folds]
+            yield name, tuple((fold, size) for fold, size in sizes if size is not None)
 
     def size_of(self, block: nn.Module, call: Call, fold: Fold) -> int | None:
         """The largest size of a matrix for a fold of a block."""
@@ -82,57 +130,42 @@ class MatrixFinder:
         likely = known.get(fold.producer)
         if likely is not None and not unpassable(block, call, fold, likely):
             return likely
-        found = widest(block, call, fold)
-        if found is not None:
-            known[fold.producer] = found
-        return found
+        size = widest(block, call, fold)
+        if size is not None:
+            known[fold.producer] = size
+        return size
 
 
 class CouplingFinder:
     """Finds the couplings of blocks; of a block like one that was looked at, it confirms them."""
 
-    def __init__(self, model: nn.Module, residency: Residency, ignored: Ignored) -> None:
-        self.model, self.residency, self.ignored = model, residency, ignored
-        self.shared, self.head = shared_parameters(model), output_head(model)
+    def __init__(self, whole: WholeModel) -> None:
+        self.whole, (_, self.calls) = whole, whole.probed
+        self.shared, self.head = shared_parameters(whole.model), output_head(whole.model)
         self.known: dict[tuple[object, ...], tuple[tuple[Coupling, ...], tuple[str, ...]]] = {}
 
-    def couplings_of(self, name: str, block: nn.Module, call: Call) -> tuple[tuple[Coupling, ...], tuple[str, ...]]:
-        """(the couplings of an open block, why others are none)."""
-        kind = signature_of(block)
-        if kind not in self.known:
-            result = find_couplings(block, call, self.shared)
-            self.known[kind] = result.found, result.rejected
-            return self.known[kind]
-        couplings, rejected = self.known[kind]
-        for coupling in couplings:
-            if problems := why_not(block, call, coupling):
-                raise InputError(
-                    f"{', '.join(coupling.sizes)} of {name} cannot be cut as in blocks like it: {problems[0]}"
-                )
-        return couplings, rejected
+    @torch.enable_grad()  # the search follows gradients
+    def of(self, name: str, block: nn.Module) -> tuple[tuple[Coupling, ...], tuple[str, ...]]:
+        """(The couplings of a block, why others are none.) Raises InputError for one that cannot be cut like the blocks
+        of its kind."""
+        kind, call = signature_of(block), self.calls[block]
+        with self.whole.residency.open(block, keep=False) as opened, evaluating(block):
+            if kind not in self.known:
+                result = find_couplings(opened.block, call, self.shared)
+                self.known[kind] = result.found, result.rejected
+                return self.known[kind]
+            for coupling in self.known[kind][0]:
+                if problems := why_not(opened.block, call, coupling):
+                    raise InputError(
+                        f"{', '.join(coupling.sizes)} of {name} cannot be cut as in blocks like it: {problems[0]}"
+                    )
+        return self.known[kind]
 
-    def usable(self, name: str, coupling: Coupling) -> bool:
-        """True if no pattern ignores a layer of the coupling, and none is the output head."""
-        prefix = f"{name}." if name else ""
+    def usable(self, name: str, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:
+        """The couplings of a block of which no pattern ignores a layer, and none is the output head."""
+        return tuple(coupling for coupling in couplings if self._is_usable(f"{name}." if name else "", coupling))
+
+    def _is_usable(self, prefix: str, coupling: Coupling) -> bool:
         names = [prefix + member.name for _, member in coupling.members()]
-        asked = [self.ignored.asked_for(full) for full in names]
-        return not any(asked) and all(self.model.get_submodule(full) is not self.head for full in names)
-
-    def of_all(
-        self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]
-    ) -> Iterator[tuple[str, tuple[Coupling, ...]]]:
-        """(A block's name, its usable couplings) of all blocks."""
-        for stack in stacks:
-            for name, block in stack.blocks:
-                with self.residency.open(block, keep=False) as opened, evaluating(block):
-                    found, _ = self.couplings_of(name, opened.block, calls[block])
-                yield name, tuple(coupling for coupling in found if self.usable(name, coupling))
-
-
-def check_ignored(model: nn.Module, ignored: Ignored) -> None:
-    """Raises InputError for a pattern that matches nothing of the model."""
-    blocks = [each for stack in find_stacks(model) for each in stack.blocks]
-    layers = [layer for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
-    for layer in layers:
-        ignored.asked_for(layer.name)
-    remarks_on_patterns(model, (), layers, ignored, convolutions=True)
+        asked = [self.whole.ignored.asked_for(full) for full in names]
+        return not any(asked) and all(self.whole.model.get_submodule(full) is not self.head for full in names)

@@ -7,22 +7,19 @@ returned with them.
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from compress.base.collectives import Comm
 from compress.engine.layer_versions import Versions
-from compress.engine.plan.matching import Ignored
-from compress.engine.residency import Local
+from compress.engine.shrink.blocks import WholeModel
+from compress.engine.shrink.cuts import Refit
 from compress.engine.shrink.groups import Reading, consumer_of
 from compress.engine.walk.collect import collected
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.sites import structure_of
 from compress.engine.walk.state import Streams
 from compress.model.calls import Arrival, Call
-from compress.model.edits.changes import DATA, Applied, change
 from compress.model.layers import Layer, Stack, layers_of, obstacle
 from compress.model.open_block import Opened
 from compress.model.sharing import shared_parameters
@@ -33,68 +30,52 @@ from compress.passes.protocol.removal import RemovalOptions
 class Compensation:
     """Compensation for dropped blocks in a model whose blocks are all still there. A collective."""
 
-    model: nn.Module
+    whole: WholeModel
     p: RemovalOptions
-    residency: Local
-    ignored: Ignored
-    comm: Comm
 
-    def changes(self, stack: Stack, captured: list[list[Call]], gone: Set[int]) -> Iterator[Applied]:
-        """Change the layers behind the blocks in `gone`; yields each change, made. captured: the calls of every block
-        of the stack in the original model."""
+    def edits(self, stack: Stack, captured: list[list[Call]], gone: Set[int]) -> Iterator[tuple[str, Refit]]:
+        """(Name of a block behind those in `gone`, the edit of its layers). captured: the calls of every block of the
+        stack in the original model."""
         streams = Streams(captured[0], captured[0])
         for i, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(captured[i])
-            with self.residency.open(block, keep=False) as opened, torch.no_grad():
+            with self.whole.residency.open(block, keep=False) as opened, torch.no_grad():
                 if i in gone:
                     others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
                     streams = Streams(streams.calls, streams.after(others, others).reference)
                     continue
                 solved, streams = self.adjusted(name, opened, streams, min(gone) < i)
-            for layer, weight, bias in solved:
-                changes = [change(layer.parameter, DATA, layer.stored(weight).to(layer.parameter.data))]
-                if bias is not None:
-                    parameter: Any = layer.module.bias
-                    changes.append(change(parameter, DATA, bias.to(parameter.data)))
-                yield Applied(tuple(changes))
+            yield name, Refit(solved)
 
     def adjusted(
         self, name: str, opened: Opened, streams: Streams, solves: bool
     ) -> tuple[list[tuple[Layer, Tensor, Tensor | None]], Streams]:
         """The layers of an open block that make up for what went before it, with weights and biases in the dtypes that
         the model stores, and the calls of the next block."""
-        found: list[tuple[Layer, Tensor, Tensor | None]] = []
+        solved: list[tuple[Layer, Tensor, Tensor | None]] = []
         versions = Versions()
-        shared = shared_parameters(self.model)
+        shared, ignored = shared_parameters(self.whole.model), self.whole.ignored
         layers = [each for each in layers_of(opened.block, name) if obstacle(each.module) is None] if solves else []
-        layers = [each for each in layers if id(each.parameter) not in shared and not self.ignored.asked_for(each.name)]
+        layers = [each for each in layers if id(each.parameter) not in shared and not ignored.asked_for(each.name)]
         by_name = {layer.name: layer for layer in layers}
         structure = structure_of(opened.block, streams.calls, layers)
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            biased = {layer.name: getattr(layer.module, "bias", None) for layer in site}
-            for bias in dict.fromkeys(b is not None for b in biased.values()):
-                alike = [layer for layer in site if (biased[layer.name] is not None) == bias]
-                statistics = collected(self.p.needs_of(bias), alike[0], arrivals, self.comm)
+            biases = {layer.name: getattr(layer.module, "bias", None) for layer in site}
+            for biased in dict.fromkeys(b is not None for b in biases.values()):
+                alike = [layer for layer in site if (biases[layer.name] is not None) == biased]
+                statistics = collected(self.p.needs_of(biased), alike[0], arrivals, self.whole.comm)
                 if statistics is None:
                     continue
                 for layer in alike:
                     none = torch.empty(0, 1, dtype=torch.long, device=layer.weight.device)
-                    reading = Reading(layer.weight, biased[layer.name], statistics[0], none)
-                    weight = consumer_of(self.p, reading, self.comm).weight
-                    own = (weight[:, :-1], weight[:, -1]) if bias else (weight, None)
-                    found.append((layer, *stored_as(opened, layer, *own)))
-                    versions.replace(layer.parameter, layer.stored(found[-1][1]).to(layer.parameter.data))
-                    if found[-1][2] is not None:
-                        parameter: Any = layer.module.bias
-                        versions.replace(parameter, found[-1][2].to(parameter.data))
+                    reading = Reading(layer.weight, biases[layer.name], statistics[0], none)
+                    weight = consumer_of(self.p, reading, self.whole.comm).weight
+                    own = (weight[:, :-1], weight[:, -1]) if biased else (weight, None)
+                    refit = Refit.of(opened, [(layer, *own)])
+                    refit.stand_in(versions)
+                    solved.extend(refit.solved)
 
         sites = [[by_name[n] for n in names] for names in structure.sites]
         passed = suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
-        return found, streams.after(passed.outputs, passed.reference)
-
-
-def stored_as(opened: Opened, layer: Layer, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A weight and a bias in the dtypes that the model stores."""
-    held = None if bias is None else bias.to(opened.dtype_of(layer.module.bias))  # type: ignore[arg-type]
-    return weight.to(opened.dtype_of(layer.parameter)), held
+        return solved, streams.after(passed.outputs, passed.reference)

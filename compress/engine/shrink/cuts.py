@@ -1,15 +1,15 @@
-"""A cut of one coupling: what will go, what it is decided by, and how it is carried out."""
+"""A cut of one coupling: what it is decided by, and how it is carried out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.engine.layer_versions import Versions
 from compress.engine.shrink.groups import Chosen
-from compress.model.edits.changes import DATA, Applied, change
+from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.keep_channels import OUTSIDE, Coupling, Keep, Member
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
@@ -56,52 +56,78 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Refit:
+    """An edit: layers with other weights [N, K] and biases, in the dtypes that the model stores (None: no bias)."""
+
+    solved: Sequence[tuple[Layer, Tensor, Tensor | None]]
+
+    @classmethod
+    def of(cls, opened: Opened, solved: Sequence[tuple[Layer, Tensor, Tensor | None]]) -> "Refit":
+        """The edit of layers of an open block."""
+
+        def bias_of(layer: Layer, bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else bias.to(opened.dtype_of(cast(nn.Parameter, layer.module.bias)))
+
+        return cls([(layer, w.to(opened.dtype_of(layer.parameter)), bias_of(layer, b)) for layer, w, b in solved])
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """(Parameter, its new value) of all weights and biases."""
+        for layer, weight, bias in self.solved:
+            yield layer.parameter, layer.stored(weight).to(layer.parameter.data)
+            if bias is not None:
+                parameter = cast(nn.Parameter, layer.module.bias)
+                yield parameter, bias.to(parameter.data)
+
+    def stand_in(self, versions: Versions) -> None:
+        """Give the layers of an open block these values."""
+        for parameter, value in self.values():
+            versions.replace(parameter, value)
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
+        """Give the layers these values, at home."""
+        with changing() as done:
+            done += (change(parameter, DATA, value) for parameter, value in self.values())
+        return Applied(tuple(done))
+
+
+@dataclass(frozen=True)
 class Removed:
-    """A cut that is decided: the groups that stay, and {layer: (weight [N, S], bias)} of those that make up for what
-    goes, in the dtype that the model stores."""
+    """A cut that is decided, an edit of a block: the groups that stay, and the layers that make up for what goes, with
+    weights [N, S]."""
 
     cut: Cut
     chosen: Chosen
-    solved: Mapping[str, tuple[Tensor, Tensor | None]]
+    refit: Refit
 
     @classmethod
     def of(cls, cut: Cut, chosen: Chosen, opened: Opened) -> "Removed":
-        """The choice made for an open block, in the dtypes that it stores."""
-        solved = {}
-        for name, (weight, bias) in chosen.solved.items():
-            layer = Layer(name, opened.block.get_submodule(name))
-            held = None if bias is None else bias.to(opened.dtype_of(layer.module.bias))  # type: ignore[arg-type]
-            solved[name] = weight.to(opened.dtype_of(layer.parameter)), held
-        return cls(cut, chosen, solved)
+        """The choice made for an open block."""
+        layers = {name: Layer(name, opened.block.get_submodule(name)) for name in chosen.solved}
+        return cls(cut, chosen, Refit.of(opened, [(layers[name], *own) for name, own in chosen.solved.items()]))
 
     def stand_in(self, block: nn.Module, versions: Versions) -> None:
         """Make an open block compute what it will, in its old shapes: nothing reads what goes."""
+        solved = {layer.name: (weight, bias) for layer, weight, bias in self.refit.solved}
+        wide: list[tuple[Layer, Tensor, Tensor | None]] = []
         for member in self.cut.coupling.consumers:
             layer = Layer(member.name, block.get_submodule(member.name))
-            columns = self.cut.columns(layer, member)[self.chosen.kept.to(layer.weight.device)].flatten()
-            free_K = torch.ones(layer.shape[1], dtype=torch.bool, device=layer.weight.device)
-            free_K[self.cut.columns(layer, member).flatten()] = False
-            inputs = torch.cat([columns, free_K.nonzero().flatten()]).sort().values
-            weight_NS, bias = self.solved.get(member.name, (layer.weight[:, inputs], None))
+            columns = self.cut.columns(layer, member)
+            staying = columns[self.chosen.kept.to(columns.device)].flatten()
+            free_K = torch.ones(layer.shape[1], dtype=torch.bool, device=columns.device)
+            free_K[columns.flatten()] = False
+            inputs = torch.cat([staying, free_K.nonzero().flatten()]).sort().values
+            weight_NS, bias = solved.get(member.name, (layer.weight[:, inputs], None))
             weight_NK = torch.zeros_like(layer.weight)
             weight_NK[:, inputs] = weight_NS.to(weight_NK)
-            versions.replace(layer.parameter, layer.stored(weight_NK))
-            if bias is not None:
-                parameter: Any = layer.module.bias
-                versions.replace(parameter, bias.to(parameter.data))
+            wide.append((layer, weight_NK, bias))
+        Refit(wide).stand_in(versions)
 
-    def apply(self, block: nn.Module) -> list[Applied]:
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
         """Cut a block, at home."""
-        done = [Keep(self.cut.coupling, self.chosen.kept).apply(block)]
-        for name, (weight, bias) in self.solved.items():
-            layer = Layer(name, block.get_submodule(name))
-            now = layer.parameter.data
-            changes = [change(layer.parameter, DATA, layer.stored(weight).to(now))]
-            if bias is not None:
-                parameter: Any = layer.module.bias
-                changes.append(change(parameter, DATA, bias.to(parameter.data)))
-            done.append(Applied(tuple(changes)))
-        return done
+        with changing() as done:
+            done += Keep(self.cut.coupling, self.chosen.kept).apply(module).changes
+            done += self.refit.apply(module).changes
+        return Applied(tuple(done))
 
     def entry(self, block_name: str) -> dict[str, Any]:
         """The entry of compress.json about this removal."""

@@ -22,6 +22,11 @@ class ModelSize:
     parameters: int
     bytes: int
 
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelSize":
+        """The size of a model. Tensors that it shares count once."""
+        return cls(*size_of(model))
+
     def said(self, before: "ModelSize") -> str:
         """Words for what is left of a model of another size."""
         return (
@@ -52,9 +57,9 @@ class Restructured:
 
     def finish(self, model: nn.Module, config: dict[str, Any], foreseen: ModelSize) -> None:
         """Enter what has changed of a configuration. Raises CompressError for a model of another size than foreseen."""
-        found = ModelSize(*size_of(model))
-        if found != foreseen:
-            raise CompressError(f"what is left is {found}; foreseen was {foreseen}")
+        left = ModelSize.of(model)
+        if left != foreseen:
+            raise CompressError(f"what is left is {left}; foreseen was {foreseen}")
         earlier, now = self.record.get("config", {}), config_of(model)
         was = {key: earlier[key][0] if key in earlier else config.get(key) for key in now}
         self.record["config"] = {key: [was[key], new] for key, new in now.items() if was[key] != new}

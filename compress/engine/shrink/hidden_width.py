@@ -1,4 +1,4 @@
-"""Choosing which channels of the hidden state stay, and carrying it out: `solvers.hidden_width` on a whole model."""
+"""The choice of the channels of the hidden state that stay: `solvers.hidden_width` on a whole model."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ class Narrowing:
     residency: Local
     comm: Comm
 
-    def run(self) -> tuple[list[Applied], dict[str, Any]]:
-        """Cut the model; returns the changes and what compress.json says of them."""
+    def edit(self) -> "Narrow":
+        """The edit that cuts the model."""
         with self.residency.open(self.model, keep=False), torch.no_grad():
             scores_H = by_weights(self.squares()) if self.weighed else self.activations()
             kept_N = self.comm.gather_objects(staying(scores_H, self.count).tolist())[0]
@@ -45,9 +45,7 @@ class Narrowing:
             norms = self.width.norms(self.model)
             offsets = {name: offset_of(name, module, self.width.size) for name, module in norms.items()}
             scales = self.fitted(kept_N) if self.calls else dict.fromkeys(norms, self.by_writers(kept_N))
-        done = [narrow(self.model, self.width, kept_N), self.scaled(scales, offsets)]
-        gone = sorted(set(range(self.width.size)) - set(kept_N.tolist()))
-        return done, {"of": self.width.size, "removed": gone, "scales": scales}
+        return Narrow(self.width, kept_N, scales, offsets)
 
     def squares(self, writing: bool = False) -> list[Tensor]:
         """[H] of each matrix that has the channels (of those that write them): the sum of squares of each channel."""
@@ -120,15 +118,31 @@ class Narrowing:
             with _watched(norms, call, see):
                 self.model(*call.args, **call.kwargs)
 
-    def scaled(self, scales: Mapping[str, float], offsets: Mapping[str, float]) -> Applied:
-        """Scale what norms multiply by."""
-        modules = dict(self.model.named_modules())
+
+@dataclass(frozen=True)
+class Narrow:
+    """An edit of a whole model: the channels `kept_N` of its hidden state stay, and what each norm multiplies by, its
+    weight and an offset, is scaled."""
+
+    width: Width
+    kept_N: Tensor
+    scales: Mapping[str, float]
+    offsets: Mapping[str, float]
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
+        """Cut the tensors of a model and scale its norms."""
         with changing() as done:
-            for name, scale in scales.items():
-                weight = modules[name].get_parameter("weight")
-                after = scale * (weight.data.double() + offsets[name]) - offsets[name]
+            done += narrow(module, self.width, self.kept_N).changes
+            for name, scale in self.scales.items():
+                weight = module.get_submodule(name).get_parameter("weight")
+                after = scale * (weight.data.double() + self.offsets[name]) - self.offsets[name]
                 done.append(change(weight, DATA, after.to(weight.dtype)))
         return Applied(tuple(done))
+
+    def entry(self) -> dict[str, Any]:
+        """The entry of compress.json about it."""
+        gone = sorted(set(range(self.width.size)) - set(self.kept_N.tolist()))
+        return {"of": self.width.size, "removed": gone, "scales": dict(self.scales)}
 
 
 @contextmanager

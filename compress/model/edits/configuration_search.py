@@ -48,6 +48,21 @@ class Field:
 Fields = tuple[Field, ...]
 
 
+@dataclass(frozen=True)
+class Configure:
+    """An edit of a whole model: its configuration becomes one that describes it. The fields are those of
+    `configure`."""
+
+    unread: Collection[tuple[str, str]] = ()
+    pairs: Collection[Pair] = ()
+    known: Fields = ()
+    like: nn.Module | None = None
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
+        """`configure` the model."""
+        return configure(module, self.unread, self.pairs, known=self.known, like=self.like)
+
+
 def configure(
     model: nn.Module,
     unread: Collection[tuple[str, str]] = (),

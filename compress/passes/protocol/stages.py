@@ -21,8 +21,7 @@ from torch import Tensor
 
 from compress.base.collectives import RowShard
 from compress.model.known_edits import Edit
-from compress.passes.protocol.model_view import Whole
-from compress.passes.protocol.removal import RemovalOptions
+from compress.passes.protocol.model_view import Foreseen, Whole
 from compress.passes.protocol.sites import Between, FoldSite, Rewritten, Scaling, Site
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.train.options import TrainingOptions
@@ -34,18 +33,18 @@ Needs = Mapping[str, StatisticFactory]
 
 @dataclass(frozen=True)
 class Restructure:
-    """Edits of the whole model. It is the only stage of its pass, and one of the first two fields is given.
+    """Edits of the whole model, the only stage of its pass.
 
     edits: (name of a module, "" for the model; an edit of it), in order, the same on every rank. They are first applied
-    to a copy without values (on the meta device), for which the rest of the run is planned, then to the model.
-    removal: shares that go of every block (`engine.shrink.restructure`). calibrated: whether calibration data is
-    needed. removes: whether the model gets smaller; otherwise all shapes stay. unties: whether it may get larger by an
-    output head that is tied no more. keeps_zeros: whether weights that an earlier
-    command has pruned stay zero. otherwise: what to do about it where they do not.
+    to a copy without values (on the meta device), for which the rest of the run is planned, then to the model. Where
+    each depends on those before it: `Foreseen`. shares: whether as much goes of every block, which a recipe can ask for
+    once. calibrated: whether calibration data is needed. removes: whether the model gets smaller; otherwise all shapes
+    stay. unties: whether it may get larger by an output head that is tied no more. keeps_zeros: whether weights that an
+    earlier command has pruned stay zero. otherwise: what to do about it where they do not.
     """
 
-    edits: Callable[[Whole], Iterable[tuple[str, Edit]]] | None = None
-    removal: RemovalOptions | None = None
+    edits: Callable[[Whole], Iterable[tuple[str, Edit]] | Foreseen]
+    shares: bool = False
     calibrated: bool = False
     removes: bool = True
     unties: bool = False

@@ -63,7 +63,8 @@ class Structure(RemovalOptions, Pass):
             return (Restructure(partial(fewer_experts, self.experts), calibrated=True, keeps_zeros=True),)
         return (
             Restructure(
-                removal=self,
+                lambda whole: whole.removal(self),
+                shares=True,
                 calibrated=self.uses_data,
                 keeps_zeros=not (self.compensate and (self.shares or self.layers)),
                 otherwise="give compensate=False",
