@@ -9,93 +9,82 @@ is how a run resumes.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
 
 from compress.base.errors import CompressError
 from compress.base.progress import tell_tokens
-from compress.engine.learn.training import Collected, decided, trained
+from compress.checkpoint.write.writer import InMemory
+from compress.engine.learn.training import teachers_of, trained
 from compress.engine.plan.batches import ChainBrokenError, tokens_of
 from compress.engine.plan.existing_zeros import told
-from compress.engine.residency import Residency
+from compress.engine.restore import hooks_and_buffers
 from compress.engine.walk.block import run_block
-from compress.engine.walk.capture import Passed, capture, output_shape
+from compress.engine.walk.capture import Passed, capture_stack
 from compress.engine.walk.remarks import few_tokens, held_back, permuted
-from compress.engine.walk.stacks import in_order
 from compress.engine.walk.state import Run, Streams
-from compress.engine.walk.survey import surveyed
+from compress.engine.walk.survey import survey
 from compress.engine.walk.token_tables import round_tables
 from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack
-
-T = TypeVar("T")
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
 
 
 def run(this: Run) -> None:
-    """Carry out a plan. Raises ChainBrokenError, before anything is changed, for a model that must run as one block."""
+    """Carry out a plan: a walk, or one before each training and one after the last."""
     started = time.monotonic()
     this.steps.begin()
     with without_cache(this.model):
-        left = trained(this, _walk)
-        try:
-            _walk(left)
-        except ChainBrokenError as why:
-            if left is this:
-                raise
-            raise CompressError(
-                f"the blocks are not a simple chain ({why}), which shows only now that the model is trained; run it as "
-                "a whole: --one-block"
-            ) from None
-    _remark(this)
+        left, teachers = this, teachers_of(this)
+        while (at := next((i for i, p in enumerate(left.plan.passes) if p.stage(Learn)), None)) is not None:
+            left = trained(left, at, decide(left, left.plan.passes[:at]), teachers)
+        _walk(left)
+    layers = this.record.layers
+    for remark in (told(layers), few_tokens(layers), held_back(layers), permuted(layers)):
+        if remark is not None:
+            this.record.note(this.reporter, remark)
     this.record.seconds = time.monotonic() - started
 
 
-def decide(this: Run) -> Collected:
-    """The decisions of a plan's passes about layers, for a caller's own training. Raises ChainBrokenError as `run`
-    does."""
-    this.steps.begin()
+def decide(this: Run, passes: tuple[Pass, ...]) -> InMemory:
+    """The decisions of passes that train nothing, kept in memory. The model then has the decided values, and hooks that
+    round nothing."""
+    sink, record = InMemory(keep=True), this.record.apart()
+    phase = this.phase or "before training, "
+    plan = replace(this.plan, passes=passes)
+    part = replace(this, plan=plan, sink=sink, places=sink.places, record=record, phase=phase)
+    undo = hooks_and_buffers(this.model)  # quantizers round inputs and outputs instead
     with without_cache(this.model):
-        return decided(this, _walk, this.plan.passes)
-
-
-def walked(this: Run, how: Callable[[Run], T], joined: Callable[[ChainBrokenError], Run]) -> T:
-    """The result of a walk. Where blocks turn out to hand no hidden state on, the walk is repeated through the run from
-    `joined`, of the model as one block."""
-    try:
-        return how(this)
-    except ChainBrokenError as why:  # with nothing changed
-        if this.plan.stacks[0].container is None:
-            raise
-        broken = why
-    return how(joined(broken))
+        if passes or plan.trained or plan.kv is not None:
+            _walk(part)
+        else:
+            round_tables(part)
+    undo()
+    this.record.block_forwards = record.block_forwards
+    return sink
 
 
 def _walk(this: Run) -> None:
-    """Through all blocks with passes that train nothing."""
-    if this.plan.calibrated and len(this.plan.stacks) > 1:
-        with this.spending.on("forward"):
-            stacks = in_order(this, captured)
-        this = replace(this, plan=replace(this.plan, stacks=stacks))
-    this = replace(this, plan=surveyed(this, partial(captured, this)))
-    _name_left_alone(this)
-    embedded = this.compares and this.plan.tables  # otherwise the original's calls are ours
-    originals = [captured(this, stack)[0] if embedded else None for stack in this.plan.stacks]
-    round_tables(this)
-    passed: list[Passed] = []
-    others: list[Passed] = []
-    for stack, original in zip(this.plan.stacks, originals, strict=True):
-        streams = _run_stack(this, stack, original, passed, others)
-        passed.append(Passed(stack, streams.outputs))
-        others.append(Passed(stack, streams.others))
-
-
-def _name_left_alone(run: Run) -> None:
-    """Enter into the record what the plan leaves alone, and why."""
-    if not run.plan.decides:
-        return
-    run.record.left_alone.update(run.plan.left_alone(run.model))
+    """Through all blocks with passes that train nothing. Raises CompressError for blocks that turn out to be no chain
+    after all (`engine.walk.stacks`)."""
+    try:
+        this = replace(this, plan=survey(this))
+        if this.plan.decides:
+            this.record.left_alone.update(this.plan.left_alone(this.model))
+        embedded = this.plan.compares and this.plan.tables  # otherwise the original's calls are ours
+        originals = [capture_stack(this, stack)[0] if embedded else None for stack in this.plan.stacks]
+        round_tables(this)
+        passed: list[Passed] = []
+        others: list[Passed] = []
+        for stack, original in zip(this.plan.stacks, originals, strict=True):
+            streams = _run_stack(this, stack, original, passed, others)
+            passed.append(Passed(stack, streams.outputs))
+            others.append(Passed(stack, streams.others))
+    except ChainBrokenError as why:
+        raise CompressError(
+            f"the blocks are not a simple chain ({why}), which shows only now; run the model as a whole: --one-block"
+        ) from None
 
 
 def _run_stack(
@@ -105,36 +94,14 @@ def _run_stack(
     stacks before, in the compressed and in the original model."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
     if run.plan.calibrated:
-        calls = captured(run, stack, passed)
-    originals = captured(run, stack, others) if passed and run.compares else list(calls)
+        calls = capture_stack(run, stack, passed)
+    originals = capture_stack(run, stack, others) if passed and run.plan.compares else list(calls)
     tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
-    streams = Streams(calls[0], (original or originals[0]) if run.compares else [])
+    streams = Streams(calls[0], (original or originals[0]) if run.plan.compares else [])
     for name, block in stack.blocks:
         # The calls of blocks that are done take no memory.
         streams = streams.called_as(calls.pop(0), originals.pop(0))
         streams = run_block(run, name, block, streams)
     tell_tokens(run.reporter, 0)
     return streams
-
-
-def captured(run: Run, stack: Stack, passed: Sequence[Passed] = ()) -> list[list[Call]]:
-    """The calls of every block of a stack, one for each micro-batch. passed: the stacks before it."""
-    behind = {each.stack.name for each in passed}
-    later = [other for other in run.plan.stacks if other is not stack and other.name not in behind]
-    first = partial(_first_output, run.residency, stack)
-    with run.spending.on("forward"):
-        return capture(run.model, stack, run.batches, run.residency, first, passed, later)
-
-
-def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    with residency.open(stack.blocks[0][1]) as opened:
-        return output_shape(opened.block, args, kwargs)
-
-
-def _remark(run: Run) -> None:
-    """Note what the layers' figures say about the calibration data, and about the order of their inputs."""
-    layers = run.record.layers
-    for remark in (told(layers), few_tokens(layers), held_back(layers), permuted(layers)):
-        if remark is not None:
-            run.record.note(run.reporter, remark)

@@ -5,11 +5,11 @@ hooks that round inputs, outputs and caches, and registers scales of caches as b
 therefore mostly references, and putting them back makes no tensor: it works when memory has run out, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compress.base.errors import CompressError
@@ -55,14 +55,29 @@ def values(model: nn.Module) -> Undo:
     """Puts back the values of parameters and buffers. Keeps the present tensors of parameters alive; copies what may be
     overwritten: buffers, by some forwards, and this rank's shards."""
     whole = [(p, p.data) for p in model.parameters() if not isinstance(p, DTensor)]
-    overwritten = [p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)]
-    overwritten += [b.detach() for b in model.buffers() if b.layout is torch.strided]
-    copies = [(tensor, tensor.clone()) for tensor in overwritten]
+    overwritten = copied(p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor))
+    of_buffers = buffers(model)
 
-    @torch.no_grad()
     def undo() -> None:
         for parameter, data in whole:
             parameter.data = data
+        overwritten()
+        of_buffers()
+
+    return undo
+
+
+def buffers(model: nn.Module) -> Undo:
+    """Puts back the values of buffers, of which it keeps copies."""
+    return copied(b.detach() for b in model.buffers() if b.layout is torch.strided)
+
+
+def copied(tensors: Iterable[Tensor]) -> Undo:
+    """Puts back values of tensors that are overwritten, by copies of them."""
+    copies = [(tensor, tensor.clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def undo() -> None:
         for tensor, copy in copies:
             if not torch.equal(tensor, copy):  # what is as it was may be an expanded view, which takes no copy
                 tensor.copy_(copy)

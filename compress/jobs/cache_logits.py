@@ -16,7 +16,7 @@ from compress.checkpoint.read.source import find_source
 from compress.data.teacher_file import holds_cached, write_cached
 from compress.jobs.calibration_data import training_rows
 from compress.jobs.model_source import FoundModel, check_group, fingerprint_of
-from compress.jobs.request import Calibration, Data
+from compress.jobs.request import Calibration, Request
 from compress.jobs.teachers import Teachers
 from compress.model.calls import evaluating
 from compress.train.inputs.batch import inputs_of
@@ -72,12 +72,12 @@ def cache_logits(
         raise InputError(f"{str(output)!r} exists and holds no cached logits; give another file, or --overwrite")
     if not temperature > 0:
         raise InputError(f"temperature {temperature}; allowed: above 0")
-    data = Data(None, None, length, batch_size, training, bos)
-    data.check()
+    request = Request(model=teacher, training=training, length=length, batch_size=batch_size, bos=bos)
+    request.check()
     source = find_source(str(teacher), trust_remote_code)
     if fsdp:
         check_group()
-    rows = training_rows(data, FoundModel(None, source, read_config(source), None))
+    rows = training_rows(request, FoundModel(None, source, read_config(source), None))
     comm = Comm()
     known = fingerprint_of(source, comm)
     asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)

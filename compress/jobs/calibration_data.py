@@ -20,7 +20,7 @@ from compress.data.text import batches_of, load_tokens
 from compress.data.tokens import Tokens
 from compress.engine.plan.batches import named_batches
 from compress.jobs.model_source import FoundModel
-from compress.jobs.request import Calibration, Data
+from compress.jobs.request import Calibration, Request
 from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
@@ -33,7 +33,7 @@ TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunData:
     """Data that a model is shown.
 
     tokens: calibration data, where it is text or token ids. pictures: where it is images.
@@ -73,12 +73,13 @@ class Shown:
         return fingerprint({str(i): {k: checksum(v) for k, v in b.items() if isinstance(v, Tensor)} for i, b in named})
 
 
-def shown_data(data: Data, passes: Sequence[Pass], found: FoundModel, ranks: int) -> Shown:
+def read_data(request: Request, found: FoundModel, ranks: int) -> RunData:
     """Data that the passes show a model. Raises InputError for data that is missing, unread, or of another kind than
     the model takes."""
-    calibrated = _calibration(data, passes, found)
-    learning = learning_of(passes)
-    rows = training_rows(data, found) if learning else None
+    passes = request.passes
+    calibrated = _calibration(request, found)
+    learning = training_options(passes)
+    rows = training_rows(request, found) if learning else None
     cached = {} if rows is None else {o.teacher: read_cached(o.teacher, rows, o) for o in learning if o.offline}
     if len(calibrated.batches) < ranks and any(p.calibrated for p in passes):
         raise InputError(
@@ -87,27 +88,27 @@ def shown_data(data: Data, passes: Sequence[Pass], found: FoundModel, ranks: int
     return replace(calibrated, rows=rows, cached=cached)
 
 
-def learning_of(passes: Sequence[Pass]) -> list[TrainingOptions]:
+def training_options(passes: Sequence[Pass]) -> list[TrainingOptions]:
     """The options of passes that train."""
     return [stage.options for p in passes if (stage := p.stage(Learn)) is not None]
 
 
-def calibration_data(data: Data, found: FoundModel, who: str) -> Shown:
+def calibration_data(request: Request, found: FoundModel, who: str) -> RunData:
     """Calibration data alone; of text as many windows as is usual, unless told. who: needs it."""
-    calibration = data.calibration
+    calibration = request.calibration
     if calibration is None:
         raise InputError(f"{who} needs calibration data; {_what_to_show(found)}")
     rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
-    samples = WINDOWS if data.samples is None and not rows else data.samples
-    return _shown(data, found, calibration, samples)
+    samples = WINDOWS if request.samples is None and not rows else request.samples
+    return _in_batches(request, found, calibration, samples)
 
 
-def training_rows(data: Data, found: FoundModel) -> Rows:
+def training_rows(request: Request, found: FoundModel) -> Rows:
     """Samples to train the model on: all training data that was given, or else all calibration data."""
-    given = data.calibration if data.training is None else data.training
+    given = request.calibration if request.training is None else request.training
     if given is None:
         raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(found)}")
-    shown = _shown(data, found, given, None)
+    shown = _in_batches(request, found, given, None)
     if shown.tokens is not None and shown.tokens.start is not None:
         raise InputError(
             "an encoder-decoder is trained on pairs; give batches with input_ids, decoder_input_ids and labels, in "
@@ -116,53 +117,53 @@ def training_rows(data: Data, found: FoundModel) -> Rows:
     return rows_of(shown.batches)
 
 
-def _calibration(data: Data, passes: Sequence[Pass], found: FoundModel) -> Shown:
+def _calibration(request: Request, found: FoundModel) -> RunData:
     """Data to calibrate the passes on; empty where no pass is calibrated."""
-    needing = next((p for p in passes if p.calibrated), None)
-    trains = bool(learning_of(passes))
+    needing = next((p for p in request.passes if p.calibrated), None)
+    trains = bool(training_options(request.passes))
     if needing is None:
-        if trains and data.samples is not None:
+        if trains and request.samples is not None:
             raise InputError("samples are of calibration data, which no pass uses; all that is given is trained on")
-        asked = (data.samples, data.length, data.bos)
-        if any(each is not None for each in asked) and not trains and data.calibration is None:
+        asked = (request.samples, request.length, request.bos)
+        if any(each is not None for each in asked) and not trains and request.calibration is None:
             raise InputError("samples, length and bos are of calibration data, which no pass uses; leave them out")
-        return Shown(None, [])
-    if data.calibration is None and data.training is not None and trains:
-        return _first_of_training(data, found, data.training)  # `planned.remarks` says so
-    return calibration_data(data, found, needing.name)
+        return RunData(None, [])
+    if request.calibration is None and request.training is not None and trains:
+        return _first_of_training(request, found, request.training)  # `prepare.remarks` says so
+    return calibration_data(request, found, needing.name)
 
 
-def _first_of_training(data: Data, found: FoundModel, training: Calibration) -> Shown:
+def _first_of_training(request: Request, found: FoundModel, training: Calibration) -> RunData:
     """As many samples of the training data as calibration takes by default, or is told to."""
-    samples = WINDOWS if data.samples is None else data.samples
+    samples = WINDOWS if request.samples is None else request.samples
     if isinstance(training, str | Path | Tensor):
-        return _shown(data, found, training, samples)
-    whole = _shown(data, found, training, None)
-    return Shown(whole.tokens, whole.batches[: -(-samples // data.batch_size)])
+        return _in_batches(request, found, training, samples)
+    whole = _in_batches(request, found, training, None)
+    return RunData(whole.tokens, whole.batches[: -(-samples // request.batch_size)])
 
 
-def _shown(data: Data, found: FoundModel, given: Calibration, samples: int | None) -> Shown:
+def _in_batches(request: Request, found: FoundModel, given: Calibration, samples: int | None) -> RunData:
     """The given data, in micro-batches."""
     file = str(given) if isinstance(given, str | Path) else None
     if file is not None and (stored := read_batches(file)) is not None:
-        return replace(_shown(data, found, stored, None), file=file)
+        return replace(_in_batches(request, found, stored, None), file=file)
     if not isinstance(given, str | Path | Tensor):
-        if any(each is not None for each in (data.samples, data.length, data.bos)):
+        if any(each is not None for each in (request.samples, request.length, request.bos)):
             raise InputError("samples, length and bos do not apply to ready-made batches; leave them out")
         given = given if found.given is None or isinstance(given, Mapping) else named_batches(found.given, given)
-        return Shown(None, batches_of(given, data.batch_size, getattr(found.config, "vocab_size", None)))
+        return RunData(None, batches_of(given, request.batch_size, getattr(found.config, "vocab_size", None)))
     if not isinstance(given, Tensor) and _reads_images(found) and (seen := samples_of(str(given))) is not None:
-        return _pictures(data, found, str(given), seen, samples)
+        return _pictures(request, found, str(given), seen, samples)
     if _taken(found) != TOKENS:
         said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
         raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
     tokenizer = partial(tokenizer_of, found.source)
     text = given if isinstance(given, Tensor) else str(given)
-    words: dict[str, Any] = {"length": data.length, "samples": samples, "bos": data.bos}
+    words: dict[str, Any] = {"length": request.length, "samples": samples, "bos": request.bos}
     tokens = load_tokens(text, tokenizer, found.config, what="calibration", packing=True, **words)
     if getattr(found.config, "is_encoder_decoder", False):
         tokens = _paired(tokens, found.config)
-    return Shown(tokens, tokens.batches(data.batch_size))
+    return RunData(tokens, tokens.batches(request.batch_size))
 
 
 def _paired(tokens: Tokens, config: Any) -> Tokens:
@@ -185,11 +186,11 @@ def _paired(tokens: Tokens, config: Any) -> Tokens:
     return replace(tokens, start=start, notes=(*tokens.notes, note))
 
 
-def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], samples: int | None) -> Shown:
+def _pictures(request: Request, found: FoundModel, given: str, seen: list[Sample], samples: int | None) -> RunData:
     """Images, and texts with them, as the model's processor makes inputs of them."""
     assert found.source is not None
     check_pillow()
-    if (name := next((name for name in ("length", "bos") if getattr(data, name) is not None), None)) is not None:
+    if (name := next((name for name in ("length", "bos") if getattr(request, name) is not None), None)) is not None:
         raise InputError(f"{name} is of windows of text, and this is images; leave it out")
     if getattr(found.config, "is_encoder_decoder", False):
         raise InputError(
@@ -198,8 +199,8 @@ def _pictures(data: Data, found: FoundModel, given: str, seen: list[Sample], sam
         )
     texts = "text" in modalities(found.source)
     processor = processor_of(found.source, texts=texts)
-    made = processed(seen, processor, given, texts=texts, count=samples, size=data.batch_size)
-    return Shown(None, [*made.batches], pictures=made)
+    made = processed(seen, processor, given, texts=texts, count=samples, size=request.batch_size)
+    return RunData(None, [*made.batches], pictures=made)
 
 
 def _taken(found: FoundModel) -> str:

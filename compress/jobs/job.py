@@ -1,11 +1,11 @@
 """A run that is ready to begin: block by block through the model, then the checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,13 @@ from compress.checkpoint.write import coverage
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.quantization_config import configuration, quantization_config
 from compress.checkpoint.write.record import RunRecord
-from compress.checkpoint.write.writer import Discard, Writer
-from compress.engine.learn.training import Collected
-from compress.engine.pipeline import decide, run, walked
-from compress.engine.plan.batches import ChainBrokenError
+from compress.checkpoint.write.writer import InMemory, Writer
+from compress.engine.pipeline import run
 from compress.engine.plan.format_limits import notes_for_readers, notes_on_dense
-from compress.engine.plan.plan import plan
 from compress.engine.restore import gradients, hooks_and_buffers, naming, undone, values
 from compress.engine.walk.remarks import nothing_done
 from compress.engine.walk.state import Run
-from compress.jobs.calibration_data import Shown
+from compress.jobs.calibration_data import RunData
 from compress.jobs.model_source import OpenedModel
 from compress.jobs.request import Request
 from compress.jobs.verify import verified
@@ -37,11 +34,9 @@ from compress.kernels import spill
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.model.disk_names import DiskNames
-from compress.passes.protocol.recipe import describe
 from compress.train.loop.metrics import summary, training_file
 from compress.weights.decision import Decision
 
-T = TypeVar("T")
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
 
 
@@ -62,7 +57,7 @@ class Job:
     """A run that is ready to begin, and what is made of its result.
 
     opened: the model as it was found, cut where structure goes before all this.
-    run: what the walk works with. Its plan becomes one of one block, once blocks turn out to be no chain.
+    run: what the walk works with.
     identity: what a resumed run must have in common with it.
     caches: what the configuration says about key-value caches.
     stores: the dtypes of parameters before they were widened to be trained.
@@ -71,7 +66,7 @@ class Job:
     request: Request
     opened: OpenedModel
     run: Run
-    shown: Shown
+    data: RunData
     identity: dict[str, Any]
     caches: dict[str, Any]
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -87,7 +82,7 @@ class Job:
         if isinstance(self.run.sink, Writer) and self.wants_verification():
             tell_verification(self.run.reporter)
         with evaluating(self.run.model):
-            self.walk(run)
+            run(self.run)
             self.check_done()
         if self.run.plan.decides and not self.run.plan.only_trains:
             self.run.record.coverage = self.covered()
@@ -100,41 +95,18 @@ class Job:
             result.output = self.run.sink.output
         if self.run.residency.keep:
             result.model = self.run.model
-        if isinstance(self.run.sink, Discard):
-            result.codes = self.run.sink.decided
+        if isinstance(self.run.sink, InMemory):
+            result.codes = self.run.sink.decisions if self.run.sink.keep else None
         return result
-
-    def decide(self) -> Collected:
-        """The passes' decisions about layers, for a caller who trains the model, which then has the decided values."""
-        with self.undoing(), evaluating(self.run.model):
-            return self.walk(decide)
 
     def undoing(self) -> AbstractContextManager[None]:
         """Restores a caller's model after a failure, or names its changed parts; no-op for a model read from disk."""
         if self.opened.source is not None:
             return nullcontext()
-        if not self.request.work.restore:
+        if not self.request.restore:
             return naming(self.run.record.changed)
         before = [] if self.opened.cut is None else [self.opened.cut.undo]
         return undone(values(self.run.model), hooks_and_buffers(self.run.model), *before, gradients(self.run.model))
-
-    def walk(self, how: Callable[[Run], T]) -> T:
-        """Through all blocks of the plan; through the model as one block, where they do not hand the hidden state
-        on."""
-        return walked(self.run, how, self.join_blocks)
-
-    def join_blocks(self, why: ChainBrokenError) -> Run:
-        """Plan the whole model as one block instead."""
-        extent = self.request.extent
-        self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
-        asked = self.request.passes, extent.ignore
-        whole = plan(self.run.model, *asked, one_block=True, convolutions=extent.convolutions, experts=extent.experts)
-        self.run.record.left_alone.clear()  # the plan of one block leaves other layers alone
-        self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier, beside=self.run.plan.beside))
-        self.identity["recipe"] = describe(whole.recipe)  # of more layers: a group size may be another
-        for note in whole.notes:
-            self.note(note)
-        return self.run
 
     def check_done(self) -> None:
         """Raise CompressError for a run in which a pass found nothing that it could compress."""
@@ -183,7 +155,7 @@ class Job:
             run.record,
             model=shown(self.opened.source.name) if self.opened.source is not None else type(run.model).__name__,
             identity=self.identity,
-            calibration=self.shown.described(),
+            calibration=self.data.described(),
             ranks=run.comm.world,
             training=[summary(history) for history in run.record.training],
         )
@@ -204,7 +176,7 @@ class Job:
 
     def wants_verification(self) -> bool:
         """True if the output is to be compared: as asked, otherwise for models of at most `VERIFY_LIMIT` bytes."""
-        asked = self.request.delivery.verify
+        asked = self.request.verify
         if asked is not None:
             return asked
         weights = sum(p.numel() * p.element_size() for p in self.run.model.parameters())

@@ -6,7 +6,7 @@
     prepared.convert(output="out")           # the codes that a forward now would compute with
 
 What lies between them is `engine.learn.training`'s: the passes decide, layers round by a swap of their class, and what
-training makes of them is decided by a pass `Trained`, block by block into the same writer.
+training makes of them is what a walk begins with that writes it, block by block.
 """
 
 import copy
@@ -26,16 +26,18 @@ from compress.base.lost_ranks import watching
 from compress.base.progress import Reporter, Silent
 from compress.checkpoint.write.directory import Directory, claimed
 from compress.checkpoint.write.record import RunRecord
-from compress.engine.learn.trained_decisions import TrainedCaches, begin, left_of
-from compress.engine.learn.training import Collected, treated, uncompiled
+from compress.checkpoint.write.writer import InMemory
+from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
+from compress.engine.learn.training import uncompiled
+from compress.engine.pipeline import decide
 from compress.engine.plan.format_limits import check_storable
 from compress.engine.plan.matching import adapter_in
 from compress.engine.residency import Local, Residency, Sharded
 from compress.engine.restore import hooks_and_buffers, undone, values
-from compress.jobs.checks import sink_of
 from compress.jobs.job import Job, Result
-from compress.jobs.prepare import prepare
-from compress.jobs.request import Calibration, Data, Delivery, Extent, Request, Work, several
+from compress.jobs.prepare import prepare, sink_of
+from compress.jobs.request import Calibration, Request
+from compress.model.calls import evaluating
 from compress.model.layers import Layer
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
@@ -68,7 +70,7 @@ class Prepared:
     """
 
     job: Job
-    decided: Collected
+    decided: InMemory
     layers: list[Layer]
     stores: dict[str, torch.dtype]
     caches: TrainedCaches
@@ -121,13 +123,10 @@ class Prepared:
         self._check_open()
         self._check_whole()
         self._check_scales()
-        delivery = Delivery(output, overwrite=overwrite, verify=verify, store=store)
-        request = replace(self.job.request, delivery=delivery)
+        request = replace(self.job.request, output=output, overwrite=overwrite, verify=verify, store=store)
         request.check()
         comm = Comm()
-        given = request.model if isinstance(request.model, str | Path) else None
-        folder = None if given is None else Path(given)
-        with claimed(output, comm, resume=False, overwrite=overwrite, model=folder) as place, watching(comm):
+        with claimed(output, comm, resume=False, overwrite=overwrite, model=request.folder) as place, watching(comm):
             job = self._left(request, place, comm, reporter or Silent())
             with uncompiled(self.model), self._as_before():
                 result = job.carry_out()
@@ -141,12 +140,13 @@ class Prepared:
         identity = {**self.job.identity, "training": OWN_LOOP}
         sink, caches = sink_of(request, place, comm, replace(self.job.opened, model=self.model), before.plan, identity)
         reshard(self.model)
-        left = left_of(self.model, before.plan, residency, self.decided.decisions)
+        made = trained_decisions(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
         record.note(reporter, OWN_LOOP)
         self._note_uncalled(record, reporter)
-        run = before.again(
-            plan=left,
+        run = replace(
+            before,
+            plan=replace(before.plan, passes=(), trained=made),
             residency=residency,
             sink=sink,
             comm=comm,
@@ -186,7 +186,7 @@ class Prepared:
                 "the model's own weights"
             )
         present = set(self.model.modules())
-        for layer in (*treated(self.job.run.plan), *self.job.run.plan.tables):
+        for layer in (*self.job.run.plan.treated_layers, *self.job.run.plan.tables):
             if layer.module not in present:
                 raise InputError(
                     f"{layer.name} is not the module any more that was prepared (modules_to_save of peft puts copies "
@@ -258,11 +258,7 @@ def prepare_qat(
     is then what it was.
     """
     one_of("scales", scales, get_args(Scales))
-    data = Data(calibration, samples, length, batch_size, bos=bos)
-    extent = Extent(ignore, one_block, convolutions, drop_zeros)
-    work = Work(device, dtype)
-    request = Request(model, several(passes), data, extent, Delivery(), work, trust_remote_code)
-    request.check()
+    request = Request.of(locals())
     if any(p.stage(Learn) for p in request.passes):
         raise InputError("train is a loop of its own; leave it out of what your loop trains, or call quantize")
     comm = Comm()
@@ -288,10 +284,11 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
             detach(layer.module)
 
     with undone(take_off, values(model), hooks_and_buffers(model)):
-        decided = job.decide()
+        with job.undoing(), evaluating(model):
+            decided = decide(job.run, job.run.plan.passes)
         wide = {name: p.dtype for name, p in model.named_parameters()}
         narrow = job.run.residency.widen(model)
-        for layer in (*treated(job.run.plan), *job.run.plan.tables):
+        for layer in (*job.run.plan.treated_layers, *job.run.plan.tables):
             decision = decided.decisions.get(layer.name)
             if decision is not None and attach(layer, decision, scales):
                 attached += [layer, *tied_to(layer)]

@@ -16,7 +16,7 @@ from compress.checkpoint.write.directory import Directory, claimed, is_checkpoin
 from compress.checkpoint.write.manifest import read_record, restored
 from compress.jobs.job import Result
 from compress.jobs.prepare import prepare
-from compress.jobs.request import Calibration, Data, Delivery, Extent, Request, Work, several
+from compress.jobs.request import Calibration, Request
 from compress.kernels.spill import spilling
 from compress.passes.protocol.base import Pass
 
@@ -73,24 +73,12 @@ def quantize(
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
-    data = Data(calibration, samples, length, batch_size, training, bos)
-    extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
-    delivery = Delivery(output, resume, overwrite, verify, store, keep_codes)
-    work = Work(device, dtype, fsdp, restore, spill)
-    request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
-    request.check()
-    return _carried_out(request, Comm(), reporter or Silent())
-
-
-def _carried_out(request: Request, comm: Comm, reporter: Reporter) -> Result:
-    """The result of a run of a request, or of one that left it complete before."""
+    request, comm, reporter = Request.of(locals()), Comm(), reporter or Silent()
     if (done := completed(request, comm, reporter)) is not None:
         return done
-    asked = request.delivery
-    given = Path(request.model) if isinstance(request.model, str | Path) else None
     with (
-        spilling(request.work.spill),
-        claimed(asked.output, comm, resume=asked.resume, overwrite=asked.overwrite, model=given) as place,
+        spilling(spill),
+        claimed(output, comm, resume=resume, overwrite=overwrite, model=request.folder) as place,
         watching(comm),
     ):
         return prepare(request, place, comm, reporter).finish()
@@ -100,23 +88,21 @@ def completed(request: Request, comm: Comm, reporter: Reporter) -> Result | None
     """The result of the run of a request that is to be resumed, from its record; None where it is not complete or may
     be replaced, of a model in memory, and with several processes. Raises InputError where another run made the
     output."""
-    asked = request.delivery
-    wanted = asked.resume and not asked.overwrite and asked.output is not None
+    wanted = request.resume and not request.overwrite and request.output is not None
     if not wanted or comm.world > 1 or isinstance(request.model, nn.Module):
         return None
-    assert asked.output is not None
-    output = Path(asked.output).absolute()
+    assert request.output is not None
+    output = Path(request.output).absolute()
     if not is_checkpoint(output):
         return None
-    found = read_record(output)
-    plain = replace(request, delivery=replace(asked, output=None, resume=False))
-    identity = json.loads(json.dumps(prepare(plain, None, comm, Silent()).identity))
-    if "bytes" not in found or found["identity"] != identity:
-        other = ", ".join(key for key in identity if found["identity"].get(key) != identity[key])
+    record = read_record(output)
+    identity = json.loads(json.dumps(prepare(replace(request, output=None), None, comm, Silent()).identity))
+    if "bytes" not in record or record["identity"] != identity:
+        other = ", ".join(key for key in identity if record["identity"].get(key) != identity[key])
         raise InputError(
-            f"{asked.output} exists, complete, of a run that differs ({other or 'its record'}); choose another output "
-            "or pass --overwrite"
+            f"{request.output} exists, complete, of a run that differs ({other or 'its record'}); choose another "
+            "output or pass --overwrite"
         )
     Directory(output).tidy()
-    reporter.note(f"{asked.output} is complete: nothing of it is left to do")
-    return Result(restored(found), output=output, verification=found["verification"])
+    reporter.note(f"{request.output} is complete: nothing of it is left to do")
+    return Result(restored(record), output=output, verification=record["verification"])

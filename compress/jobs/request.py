@@ -1,4 +1,4 @@
-"""A request to `quantize`, sorted by subject, and the checks that need no model."""
+"""The arguments of `quantize` in one value, and the checks that need no model."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,20 +21,70 @@ STORES = (TWO_OF_FOUR,)
 Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Data:
-    """Data shown to the model: text, token ids or batches, and how much of it at once. training: data to train on, None
-    for the same. bos: where BOS is in text (`data.bos`)."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `quantize`, which says what they mean."""
 
-    calibration: Calibration | None
-    samples: int | None
-    length: int | None
-    batch_size: int
+    model: nn.Module | str | Path
+    passes: tuple[Pass, ...] = ()
+    calibration: Calibration | None = None
     training: Calibration | None = None
+    samples: int | None = None
+    length: int | None = None
     bos: str | None = None
+    batch_size: int = 8
+    ignore: Sequence[str] = ()
+    one_block: bool = False
+    convolutions: bool | None = None
+    experts: bool = False
+    drop_zeros: bool = False
+    output: str | Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    verify: bool | None = None
+    store: str | None = None
+    keep_codes: bool = False
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    fsdp: bool = False
+    restore: bool = True
+    spill: str | Path | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Request":
+        """The request that a call's arguments make, checked; those that are none of `quantize` are left out."""
+        known = {name: value for name, value in arguments.items() if name in cls.__dataclass_fields__}
+        request = cls(**{**known, "passes": several(known.get("passes"))})
+        request.check()
+        return request
+
+    @property
+    def folder(self) -> Path | None:
+        """The model's directory, if it is one by its name."""
+        return Path(self.model) if isinstance(self.model, str | Path) else None
 
     def check(self) -> None:
-        """Refuse numbers that are wrong whatever the model is."""
+        """Refuse arguments that are wrong whatever the model is."""
+        self._check_extent()
+        self._check_data()
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
+        try:
+            json.dumps(describe(self.passes))
+        except TypeError as error:
+            raise InputError(
+                f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
+            ) from None
+        self._check_output()
+
+    def _check_extent(self) -> None:
+        if isinstance(self.ignore, str):
+            raise InputError(f"ignore: {self.ignore!r} is one pattern; give a list of them, [{self.ignore!r}]")
+        for pattern in self.ignore:
+            compiled(pattern)
+
+    def _check_data(self) -> None:
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch size {self.batch_size!r}; allowed: 1 or more")
         for what, value in (("samples", self.samples), ("length", self.length)):
@@ -43,40 +93,7 @@ class Data:
         if self.bos is not None:
             one_of("bos", self.bos, PLACES)
 
-
-@dataclass(frozen=True)
-class Extent:
-    """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
-    may become other numbers. experts: each of fused ones is a layer."""
-
-    ignore: Sequence[str] = ()
-    one_block: bool = False
-    convolutions: bool | None = None
-    drop_zeros: bool = False
-    experts: bool = False
-
-    def check(self) -> None:
-        """Refuse a pattern that stands alone, whose letters would be patterns, and what is no pattern."""
-        if isinstance(self.ignore, str):
-            raise InputError(f"ignore: {self.ignore!r} is one pattern; give a list of them, [{self.ignore!r}]")
-        for pattern in self.ignore:
-            compiled(pattern)
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """The output's directory (None: nothing is written), and the treatment of files found there. verify: None where the
-    model's size decides. store: the form of the weights, of `STORES`; None for the one that most readers know.
-    keep_codes: the result holds all decisions."""
-
-    output: str | Path | None = None
-    resume: bool = False
-    overwrite: bool = False
-    verify: bool | None = None
-    store: str | None = None
-    keep_codes: bool = False
-
-    def check(self) -> None:
+    def _check_output(self) -> None:
         """Refuse what is about an output where there is none, and the other way round."""
         if self.keep_codes and self.output is not None:
             raise InputError("keep_codes is for a model that stays in memory; drop it, the output holds the codes")
@@ -86,51 +103,8 @@ class Delivery:
             one_of("store", self.store, STORES)
         if self.store is not None and self.output is None:
             raise InputError("store is how the output is written; give an output or leave it out")
-
-
-@dataclass(frozen=True)
-class Work:
-    """Device, dtype and sharding of the work. restore: whether a failure is undone. spill: the folder of large tensors
-    (None: they stay in memory)."""
-
-    device: str | torch.device | None = None
-    dtype: torch.dtype | None = None
-    fsdp: bool = False
-    restore: bool = True
-    spill: str | Path | None = None
-
-    def check(self) -> None:
-        """Refuse a dtype that nothing is computed in."""
-        if self.dtype is not None and self.dtype not in FLOATS:
-            raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `quantize`, which says what they mean."""
-
-    model: nn.Module | str | Path
-    passes: tuple[Pass, ...]
-    data: Data
-    extent: Extent
-    delivery: Delivery
-    work: Work
-    trust_remote_code: bool
-
-    def check(self) -> None:
-        """Refuse arguments that are wrong whatever the model is."""
-        self.extent.check()
-        self.data.check()
-        self.work.check()
-        try:
-            json.dumps(describe(self.passes))
-        except TypeError as error:
-            raise InputError(
-                f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
-            ) from None
-        self.delivery.check()
-        check_apart(self.delivery.output, self.work.spill)
-        if isinstance(self.model, nn.Module) and self.delivery.verify and not hasattr(self.model, "config"):
+        check_apart(self.output, self.spill)
+        if isinstance(self.model, nn.Module) and self.verify and not hasattr(self.model, "config"):
             raise InputError(
                 "verify reloads the output by its configuration, which this model has none of; leave it out"
             )

@@ -18,7 +18,7 @@ from compress.checkpoint.read.source import Source, find_source
 from compress.engine.residency import is_narrow, shard
 from compress.inference.load.dense_model import load_as_original
 from compress.inference.load.loading import load_source
-from compress.jobs.calibration_data import Shown, learning_of
+from compress.jobs.calibration_data import RunData, training_options
 from compress.jobs.model_source import FoundModel, fingerprint_of
 from compress.model.layers import find_stacks
 from compress.model.vocabulary import check_common, common_tokens
@@ -38,16 +38,16 @@ def fingerprints(passes: Sequence[Pass], trust_remote_code: bool, comm: Comm) ->
     return found | {name: fingerprint_of(find_source(name, trust_remote_code), comm) for name in sorted(others)}
 
 
-def check_tokens(passes: Sequence[Pass], found: FoundModel, shown: Shown, trust_remote_code: bool) -> list[str]:
+def check_tokens(passes: Sequence[Pass], found: FoundModel, data: RunData, trust_remote_code: bool) -> list[str]:
     """Remarks on teachers whose vocabulary is padded to another length than the student's. Raises InputError for other
     vocabularies, and for training data with token ids that only one of both models has."""
     size, notes = getattr(found.config, "vocab_size", None), []
-    ids = None if shown.rows is None else shown.rows.tensors.get("input_ids")
+    ids = None if data.rows is None else data.rows.tensors.get("input_ids")
     if not isinstance(size, int) or ids is None:
         return []
-    for said in shown.cached.values():
+    for said in data.cached.values():
         check_offline(said, size)
-    taught = {o.teacher: "logits" in o.weights for o in learning_of(passes) if o.taught and not o.offline}
+    taught = {o.teacher: "logits" in o.weights for o in training_options(passes) if o.taught and not o.offline}
     for name, by_logits in sorted(taught.items()):
         if name == ORIGINAL:
             continue

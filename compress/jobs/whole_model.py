@@ -20,7 +20,7 @@ from compress.engine.restore import naming, undone
 from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.edit_result import Restructured
 from compress.engine.shrink.model_edits import ModelEdits
-from compress.jobs.calibration_data import Shown, learning_of
+from compress.jobs.calibration_data import RunData, training_options
 from compress.jobs.model_source import OpenedModel
 from compress.jobs.request import Request
 from compress.jobs.verify import probe_of
@@ -37,10 +37,10 @@ def check_structural(request: Request) -> None:
     """Refuse, before the model is read, a recipe that edits the whole model and something that does not go with
     that."""
     structural, rest = restructuring_of(request.passes)
-    if not rest and request.delivery.store is not None:
-        raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
+    if not rest and request.store is not None:
+        raise InputError(f"store {request.store} is of layers that a pass prunes, and none does; leave it out")
     in_memory = isinstance(request.model, nn.Module)
-    if structural and in_memory and any(options.teacher == ORIGINAL for options in learning_of(request.passes)):
+    if structural and in_memory and any(options.teacher == ORIGINAL for options in training_options(request.passes)):
         p = structural[0]
         raise InputError(
             f"train learns from the original, which a model in memory is no longer once {p.name} has "
@@ -49,7 +49,7 @@ def check_structural(request: Request) -> None:
         )
 
 
-def shrunk(request: Request, opened: OpenedModel, shown: Shown, comm: Comm, reporter: Reporter) -> OpenedModel:
+def shrunk(request: Request, opened: OpenedModel, data: RunData, comm: Comm, reporter: Reporter) -> OpenedModel:
     """Edit the model as the passes say that do so. Every rank holds it as a whole until then."""
     structural, _ = restructuring_of(request.passes)
     done = Restructured()
@@ -57,16 +57,16 @@ def shrunk(request: Request, opened: OpenedModel, shown: Shown, comm: Comm, repo
         for p in structural:
             whole = WholeModel(
                 opened.model,
-                shown.batches[comm.rank :: comm.world],
-                partial(_probe, opened.model, p, shown.batches),
+                data.batches[comm.rank :: comm.world],
+                partial(_probe, opened.model, p, data.batches),
                 Local(opened.device, opened.dtype),
-                Ignored(request.extent.ignore),
-                request.extent.one_block,
+                Ignored(request.ignore),
+                request.one_block,
                 comm,
                 reporter,
                 done,
             )
-            _edit(request, p, opened, shown, whole)
+            _edit(request, p, opened, data, whole)
             opened = replace(opened, cut=done)
     return opened
 
@@ -78,11 +78,11 @@ def undoing(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
     return undone(opened.cut.undo) if restore else naming(CHANGED)
 
 
-def _edit(request: Request, p: Pass, opened: OpenedModel, shown: Shown, whole: WholeModel) -> None:
+def _edit(request: Request, p: Pass, opened: OpenedModel, data: RunData, whole: WholeModel) -> None:
     """Make the edits of one pass. Raises InputError for a model that cannot be edited."""
     stage = p.stage(Restructure)
     assert stage is not None
-    model, extent = whole.model, request.extent
+    model = whole.model
     if isinstance(model, FSDPModule):
         raise InputError(
             f"{p.name} changes {'the shapes of parameters, which shards cannot' if p.removes else 'the whole model'}; "
@@ -90,13 +90,21 @@ def _edit(request: Request, p: Pass, opened: OpenedModel, shown: Shown, whole: W
         )
     check_tensors(model)
     check_untouched(model)
-    check_restructured(model, p, stage, opened.earlier(extent.drop_zeros))
-    check_batches(model, shown.batches)
+    check_restructured(model, p, stage, opened.earlier(request.drop_zeros))
+    check_batches(model, data.batches)
 
     def check(foreseen: nn.Module) -> None:
         """Plan the rest of the run, once the last of these passes has been seen."""
         if p is restructuring_of(request.passes)[0][-1]:
-            plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, False, extent.experts)
+            plan(
+                foreseen,
+                request.passes,
+                request.ignore,
+                request.one_block,
+                request.convolutions,
+                False,
+                request.experts,
+            )
 
     ModelEdits(whole, p, stage, check).run()
 

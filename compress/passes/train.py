@@ -104,20 +104,3 @@ def recovery(words: str) -> Train:
     if not minutes:
         raise InputError(f"recover {words!r}; allowed: a length of time, like 90s, 30min or 1.5h")
     return Train(minutes=minutes)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trained(Pass):
-    """A pass that decides what training has decided about the layers."""
-
-    name: ClassVar[str] = "train"
-    reads: ClassVar[Aspect] = "quantized weight"
-    keeps_zeros: ClassVar[bool] = True
-
-    decisions: Mapping[str, Decision]
-
-    def wants(self, layer: str) -> bool:
-        return layer in self.decisions
-
-    def apply(self, site: Site) -> dict[str, Decision]:
-        return {name: self.decisions[name] for name in site.weights}

@@ -33,7 +33,7 @@ from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation
 from compress.jobs.calibration_data import calibration_data
 from compress.jobs.model_source import found_model
-from compress.jobs.request import Data, Extent
+from compress.jobs.request import Request
 from compress.passes.train import recovery
 from compress.search.fitting.choice import FitChoice
 from compress.search.fitting.deadline import Deadline
@@ -109,9 +109,9 @@ def fit(
     """
     minutes = None if recover is None else recovery(recover).minutes
     target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
-    data = Data(calibration, samples, length, batch_size, bos=bos)
+    how: dict[str, Any] = {"samples": samples, "length": length, "bos": bos, "batch_size": batch_size}
+    data = Request(model=model, calibration=calibration, **how, ignore=ignore)
     data.check()
-    Extent(ignore).check()
     shared = {"device": device, "trust_remote_code": trust_remote_code}
     wishes = Wishes(method, embeddings, trellis, rotate)
     begun = partial(_begun, str(model), target, data, text, ignore, engine, wishes, shared, watch, reporter or Silent())
@@ -127,7 +127,7 @@ def fit(
 def _begun(
     model: str,
     target: FitTarget,
-    data: Data,
+    data: Request,
     text: str | Tensor | None,
     ignore: Sequence[str],
     engine: str | None,
@@ -186,7 +186,7 @@ def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitR
     return FitResult(place.output, work.choices[chosen], work.beside, proof, work.runs[chosen])
 
 
-def _texts(model: str | Path, data: Data, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
+def _texts(model: str | Path, data: Request, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
     """Calibration data and held-out rows. Raises InputError for data that is not of tokens, or too little of it."""
     found = found_model(model, shared["device"], shared["trust_remote_code"])
     tokens = calibration_data(data, found, "fit").tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
 from compress.engine.joint_maximum import Reach
 from compress.engine.layer_versions import Versions
-from compress.engine.pipeline import captured
+from compress.engine.walk.capture import capture_stack
 from compress.engine.walk.collect import collected
 from compress.engine.walk.decide import Decided, decide
 from compress.engine.walk.forward import suspended_forward
@@ -71,11 +71,11 @@ def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
     with without_cache(run.model):
-        calls = captured(run, stack)
+        calls = capture_stack(run, stack)
         streams = Streams(calls[0], [])
         fisher = Fisher(run, stack, calls)
         with run.residency.open(run.model, keep=False) as opened:
-            own = captured(replace(run, batches=held_out), stack)
+            own = capture_stack(replace(run, batches=held_out), stack)
             device = run.residency.device
             batches = [{k: t.to(device) for k, t in batch.items()} for batch in held_out]
             held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])

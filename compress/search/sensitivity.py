@@ -31,24 +31,22 @@ from compress.checkpoint.sensitivity import (
 )
 from compress.checkpoint.write.coverage import achieved, remark
 from compress.checkpoint.write.record import RunRecord
-from compress.checkpoint.write.writer import Discard
+from compress.checkpoint.write.writer import InMemory
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
-from compress.engine.pipeline import walked
 from compress.engine.plan.batches import ChainBrokenError, check_batches
 from compress.engine.plan.candidate_layers import treatable
 from compress.engine.plan.plan import Plan
-from compress.engine.walk.rewrite import FoldFinder
-from compress.engine.walk.state import Run, Steps
-from compress.jobs.calibration_data import Shown, calibration_data
-from compress.jobs.checks import remarks_on_data, remarks_on_stacks
+from compress.engine.walk.stacks import chained_stacks
+from compress.engine.walk.state import Run
+from compress.jobs.calibration_data import RunData, calibration_data
 from compress.jobs.model_source import OpenedModel, found_model, opened_model, residency_of
+from compress.jobs.prepare import remarks_on_stacks
 from compress.jobs.quantize import quantize
-from compress.jobs.request import Calibration, Data, Extent
+from compress.jobs.request import Calibration, Request
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.model.online_rotation import input_rotation
-from compress.model.sharing import shared_parameters
 from compress.model.untreated_layers import left_alone
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
@@ -89,10 +87,19 @@ def measure_sensitivity(
 
     Raises InputError for candidates that suit no layer, and for a model that predicts no next token.
     """
-    data = Data(calibration, samples, length, batch_size, bos=bos)
-    data.check()
-    Extent(ignore).check()
-    study = _study(model, data, first, text, ignore, device, trust_remote_code, reporter or Silent())
+    request = Request(
+        model=model,
+        calibration=calibration,
+        samples=samples,
+        length=length,
+        bos=bos,
+        batch_size=batch_size,
+        ignore=ignore,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    request.check()
+    study = _study(request, first, text, reporter or Silent())
     candidates, words = _fitted(candidates, study.run.plan)
     identity = {
         "model": study.opened.fingerprint(),
@@ -116,7 +123,7 @@ class Study:
 
     opened: OpenedModel
     first: Sequence[Pass]
-    shown: Shown
+    shown: RunData
     rows: Tokens
     run: Run
     ignore: Sequence[str]
@@ -144,30 +151,27 @@ class Study:
         source = self.opened.source
         return type(self.model).__name__ if source is None else said_name(source.name)
 
-    def joined(self, why: ChainBrokenError) -> Run:
-        """The run through the model as one block."""
-        self.run.record.note(
-            self.run.reporter, f"the blocks are not a simple chain ({why}); the model is treated as one block"
-        )
-        return self.run.again(plan=treatable(self.model, self.ignore, one_block=True))
+    def chained(self) -> Run:
+        """The run; through the model as one block, where blocks hand on more than the hidden state."""
+        if self.run.plan.stacks[0].container is None:
+            return self.run
+        try:
+            chained_stacks(self.run, alone=True)
+            return self.run
+        except ChainBrokenError as why:
+            self.run.record.note(
+                self.run.reporter, f"the blocks are not a simple chain ({why}); the model is treated as one block"
+            )
+        return replace(self.run, plan=treatable(self.model, self.ignore, one_block=True))
 
 
-def _study(
-    model: nn.Module | str | Path,
-    data: Data,
-    first: Sequence[Pass],
-    text: str | Tensor,
-    ignore: Sequence[str],
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-    reporter: Reporter,
-) -> Study:
+def _study(request: Request, first: Sequence[Pass], text: str | Tensor, reporter: Reporter) -> Study:
     """Open the model, read the calibration data and find the layers. Raises InputError."""
     comm = Comm()
     if comm.active:
         raise InputError("sensitivities are measured by one process; start it without torchrun")
-    found = found_model(model, device, trust_remote_code)
-    whole = calibration_data(data, found, "measuring")
+    found, ignore = found_model(request.model, request.device, request.trust_remote_code), request.ignore
+    whole = calibration_data(request, found, "measuring")
     opened = opened_model(found, None, comm)
     if first:
         made = quantize(opened.model, first, ignore=ignore, device=opened.device, restore=False)
@@ -175,21 +179,19 @@ def _study(
         opened = replace(opened, model=made.model, notes=[*opened.notes, *made.record.notes])
     plan = treatable(opened.model, ignore)
     check_batches(opened.model, whole.batches)
-    rows = _held_out(opened, text, data)
-    record = RunRecord(notes=[*opened.notes, *remarks_on_data(whole), *_remarks_on(opened.model, plan)])
+    rows = _held_out(opened, text, request)
+    record = RunRecord(notes=[*opened.notes, *whole.notes, *_remarks_on(opened.model, plan)])
     run = Run(
-        opened.model,
-        plan,
-        whole.batches,
-        residency_of(opened, [*plan.stacks], fsdp=False, keep=True, stores={}),
-        Discard(),
-        comm,
-        record,
-        reporter,
-        FoldFinder(comm, shared_parameters(opened.model)),
-        Steps.of(reporter, plan),
+        model=opened.model,
+        plan=plan,
+        batches=whole.batches,
+        residency=residency_of(opened, [*plan.stacks], fsdp=False, keep=True, stores={}),
+        sink=InMemory(),
+        comm=comm,
+        record=record,
+        reporter=reporter,
     )
-    return Study(opened, first, whole, rows, run, ignore, data.batch_size)
+    return Study(opened, first, whole, rows, run, ignore, request.batch_size)
 
 
 def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
@@ -203,9 +205,8 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
 def _measured(study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]]) -> Sensitivity:
     """Measure all candidates in one walk over the model. words: the candidates as recipes hold them. Raises InputError
     where a layer rotates its input and takes no candidate."""
-    how: dict[str, Any] = {"candidates": candidates, "held_out": study.rows.batches(study.batch_size)}
     with evaluating(study.model):
-        made = walked(study.run, partial(measured, **how), study.joined)
+        made = measured(study.chained(), candidates, study.rows.batches(study.batch_size))
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
@@ -239,7 +240,7 @@ def _fitted(candidates: Sequence[Candidate], plan: Plan) -> tuple[list[Candidate
     return found, described(found)
 
 
-def _held_out(opened: OpenedModel, text: str | Tensor, data: Data) -> Tokens:
+def _held_out(opened: OpenedModel, text: str | Tensor, data: Request) -> Tokens:
     """Windows of held-out text. Raises InputError, also for a model that predicts no next token."""
     config = getattr(opened.model, "config", None)
     if not hasattr(opened.model, "generate") or getattr(config, "is_encoder_decoder", False):

@@ -1,7 +1,7 @@
 """The results of a run: decisions about each block, and the figures for the report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -124,10 +124,9 @@ class RunRecord:
         self.left_alone.update(done.left_alone)
         self.not_folded += [reason for reason in done.not_folded if reason not in self.not_folded]
 
-    def forget(self) -> None:
-        """Drop the entries of finished blocks, before a second walk over them."""
-        for entered in (self.layers, self.caches, self.ranges, self.folds, self.not_folded):
-            entered.clear()
+    def apart(self) -> "RunRecord":
+        """A record for a walk before a training: its entries of blocks are its own, remarks and seconds go in here."""
+        return replace(self, layers=[], caches={}, ranges=[], folds=[], not_folded=[])
 
     @property
     def only_trained(self) -> set[str]:

@@ -31,6 +31,7 @@ from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
 from compress.model.online_rotation import input_rotation
 from compress.model.open_block import Opened
+from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.codes import Int8Table
 from compress.weights.formats.registry import check_importable
@@ -308,17 +309,30 @@ def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tens
     return tensors
 
 
-class Discard:
-    """The sink of a run that writes nothing. decided: {layer: its decision}; None where these are not kept."""
+class InMemory:
+    """The sink of a walk that writes nothing. blocks: {block or table: its results}, where they are kept. places: of
+    the original's weights within their codes (`train.rounding.latents`), by layer, of a walk before a training."""
 
     def __init__(self, keep: bool = False) -> None:
-        self.decided: dict[str, Decision] | None = {} if keep else None
+        self.keep = keep
+        self.blocks: dict[str, Finished] = {}
+        self.places: dict[str, Tensor] = {}
 
     def finished(self, block: str) -> Finished | None:
-        """None: no block is finished."""
+        """None: no block is taken from an earlier run."""
         return None
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Keep the decisions, where that was asked for."""
-        if self.decided is not None:
-            self.decided |= {name: each for name, each in finished.decided.items() if isinstance(each, Decision)}
+        """Keep what was decided about a block, where that was asked for."""
+        if self.keep:
+            self.blocks[block] = finished
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """The decisions, by layer."""
+        return {n: d for each in self.blocks.values() for n, d in each.decided.items() if isinstance(d, Decision)}
+
+    @property
+    def caches(self) -> dict[str, CacheCodes]:
+        """The codes of caches, by attention."""
+        return {name: codes for each in self.blocks.values() for name, codes in each.caches.items()}

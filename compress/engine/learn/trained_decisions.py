@@ -4,19 +4,18 @@ them, key-value caches are rounded."""
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.engine.plan.plan import Plan
 from compress.engine.residency import Residency
+from compress.engine.walk.decide import check_scales
 from compress.inference.load.caches import round_cache
 from compress.model.attention import hold_scales
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
-from compress.passes.protocol.base import Pass
-from compress.passes.train import Trained
 from compress.train.rounding.latents import begun
 from compress.train.rounding.swapped_layers import PARTS, finished
 from compress.weights.caches import SCALES, CacheCodes
@@ -50,29 +49,33 @@ def begin(
                     closest(layer)
 
 
-def left_of(
-    model: nn.Module, plan: Plan, residency: Residency, before: Mapping[str, Decision], rest: tuple[Pass, ...] = ()
-) -> Plan:
-    """The plan that is left behind a training: to decide what it has made of layers and tables, then the `rest`."""
-    passes = (Trained(decisions=_decisions(plan, residency, before)), *rest)
-    if not plan.tables:
-        return replace(plan, passes=passes)
-    with _exact(residency).open(model, plan.blocks - {model}, keep=False) as opened:
-        tables = {t.name: _decision(t, opened.inside(t.module), before.get(t.name)) for t in plan.tables}
-    return replace(plan, passes=passes, embeddings=Trained(decisions=tables))
+def trained_decisions(
+    model: nn.Module, plan: Plan, residency: Residency, before: Mapping[str, Decision]
+) -> dict[str, Decision]:
+    """{layer or table: what training has made of it}, read block by block. before: what was decided, and trained.
+    Raises CompressError for scales that float16 has not."""
+    exact, names = _exact(residency), plan.treated
+    made: dict[str, Decision] = {}
 
+    def read(layer: Layer, opened: Opened) -> None:
+        weight_NK, dtype = layer.weight, opened.dtype_of(layer.parameter)
+        decision = before.get(layer.name)
+        if decision is None or not hasattr(layer.module, PARTS[0]):
+            made[layer.name] = Decision(dense(weight_NK.to(dtype)))
+        else:
+            made[layer.name] = finished(layer, weight_NK, decision, dtype)
+        check_scales({layer.name: made[layer.name]}, {layer.name: weight_NK})
 
-def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
-    """{layer: decision} with the values after training, read block by block."""
-    names = plan.treated
-    found: dict[str, Decision] = {}
+    if plan.tables:
+        with exact.open(model, plan.blocks - {model}, keep=False) as opened:
+            for table in plan.tables:
+                read(table, opened.inside(table.module))
     for stack in plan.stacks:
         for name, block in stack.blocks:
-            with _exact(residency).open(block, keep=False) as opened:
-                for layer in plan.layers[name]:
-                    if layer.name in names:
-                        found[layer.name] = _decision(layer, opened, before.get(layer.name))
-    return found
+            with exact.open(block, keep=False) as opened:
+                for layer in (layer for layer in plan.layers[name] if layer.name in names):
+                    read(layer, opened)
+    return made
 
 
 def _exact(residency: Residency) -> Residency:
@@ -80,13 +83,6 @@ def _exact(residency: Residency) -> Residency:
     exact = copy.copy(residency)
     exact.dtype = None
     return exact
-
-
-def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision:
-    weight_NK: Tensor = layer.weight
-    if before is None or not hasattr(layer.module, PARTS[0]):
-        return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
-    return finished(layer, weight_NK, before, opened.dtype_of(layer.parameter))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Training in the middle of a run: what passes have decided so far is what is trained, and what comes of it is decided.
 
-walk over the blocks with the passes before -> quantizers on the layers -> train -> a pass that decides the outcome
+walk over the blocks with the passes before -> quantizers on the layers -> train -> walk that begins with the outcome
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,20 +9,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compress.base.errors import InputError
-from compress.checkpoint.write.record import Finished
-from compress.engine.learn.trained_decisions import TrainedCaches, begin, left_of
+from compress.checkpoint.write.writer import InMemory
+from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
 from compress.engine.plan.existing_zeros import masked
-from compress.engine.plan.plan import Plan
 from compress.engine.residency import widened
-from compress.engine.restore import hooks_and_buffers
-from compress.engine.walk.state import Run, Steps
-from compress.engine.walk.token_tables import round_tables
+from compress.engine.walk.state import Run
 from compress.model.layers import Layer
-from compress.model.open_block import Opened
-from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.train.advice import little_gain
 from compress.train.inputs.fsdp_shards import reshard
@@ -48,90 +43,44 @@ from compress.train.rounding.swapped_layers import (
     scales_in,
     weights_outside,
 )
-from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
 
 
-class Collected:
-    """A sink that keeps what was decided, for the training that follows. places: of the original's weights within their
-    codes (`train.rounding.latents`), by layer."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, Finished] = {}
-        self.places: dict[str, Tensor] = {}
-
-    def finished(self, block: str) -> Finished | None:
-        """None: no block is taken from an earlier run."""
-        return None
-
-    def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Keep what was decided about a block."""
-        self.blocks[block] = finished
-
-    @property
-    def caches(self) -> dict[str, CacheCodes]:
-        """The codes of caches, by attention."""
-        return {name: codes for each in self.blocks.values() for name, codes in each.caches.items()}
-
-    @property
-    def decisions(self) -> dict[str, Decision]:
-        """The decisions, by layer."""
-        return {n: d for each in self.blocks.values() for n, d in each.decided.items() if isinstance(d, Decision)}
-
-
-def trained(run: Run, walk: Callable[[Run], None]) -> Run:
-    """The run that is left to do once everything up to the last training is done; `walk` carries out passes that train
-    nothing."""
-    teachers: dict[str, nn.Module | TopKRows] = {}
-    for p in run.plan.passes:
-        learn = p.stage(Learn)
-        if learn is not None and learn.options.taught and learn.options.teacher not in teachers:
-            assert run.lessons is not None
-            teachers[learn.options.teacher] = run.lessons.teacher(learn.options.teacher)
-    while (at := next((i for i, p in enumerate(run.plan.passes) if p.stage(Learn)), None)) is not None:
-        learn = run.plan.passes[at].stage(Learn)
-        assert learn is not None
-        run = _learned(run, walk, at, learn, teachers.get(learn.options.teacher))
-    return run
-
-
-def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teacher: nn.Module | TopKRows | None) -> Run:
-    """The run that is left behind the training at a place among the passes."""
-    before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
-    sink = decided(run, walk, before)
-    wanted = treated(run.plan)
-    mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
-    undecided = [layer for layer in mine if layer.name not in sink.decisions]
-    known = {**masked(run.plan, run.residency, undecided), **sink.decisions}
+def trained(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Module | TopKRows]) -> Run:
+    """The run that is left behind the training at a place among the passes. before: what those before it decided;
+    teachers: by their names."""
+    p, plan = run.plan.passes[at], run.plan
+    learn = p.stage(Learn)
+    assert learn is not None
+    wanted = plan.treated_layers
+    mine = [layer for layer in wanted if p.wants(layer.name)]
+    undecided = [layer for layer in mine if layer.name not in before.decisions]
+    known = {**masked(plan, run.residency, undecided), **before.decisions}
     start = {**known, **(_all_kept(mine, known) if learn.sparsity.prunes else {})}
-    rounded = rounding([*wanted, *run.plan.tables], start, learn.options.scales)
-    caches = TrainedCaches(run.model, sink.caches)
+    rounded = rounding([*wanted, *plan.tables], start, learn.options.scales)
+    caches = TrainedCaches(run.model, before.caches)
     with widened(run.residency, run.model), rounded as quantized, caches.rounding():
-        begin(run.model, run.plan, run.residency, start, sink.places)
-        history, tested = _train(run, learn, teacher, quantized, mine)
-        left = left_of(run.model, run.plan, run.residency, start, rest)
+        begin(run.model, plan, run.residency, start, before.places)
+        history, tested = _train(run, learn, teachers.get(learn.options.teacher), quantized, mine)
+        made = trained_decisions(run.model, plan, run.residency, start)
     rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
     rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
     about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
     run.record.training.append({**asdict(history), **about})
-    return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left, "after training, "))
+    left = replace(plan, passes=plan.passes[at + 1 :], trained=made)
+    return replace(run, plan=left, earlier=before.blocks, phase="after training, ")
 
 
-def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> Collected:
-    """The passes' decisions about layers. The model then has the decided values, and hooks that round nothing."""
-    sink = Collected()
-    undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
-    part = replace(run, plan=replace(run.plan, passes=passes), sink=sink, places=sink.places)
-    run.record.forget()  # what a try may have entered whose blocks were no chain
-    if passes or run.plan.kv is not None:
-        walk(part)
-    else:
-        round_tables(part)
-    run.record.forget()
-    undo()
-    return sink
+def teachers_of(run: Run) -> dict[str, nn.Module | TopKRows]:
+    """{name: teacher} of all trainings of a run: before anything is changed, for the original may be one."""
+    found: dict[str, nn.Module | TopKRows] = {}
+    for learn in (stage for p in run.plan.passes if (stage := p.stage(Learn)) is not None):
+        if learn.options.taught and learn.options.teacher not in found:
+            assert run.lessons is not None
+            found[learn.options.teacher] = run.lessons.teacher(learn.options.teacher)
+    return found
 
 
 @contextmanager
@@ -145,12 +94,6 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for m, compiled in before:
             m._compiled_call_impl = compiled
-
-
-def treated(plan: Plan) -> list[Layer]:
-    """The layers that a pass is about."""
-    names = plan.treated
-    return [layer for of_block in plan.layers.values() for layer in of_block if layer.name in names]
 
 
 def described(learn: Learn) -> dict[str, object]:

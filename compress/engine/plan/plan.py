@@ -36,6 +36,7 @@ from compress.passes.protocol.stages import (
     Survey,
 )
 from compress.weights.caches import CacheScheme, group_in
+from compress.weights.decision import Decision
 from compress.weights.masks import Earlier
 
 
@@ -46,8 +47,9 @@ class Plan:
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all passes as given, with options settled that they left open.
     notes: remarks for the user about that. convolutions, experts: whether they are layers. earlier: the pruning that
-    the model comes with. beside: tensors of its checkpoint that it has no place for, which are kept. A plan without
-    anything to decide is of a recipe that edits the whole model and does no more: the model is written as it is.
+    the model comes with. beside: tensors of its checkpoint that it has no place for, which are kept. trained: what a
+    training has made of layers and tables; `passes` come after it. A plan without anything to decide is of a recipe
+    that edits the whole model and does no more: the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -63,6 +65,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
     beside: Mapping[str, KeptTensor] = field(default_factory=dict)
+    trained: Mapping[str, Decision] = field(default_factory=dict)
 
     @property
     def calibrated(self) -> bool:
@@ -71,7 +74,7 @@ class Plan:
     @property
     def decides(self) -> bool:
         """True if anything is decided about layers, tables or caches."""
-        return bool(self.passes or self.tables) or self.kv is not None
+        return bool(self.passes or self.trained or self.tables) or self.kv is not None
 
     @property
     def only_trains(self) -> bool:
@@ -100,13 +103,14 @@ class Plan:
         return {block for stack in self.stacks for _, block in stack.blocks}
 
     @property
+    def treated_layers(self) -> list[Layer]:
+        """The layers that a pass is about, or that were trained."""
+        everything = [layer for layers in self.layers.values() for layer in layers]
+        return [n for n in everything if n.name in self.trained or any(p.wants(n.name) for p in self.passes)]
+
+    @property
     def treated(self) -> set[str]:
-        return {
-            layer.name
-            for layers in self.layers.values()
-            for layer in layers
-            if any(p.wants(layer.name) for p in self.passes)
-        }
+        return {layer.name for layer in self.treated_layers}
 
     def left_alone(self, model: nn.Module) -> dict[str, str]:
         """{name: reason} of the weights that no pass treats."""

@@ -101,6 +101,9 @@ class BlockRun:
         if self.streams.calls:
             structure = structure_of(self.opened.block, self.streams.calls, list(self.layers.values()))
             self.structure = same_on_all_ranks(structure, self.run.comm)
+        for name in (name for name in self.layers if name in plan.trained):
+            self.install(name, plan.trained[name])
+            self.enter({name: (None, plan.trained[name])})
         groups = together([p for p in plan.passes if any(map(p.wants, self.layers))], self.layers)
         for i, group in enumerate(groups):
             last = i == len(groups) - 1 and plan.kv is None
@@ -147,12 +150,12 @@ class BlockRun:
             _give_up(self, p, name, made[name])
         self.enter({name: (p, decision) for name, decision in made.items()})
 
-    def enter(self, made: Mapping[str, tuple[Pass, Decision]]) -> None:
+    def enter(self, made: Mapping[str, tuple[Pass | None, Decision]]) -> None:
         """Keep passes' decisions about layers, for the passes that follow and for the record."""
         self.decided.decisions |= {name: decision for name, (_, decision) in made.items()}
         for name, (p, decision) in made.items():
             figures = {**decision.figures, **self.permuted.pop(name, {})}
-            self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
+            self.records.append(layer_record(self.layers[name], replace(decision, figures=figures), p))
 
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer its decided values."""
@@ -374,7 +377,7 @@ def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequenc
     )
     for name, decision in made.items():
         here.install(name, decision)
-        here.records.append(layer_record(p, here.layers[name], decision))
+        here.records.append(layer_record(here.layers[name], decision, p))
     here.decided.decisions |= made
     here.onward = None
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.engine.plan.batches import ChainBrokenError, StopError, named_failure
 from compress.engine.residency import Residency
+from compress.engine.walk.state import Run
 from compress.model.calls import Batch, Call, token_mask, without_data
 from compress.model.layers import Stack
 
@@ -219,6 +220,19 @@ def capture(
         with standing_in(passed, 0), swapped_all(ends):
             _check_called_once(model, stack, noted, moved_to(batches[0], residency.device))
     return noted.calls
+
+
+def capture_stack(run: Run, stack: Stack, passed: Sequence[Passed] = ()) -> list[list[Call]]:
+    """`capture` of a stack of a run. passed: the stacks before it."""
+    behind = {each.stack.name for each in passed}
+    later = [other for other in run.plan.stacks if other is not stack and other.name not in behind]
+
+    def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with run.residency.open(stack.blocks[0][1]) as opened:
+            return output_shape(opened.block, args, kwargs)
+
+    with run.spending.on("forward"):
+        return capture(run.model, stack, run.batches, run.residency, first_output, passed, later)
 
 
 def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: Batch) -> None:

@@ -58,7 +58,7 @@ def decide(
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
     made = {name: joined([part[name] for part in parts]) for name in parts[0]}
-    _check_scales(made, weights)
+    check_scales(made, weights)
     if decides.rounds_inputs:
         _check_inputs(p, made)
     # A mask stays with the layer, whatever is decided about it afterwards.
@@ -78,7 +78,7 @@ def _check_inputs(p: Pass, made: Mapping[str, Decision]) -> None:
         )
 
 
-def _check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) -> None:
+def check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) -> None:
     """Raise CompressError for a layer whose weights are too large or too small for scales that float16 has."""
     for name, decision in made.items():
         for term in decision.weight.terms:

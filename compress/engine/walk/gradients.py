@@ -24,7 +24,7 @@ from compress.base.collectives import RowShard
 from compress.base.errors import CompressError
 from compress.engine.plan.batches import named_failure
 from compress.engine.plan.task_loss import check_finite, task_loss
-from compress.engine.walk.capture import Recorder, check_hidden_alone, instead, swapped
+from compress.engine.walk.capture import Recorder, capture_stack, check_hidden_alone, instead, swapped
 from compress.engine.walk.state import Run
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.layers import Layer, Stack
@@ -69,13 +69,13 @@ class Sums:
         return replace(found, alone={**found.alone, **alone})
 
 
-def with_gradients(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> dict[Pass, Settled]:
-    """The passes that ask for gradients, with what they make of them. capture: the calls of the blocks of a stack."""
+def with_gradients(run: Run) -> dict[Pass, Settled]:
+    """The passes that ask for gradients, with what they make of them."""
     sums = {p: Sums(stage) for p in run.plan.passes if (stage := p.stage(Gradients)) is not None}
     if not sums:
         return {}
     (stack,) = run.plan.stacks  # what is calibrated and has several is one block
-    calls = capture(stack)
+    calls = capture_stack(run, stack)
     check_hidden_alone(calls)
     for part in in_memory(run, stack, MicroBatches(run.batches, calls)):
         _pass_through(run, stack, part, sums)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
+from compress.checkpoint.write.record import TRAIN, LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.engine.plan.plan import Plan
 from compress.model.layers import Layer
 from compress.passes.protocol.base import Pass
@@ -81,8 +81,8 @@ def permuted(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    words = p.wording
+def layer_record(layer: Layer, decision: Decision, p: Pass | None) -> LayerRecord:
+    """The report's entry about a layer. p: the pass that decided; None: training did."""
     first = decision.weight.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
     figures = dict(decision.figures)
@@ -93,8 +93,8 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
             figures["pattern"] = str(pattern)
     return LayerRecord(
         layer.name,
-        p.name,
-        *words,
+        TRAIN if p is None else p.name,
+        *(("", "") if p is None else p.wording),
         None if grid is None else grid.group_size,
         layer.shape,
         figures,

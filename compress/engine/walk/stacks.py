@@ -6,7 +6,7 @@ model that reads a stack in another way than from its end (features of several d
 one block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from compress.base.errors import InputError
 from compress.engine.plan.batches import ChainBrokenError, named_failure
-from compress.engine.walk.capture import Passed, Recorder, moved_to, swapped_all
+from compress.engine.restore import buffers
+from compress.engine.walk.capture import Passed, Recorder, capture_stack, check_hidden_alone, moved_to, swapped_all
 from compress.engine.walk.state import Run
-from compress.model.calls import Call
+from compress.model.calls import Call, evaluating, without_cache
 from compress.model.layers import Stack
 
 # Of the largest value: what a device that adds in no fixed order may change.
 ROUNDING = 1e-3
-Capture = Callable[[Run, Stack, Sequence[Passed]], list[list[Call]]]
 
 
 @dataclass
@@ -36,22 +36,28 @@ class _Called:
     output: Any = None
 
 
-def in_order(run: Run, capture: Capture) -> tuple[Stack, ...]:
-    """The stacks of a run in the order in which the model runs them. capture: the calls of a stack's blocks, behind
-    others. Raises ChainBrokenError, on every rank, where they do not run one after the other, each from its first block
-    to its last, or a stack is called with something else than the ends of those before it make."""
-    stacks, problem = run.plan.stacks, None
-    first = replace(run, batches=run.batches[:1])
+def chained_stacks(run: Run, alone: bool = False) -> tuple[Stack, ...]:
+    """The stacks of a run in the order in which the model runs them. Raises ChainBrokenError, on every rank and with
+    nothing changed, where their blocks cannot run one after the other, each on what the one before hands on, or where a
+    stack is called with something else than the ends of those before it make.
+
+    alone: blocks have to hand on the hidden state and nothing else. Looks at one micro-batch of each kind.
+    """
+    kinds = {frozenset(batch): batch for batch in reversed(run.batches)}
+    trial = replace(run, batches=[*kinds.values()][::-1])
+    stacks, problem, undo = run.plan.stacks, None, buffers(run.model)  # some forwards count in them
     try:
-        called = _called(first)
-        stacks = _sorted(stacks, called)
-        passed: list[Passed] = []
-        for stack in stacks:
-            if passed:
-                _check_same(stack, called[stack.name], _captured(first, stack, passed, capture))
-            passed.append(Passed(stack, [called[stack.name].output]))
+        with evaluating(run.model), without_cache(run.model):
+            if len(stacks) > 1:
+                stacks = _in_order(replace(run, batches=run.batches[:1]))
+            else:
+                calls = capture_stack(trial, stacks[0])
+                if alone:
+                    check_hidden_alone(calls)
     except ChainBrokenError as error:
         problem = str(error)
+    finally:
+        undo()
     found = run.comm.gather_objects((problem, [stack.name for stack in stacks]))
     broken = next((why for why, _ in found if why is not None), None)
     if broken is None and any(names != found[0][1] for _, names in found):
@@ -61,12 +67,20 @@ def in_order(run: Run, capture: Capture) -> tuple[Stack, ...]:
     return stacks
 
 
-def _captured(run: Run, stack: Stack, passed: Sequence[Passed], capture: Capture) -> list[list[Call]]:
-    """The calls of a stack's blocks, behind others, where the model runs with these standing in."""
-    try:
-        return capture(run, stack, passed)
-    except InputError as error:  # the model has run on this batch as a whole
-        raise ChainBrokenError(f"{stack.name} does not run without the stacks before it: {error}") from error
+def _in_order(run: Run) -> tuple[Stack, ...]:
+    """Several stacks in the order in which the model runs them, by its first micro-batch."""
+    called = _called(run)
+    stacks = _sorted(run.plan.stacks, called)
+    passed: list[Passed] = []
+    for stack in stacks:
+        if passed:
+            try:
+                calls = capture_stack(run, stack, passed)
+            except InputError as error:  # the model has run on this batch as a whole
+                raise ChainBrokenError(f"{stack.name} does not run without the stacks before it: {error}") from error
+            _check_same(stack, called[stack.name], calls)
+        passed.append(Passed(stack, [called[stack.name].output]))
+    return stacks
 
 
 def _called(run: Run) -> dict[str, _Called]:

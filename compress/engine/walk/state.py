@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -80,21 +80,11 @@ class Lessons:
     resume: bool
 
 
-def phase_of(lessons: Lessons | None) -> str:
-    """The name of a walk for messages: "before training, " where training follows, "" otherwise."""
-    return "" if lessons is None else "before training, "
-
-
 class Steps:
     """Counts tables and blocks for the person who waits."""
 
     def __init__(self, reporter: Reporter, total: int, phase: str = "") -> None:
         self.reporter, self.total, self.phase, self.done = reporter, total, phase, 0
-
-    @classmethod
-    def of(cls, reporter: Reporter, plan: Plan, phase: str = "") -> "Steps":
-        """Reports a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
-        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables), phase)
 
     def begin(self) -> None:
         """The next begins now."""
@@ -108,12 +98,15 @@ class Steps:
         self.reporter.step(self.done, self.total, f"{self.phase}{name}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Model, plan and state of a run. batches: this rank's micro-batches (none where no pass needs calibration).
-    lessons: training data, where the run trains. earlier: results for each block of a walk before this one. places:
-    filled with each layer's places of weights within their codes, for a training that begins there (None: unkept).
-    repeats: whether forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`).
+    """A walk over the blocks of a model: what is done to them, and where the results go.
+
+    batches: this rank's micro-batches (none where no pass needs calibration). lessons: training data, where the run
+    trains. phase: the walk's name for messages, where a run has several. earlier: results of a walk before this one,
+    which this one begins with: {block or table: what was decided about it, trained since}. places: filled with each
+    layer's places of weights within their codes, for a training that begins there (None: unkept). repeats: whether
+    forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`).
     """
 
     model: nn.Module
@@ -124,28 +117,27 @@ class Run:
     comm: Comm
     record: RunRecord
     reporter: Reporter
-    folds: FoldFinder
-    steps: Steps
     lessons: Lessons | None = None
+    phase: str = ""
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
     repeats: bool = False
 
-    def again(self, **changes: Any) -> "Run":
-        """This run with other values of some fields, from its beginning: with nothing found or counted yet."""
-        new = replace(self, **changes)
-        folds = FoldFinder(new.comm, shared_parameters(new.model))
-        return replace(new, folds=folds, steps=Steps.of(new.reporter, new.plan, phase_of(new.lessons)))
+    @cached_property
+    def folds(self) -> FoldFinder:
+        """Finds the folds of one block after the other."""
+        return FoldFinder(self.comm, shared_parameters(self.model))
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Reports a walk through the tables and blocks of the plan."""
+        total = sum(len(stack.blocks) for stack in self.plan.stacks) + len(self.plan.tables)
+        return Steps(self.reporter, total, self.phase)
 
     @cached_property
     def spending(self) -> Spending:
         """Counts what the seconds of this walk go to."""
         return Spending(self.record, self.residency.device)
-
-    @property
-    def compares(self) -> bool:
-        """True if a pass compares with the original model."""
-        return self.plan.compares
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Survey of all layers for passes, before the first is decided: one walk over the uncompressed model."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.engine.layer_versions import Versions
 from compress.engine.plan.plan import Plan
+from compress.engine.walk.capture import capture_stack
 from compress.engine.walk.collect import collected
 from compress.engine.walk.decide import in_parts, seen
 from compress.engine.walk.forward import suspended_forward
@@ -17,7 +18,7 @@ from compress.engine.walk.layer_damage import Alone
 from compress.engine.walk.sites import same_on_all_ranks, structure_of
 from compress.engine.walk.state import Run, Streams
 from compress.model.calls import Arrival, Call
-from compress.model.layers import Layer, Stack
+from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Finding, Settled, Survey
@@ -28,17 +29,17 @@ Found = dict[str, Finding]
 Changed = dict[Hashable, Mapping[Layer, Tensor]]
 
 
-def surveyed(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> Plan:
-    """The plan with passes that know what they asked for. capture: the calls of the blocks of a stack."""
-    asking = {p: survey for p in run.plan.passes if (survey := p.stage(Survey)) is not None}
+def survey(run: Run) -> Plan:
+    """The plan with passes that know what they asked for."""
+    asking = {p: stage for p in run.plan.passes if (stage := p.stage(Survey)) is not None}
     found: dict[Pass, Found] = {p: {} for p in asking}
     for stack in run.plan.stacks if asking else ():
-        forwards = any(survey.needs for survey in asking.values())
-        captured = capture(stack) if forwards else [[] for _ in stack.blocks]
-        streams = Streams(captured[0], [])
-        alone = Alone(run, stack, captured) if any(survey.changed for survey in asking.values()) else None
+        forwards = any(stage.needs for stage in asking.values())
+        calls: list[list[Call]] = capture_stack(run, stack) if forwards else [[] for _ in stack.blocks]
+        streams = Streams(calls[0], [])
+        alone = Alone(run, stack, calls) if any(stage.changed for stage in asking.values()) else None
         for index, (name, block) in enumerate(stack.blocks):
-            streams = streams.called_as(captured.pop(0))
+            streams = streams.called_as(calls.pop(0))
             with run.residency.open(block, keep=False) as opened:
                 values: Changed = {}
                 streams = _walk(run, opened, name, streams, asking, found, values)
@@ -50,8 +51,8 @@ def surveyed(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> Plan:
                 damages = alone.damages()
             for (p, layer), damage in damages.items():
                 found[p][layer] = replace(found[p][layer], damage=damage)
-    settled = {p: survey.settle(found[p]) for p, survey in asking.items()}
-    settled |= with_gradients(run, capture)
+    settled = {p: stage.settle(found[p]) for p, stage in asking.items()}
+    settled |= with_gradients(run)
     return _with_settled(run, settled)
 
 

@@ -35,7 +35,7 @@ from compress.jobs.forecast.memory import (
 )
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
 from compress.jobs.model_source import FoundModel, compute_dtype, found_model
-from compress.jobs.request import Data, Delivery, Extent, Request, Work, several
+from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
 from compress.model.meta_copy import without_values
 from compress.model.split_experts import split_experts
@@ -125,11 +125,7 @@ def plan(
     length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses
     by shapes and names.
     """
-    extent = Extent(ignore, one_block, convolutions)
-    delivery = Delivery("" if output is None else output, store=store)
-    data = Data(None, samples, length, batch_size, bos=bos)
-    request = Request(model, several(passes), data, extent, delivery, Work(device), trust_remote_code)
-    request.check()
+    request = Request.of({**locals(), "output": "" if output is None else output})
     check_windows(length, samples)
     check_structural(request)
     if removing := next((p.name for p in request.passes if p.removes), None):
@@ -146,9 +142,7 @@ def plan(
     worked_on = find_device(None if found.device is None else found.device)
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
-    told = _forecast(
-        outline(found.source, worked_on, empty, planned, delivery, tokens, loaded), empty, planned, delivery
-    )
+    told = _forecast(outline(found.source, worked_on, empty, planned, request, tokens, loaded), empty, planned, request)
     stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
     weight = tied_head(empty)
     if weight is None:
@@ -178,7 +172,7 @@ def outline(
     device: torch.device,
     model: nn.Module,
     plan: Plan,
-    delivery: Delivery,
+    request: Request,
     tokens: TokenCounts | None,
     loaded: int = 0,
     timed: bool = True,
@@ -187,7 +181,7 @@ def outline(
     loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured."""
     check_storable(plan)
     caches_said(plan, model)
-    layers = _stored(plan, delivery.store)
+    layers = _stored(plan, request.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
@@ -206,7 +200,7 @@ def outline(
         Saving(bytes_before(source, model), after),
         all(layer.exact for layer in layers),
         8 * sum(layer.bytes for layer in coded) / weights if weights else None,
-        Disk(after + min(after, SHARD_BYTES), free_at(Path(delivery.output or "."))),
+        Disk(after + min(after, SHARD_BYTES), free_at(Path(request.output or "."))),
         memory,
         seconds,
         tokens,
@@ -214,12 +208,12 @@ def outline(
     )
 
 
-def _forecast(told: Outline, model: nn.Module, plan: Plan, delivery: Delivery) -> Forecast:
+def _forecast(told: Outline, model: nn.Module, plan: Plan, request: Request) -> Forecast:
     """An outline, with what the result runs on."""
-    coded = [layer for layer in _stored(plan, delivery.store) if layer.scheme is not None]
+    coded = [layer for layer in _stored(plan, request.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
     kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
-    return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, delivery.store)), kernels=kernels)
+    return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, request.store)), kernels=kernels)
 
 
 def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
