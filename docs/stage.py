@@ -18,7 +18,14 @@ from compress.passes.protocol.recipe import PASSES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/guides.md"),
-    *("docs/commands.md", "docs/engines.md", "docs/formats.md", "docs/models.md", "docs/troubleshooting.md"),
+    *(
+        "docs/commands.md",
+        "docs/engines.md",
+        "docs/formats.md",
+        "docs/memory.md",
+        "docs/models.md",
+        "docs/troubleshooting.md",
+    ),
     *("compress/passes/README.md", "compress/train/README.md", "compress/inference/README.md"),
     *("evaluation/README.md", "kernels/README.md", "recipes/README.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "figures").glob("*.md"))),

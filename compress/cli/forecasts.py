@@ -10,7 +10,7 @@ import torch
 from compress.base.terminal import visible
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
-from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, counted
+from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, counted, working_bytes
 
 MIB = 2**20
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -23,7 +23,7 @@ def show_plan(found: Forecast, notes: Sequence[str] = ()) -> None:
         for name, same in _alike(found.layers).items()
     ]
     show(ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0))
-    for line in [*short(found)[1:], *_kernels(found), *_engines(found)]:
+    for line in [*short(found)[1:], *fit_lines(found), *_kernels(found), *_engines(found)]:
         click.echo(visible(line))
     for note in [*notes, *found.notes]:
         click.echo(visible(f"note: {note}"))
@@ -42,6 +42,28 @@ def short(found: Outline) -> list[str]:
     return [*lines, memory_line(found), time_line(found)]
 
 
+def fit_lines(found: Forecast) -> list[str]:
+    """Lines about the memory that the result takes as it runs, and whether run and result fit in a device's memory."""
+    lines, run, limit = [], found.run, found.device_memory
+    if run is not None:
+        sizes = ", ".join(f"{size / MIB:,.0f} MiB at {tokens:,}" for tokens, size in run.contexts().items())
+        lines.append(f"to run it, by tokens of context: {sizes} (weights {run.weights / MIB:,.0f})")
+    if limit is None:
+        return lines
+    place = f"on a device of {limit / MIB:,.0f} MiB"
+    if run is not None:
+        context = run.context_within(limit)
+        runs = f"runs, with up to {context:,} tokens of context" if context else "does not fit"
+        lines.append(f"{place} the result {runs}")
+    if found.memory is not None:
+        needed = working_bytes(found)
+        lines.append(f"{place} quantizing {'fits' if needed <= limit else f'does not fit: {needed / MIB:,.0f} MiB'}")
+    for other in found.cheaper:
+        fits = "fits" if other.memory <= limit else "does not fit"
+        lines.append(f"  {other.options}: {other.memory / MIB:,.0f} MiB, {fits}")
+    return lines
+
+
 def brief(told: Outline) -> list[str]:
     """Lines of 80 columns, if names are not long, that tell what a run is about to do."""
     schemes = Counter(layer.scheme for layer in told.layers)
@@ -56,16 +78,10 @@ def brief(told: Outline) -> list[str]:
         f"disk {told.disk.needed / MIB:,.0f} of {told.disk.free / MIB:,.0f} MiB free{lack}",
     ]
     if told.memory is not None:
-        takes.append(f"memory about {_taken(told) / MIB:,.0f} MiB")
+        takes.append(f"memory about {working_bytes(told) / MIB:,.0f} MiB")
     if told.seconds is not None:
         takes.append(f"about {_rounded(told.seconds)}")
     return [f"plan: {', '.join(parts) or 'no layer'}{rest}", f"plan: {', '.join(takes)}"]
-
-
-def _taken(told: Outline) -> int:
-    """The bytes at the peak: of the process on a CPU, of the device elsewhere."""
-    assert told.memory is not None
-    return told.memory.total if told.device == "cpu" else told.memory.working
 
 
 def time_line(found: Outline) -> str:
@@ -106,7 +122,7 @@ def memory_line(found: Outline) -> str:
         if counts is None or not memory.activations
         else f", with {counts.samples} x {counts.length} calibration tokens"
     )
-    line = f"memory: about {_taken(found) / MIB:,.0f} MiB on {found.device} at {memory.site}{of} ({told})"
+    line = f"memory: about {working_bytes(found) / MIB:,.0f} MiB on {found.device} at {memory.site}{of} ({told})"
     if memory.kept is None:
         return line
     return f"{line}; forwards are repeated, for to keep them would take {memory.kept / MIB:,.0f} MiB"
@@ -132,6 +148,8 @@ def _size(same: Sequence[LayerForecast]) -> tuple[str, str]:
 
 def _kernels(found: Forecast) -> list[str]:
     """Kernels of `compress.load`, by what they are, with the reasons against faster ones."""
+    if found.layers and not found.kernels:
+        return [f"kernels on {found.device}: not told, for it is not here"]
     lines: dict[tuple[str, str], int] = {}
     for each in found.kernels:
         names = ", ".join(f"{kernel} at {tokens}" for tokens, kernel in each.kernels.items())

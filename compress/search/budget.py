@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from compress.base.byte_sizes import parse_bytes
 from compress.base.errors import InputError
 from compress.checkpoint.files import write_whole
 from compress.checkpoint.ownership import MARK
@@ -25,7 +26,6 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
 from compress.solvers.allocation import UnitOption, choose
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB, 5714544 (bytes of the weight files)"
 TINY = 1e-30
 
@@ -71,12 +71,10 @@ class Allocation:
 
 def parse_budget(words: str) -> Budget:
     """Parses a budget like 3.5bpw or 2.1GB; a whole number alone is bytes. Raises InputError."""
-    words = f"{words}B" if re.fullmatch(r"\s*[0-9]{1,18}\s*", words) else words
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise InputError(f"size {words!r}; allowed: {FORM}")
-    number, unit = float(found[1]), found[2].upper()
-    return Budget(bits_per_weight=number) if unit == "BPW" else Budget(bytes=int(number * UNITS[unit]))
+    bits = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*bpw\s*", words, re.IGNORECASE)
+    if bits is not None and float(bits[1]):
+        return Budget(bits_per_weight=float(bits[1]))
+    return Budget(bytes=parse_bytes(words, "size", FORM))
 
 
 def allocate(found: Sensitivity, budget: Budget | None = None, *, max_kl: float | None = None) -> Allocation:

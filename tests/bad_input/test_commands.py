@@ -1188,6 +1188,14 @@ OTHERS: dict[str, Case] = {
         ("--trust-remote-code is for --kernels",),
     ),
     "plan: no such model": (lambda d: command("plan", "no/such/folder"), "no/such/folder"),
+    "plan: a memory in words": (
+        lambda d: command("plan", "demo", "--device-memory", "twelve"),
+        ("device memory", "'twelve'", "12GB"),
+    ),
+    "plan: a configuration of no language model": (
+        lambda d: command("plan", d.file("config.json", '{"model_type": "resnet"}')),
+        ("config.json", "no language model"),
+    ),
     "plan: a compressed one": (lambda d: command("plan", d.output), "compress"),
     "inspect: a picture of nothing": (
         lambda d: command("inspect", d.model, "--svg", d.output),

@@ -1,7 +1,9 @@
 """`compress.plan`: what it tells is what `quantize` then does."""
 
 import json
+import re
 import resource
+import shutil
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from compress.base.errors import InputError
 from compress.base.progress import Silent
 from compress.cli.forecasts import memory_line
 from compress.jobs.forecast.forecast import Outline
+from compress.jobs.forecast.known_models import known_models, model_from_configuration
+from compress.jobs.forecast.run_memory import RunMemory
 
 RTN = compress.RTN(group_size=16)
 
@@ -202,8 +206,11 @@ def test_time_grows_with_what_there_is_to_do():
 
 def test_many_sweeps_are_counted_and_not_run():
     model = build("llama")
-    found = compress.plan(model, compress.GPTQ(group_size=16, sweeps=10**7), samples=1, length=64)
-    assert found.seconds > 3600  # which a plan that ran them would take itself
+    few, many = (
+        compress.plan(model, compress.GPTQ(group_size=16, sweeps=sweeps), samples=1, length=64).seconds
+        for sweeps in (4, 10**7)
+    )
+    assert many > 10**4 * few  # seconds that a plan that ran them would take itself
 
 
 def test_what_trains_is_not_told():
@@ -219,3 +226,52 @@ def test_experts_that_are_stored_one_by_one_are_loaded_as_a_whole(tmp_path):
     found = compress.plan(tmp_path / "model", RTN).memory
     assert found is not None
     assert found.loaded == experts > 0
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("name", ["llama-3.1-8b", *sorted(known_models().keys() - {"llama-3.1-8b"})])
+def test_a_known_model_has_the_parameters_that_the_hub_counts(name):
+    model = model_from_configuration(name)
+    distinct = {id(p): p.numel() for p in model.parameters()}
+    assert sum(distinct.values()) == known_models()[name]["parameters"]
+
+
+def test_a_configuration_alone_is_planned_like_its_checkpoint(tmp_path):
+    build("llama").bfloat16().save_pretrained(tmp_path / "model")
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "alone")
+    known = compress.plan(tmp_path / "model", RTN)
+    for place in ("alone", "alone/config.json"):
+        found = compress.plan(tmp_path / place, RTN)
+        assert (found.layers, found.dense, found.run) == (known.layers, known.dense, known.run)
+
+
+@pytest.mark.parametrize("cache", [None, compress.KVCache(type="int4", group_size=8)], ids=["16 bits", "int4"])
+def test_a_context_takes_the_bytes_that_a_cache_holds(cache, tmp_path):
+    model = build("llama").bfloat16()
+    compress.quantize(model, [RTN] if cache is None else [RTN, cache], output=tmp_path / "out")
+    passes = [RTN] if cache is None else [RTN, cache]
+    told = compress.plan(build("llama").bfloat16(), passes).run
+    loaded = compress.load(tmp_path / "out", dtype=torch.bfloat16)
+    held = loaded(torch.arange(12).reshape(1, 12), use_cache=True).past_key_values
+    tensors = [t for layer in held.layers for t in (layer.keys, layer.values)]
+    assert told.at(12) - told.at(0) == sum(t.nbytes for t in tensors)
+
+
+def test_the_longest_context_is_the_last_that_fits():
+    run = RunMemory(weights=1000, full=3.0, sliding=5.0, window=16, longest=64)
+    assert run.context_within(999) == 0
+    for available in range(1000, 1300, 7):
+        most = run.context_within(available)
+        assert run.at(most) <= available
+        assert most == run.longest or run.at(most + 1) > available
+
+
+def test_a_card_of_12_gb_and_a_model_of_8_b(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = command("plan", "llama-3.1-8b", "--method", "gptq", "--device", "cuda", "--device-memory", "12GB")
+    assert ran.code == 0, ran.err
+    assert re.search(r"device of 11,444 MiB the result runs, with up to [0-9,]+ tokens", ran.out)
+    assert "quantizing does not fit" in ran.out
+    assert re.search(r"--samples 128 --length 512 --batch-size 1: [0-9,]+ MiB, fits", ran.out)
+    assert "kernels on cuda: not told" in ran.out

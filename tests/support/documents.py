@@ -17,6 +17,7 @@ DOCUMENTS = (
         "docs/start.md",
         "docs/commands.md",
         "docs/guides.md",
+        "docs/memory.md",
         "compress/passes/README.md",
         "compress/train/README.md",
     ),

@@ -38,6 +38,11 @@ from compress.cli.run_command import parts_options, store_option
 @extent_options
 @ignore_option
 @click.option("--output", metavar="OUT", help="Where the result is to be: free disk is looked up there.")
+@click.option(
+    "--device-memory",
+    metavar="BYTES",
+    help="What a device has, like 12GB: say whether the run and its result fit. [default: what is free here]",
+)
 @store_option
 @parts_options
 @trust_option
@@ -61,9 +66,11 @@ def plan(
     **options: Any,
 ) -> None:
     """Show what `compress quantize` will do with MODEL: each layer's scheme, what stays dense and why, bytes, memory,
-    engines and kernels. No weight is read, nothing is written.
+    engines and kernels. No weight is read, nothing is written. MODEL may also be a config.json alone, or the name of a
+    well-known model, and --device a GPU that is not here.
 
     \b
+    compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GB
     compress plan MODEL --method gptq --scheme w4a16
     compress plan MODEL --recipe w4a16-gptq --json plan.json
     """

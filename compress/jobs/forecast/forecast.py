@@ -2,13 +2,14 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from compress.base.byte_sizes import parse_bytes
 from compress.base.device import find_device
 from compress.base.errors import InputError
 from compress.base.memory import available_bytes
@@ -25,6 +26,7 @@ from compress.engine.plan.plan import plan as matched
 from compress.engine.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
 from compress.jobs.calibration_data import WINDOWS
 from compress.jobs.forecast.duration import seconds_of
+from compress.jobs.forecast.known_models import model_from_configuration
 from compress.jobs.forecast.memory import (
     PeakMemory,
     TokenCounts,
@@ -34,14 +36,20 @@ from compress.jobs.forecast.memory import (
     unrounded_bytes,
 )
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
+from compress.jobs.forecast.run_memory import RunMemory, run_memory
 from compress.jobs.model_source import FoundModel, compute_dtype, found_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
 from compress.model.meta_copy import without_values
 from compress.model.split_experts import split_experts
+from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import options_of
 from compress.passes.protocol.stages import Restructure
+from compress.passes.rtn import RTN
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+FEWER = ((128, 512), (64, 512))  # samples and tokens of each, of runs that take less memory
 
 
 @dataclass(frozen=True)
@@ -91,15 +99,28 @@ class Outline:
 
 
 @dataclass(frozen=True)
+class CheaperRun:
+    """A run with other options, and its peak in bytes on the device."""
+
+    options: str
+    memory: int
+
+
+@dataclass(frozen=True)
 class Forecast(Outline):
     """A run, before it begins, and what its result runs on.
 
     engines: {name: the reason why it does not run the result, None where it does}. kernels: of `compress.load` on the
-    device, by shape and scheme.
+    device, by shape and scheme; none for a GPU that is not here. run: the memory of running the result; None where the
+    configuration does not tell it. device_memory: bytes that the device has, as asked; None: not asked. cheaper: runs
+    that take less memory, where this one takes more than that.
     """
 
     engines: dict[str, str | None]
     kernels: list[Kernel]
+    run: RunMemory | None = None
+    device_memory: int | None = None
+    cheaper: Sequence[CheaperRun] = ()
 
 
 def plan(
@@ -116,35 +137,67 @@ def plan(
     length: int | None = None,
     bos: str | None = None,
     batch_size: int = 8,
+    device_memory: int | str | None = None,
     trust_remote_code: bool = False,
 ) -> Forecast:
     """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, memory, kernels, engines.
 
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
-    The options mean what they mean in `quantize`. output: where the result would be, for the free disk. samples,
-    length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what `quantize` refuses
-    by shapes and names.
+    model may also be a config.json alone, or the name of a well-known model (`known_models`), and device a GPU that is
+    not here. The options mean what they mean in `quantize`. device_memory: what the device has, like "12GB", for which
+    the forecast then says whether the run and its result fit. output: where the result would be, for the free disk.
+    samples, length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what
+    `quantize` refuses by shapes and names.
     """
+    alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
+    name, model = str(model), model if alone is None else alone
+    limit = parse_bytes(device_memory, "device memory") if isinstance(device_memory, str) else device_memory
+    elsewhere = torch.device("cuda") if str(device).startswith("cuda") and not torch.cuda.is_available() else None
+    device = None if elsewhere is not None else device
     request = Request.of({**locals(), "output": "" if output is None else output})
     check_windows(length, samples)
     check_structural(request)
-    if removing := next((p.name for p in request.passes if p.removes), None):
-        raise InputError(
-            f"{removing} changes the shapes of the layers by what it finds in their values, so nothing can be told "
-            "before it; plan the passes behind it on its output"
-        )
+    _check_shapes_stay(request.passes)
     found = found_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(found)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
     if found.source is not None and not whole:
         planned = replace(planned, beside=beside(found.source))
-    worked_on = find_device(None if found.device is None else found.device)
+    worked_on = elsewhere or find_device(None if found.device is None else found.device)
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
-    told = _forecast(outline(found.source, worked_on, empty, planned, request, tokens, loaded), empty, planned, request)
-    stages = [(p.name, stage) for p in request.passes if (stage := p.stage(Restructure)) is not None]
-    weight = tied_head(empty)
+
+    def outlined(counts: TokenCounts, planned: Plan, timed: bool = False) -> Outline:
+        return outline(found.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
+
+    told = _forecast(outlined(tokens, planned, timed=True), empty, planned, request)
+    told = replace(
+        told,
+        model=told.model if alone is None else name,
+        run=run_memory(empty, told.saving.after, planned.cache_scheme),
+        device_memory=limit,
+    )
+    if limit is not None and told.memory is not None and working_bytes(told) > limit:
+        rounded = _rounded(request.passes)
+        plans = {} if rounded is None else {"--method rtn": matched(empty, [rounded], ignore, one_block, valued=False)}
+        told = replace(told, cheaper=_cheaper(outlined, tokens, planned, plans, working_bytes(told)))
+    return _with_untied_head(told, empty, request.passes)
+
+
+def _check_shapes_stay(passes: Sequence[Pass]) -> None:
+    """Raises InputError for a pass that removes structure, after which no shape is known beforehand."""
+    if removing := next((p.name for p in passes if p.removes), None):
+        raise InputError(
+            f"{removing} changes the shapes of the layers by what it finds in their values, so nothing can be told "
+            "before it; plan the passes behind it on its output"
+        )
+
+
+def _with_untied_head(told: Forecast, model: nn.Module, passes: Sequence[Pass]) -> Forecast:
+    """A forecast with a remark for each pass that may give a tied output head a weight of its own."""
+    weight = tied_head(model)
+    stages = [(p.name, stage) for p in passes if (stage := p.stage(Restructure)) is not None]
     if weight is None:
         return told
     remarks = [
@@ -154,6 +207,32 @@ def plan(
         if stage.unties
     ]
     return replace(told, exact=told.exact and not remarks, notes=[*told.notes, *remarks])
+
+
+def _rounded(passes: Sequence[Pass]) -> RTN | None:
+    """Rounding to nearest in the format of a recipe's only pass; None for other recipes."""
+    only = passes[0] if len(passes) == 1 else None
+    if not isinstance(only, QuantizeWeights) or isinstance(only, RTN):
+        return None
+    return RTN(**{key: getattr(only, key) for key in options_of(RTN)})
+
+
+def _cheaper(
+    outlined: Callable[[TokenCounts, Plan], Outline],
+    tokens: TokenCounts,
+    plan: Plan,
+    plans: Mapping[str, Plan],
+    peak: int,
+) -> list[CheaperRun]:
+    """Other options that take less memory than `peak`, the most tokens first. plans: {option: the plan with it}."""
+    counts = {"--batch-size 1": replace(tokens, batch=1)}
+    for samples, length in FEWER:
+        if samples * length < tokens.count:
+            counts[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1)
+    outlines = {words: outlined(count, plan) for words, count in counts.items()}
+    outlines |= {words: outlined(tokens, planned) for words, planned in plans.items()}
+    sizes = {words: working_bytes(each) for words, each in outlines.items() if each.memory is not None}
+    return [CheaperRun(words, size) for words, size in sizes.items() if size < peak]
 
 
 def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
@@ -176,9 +255,11 @@ def outline(
     tokens: TokenCounts | None,
     loaded: int = 0,
     timed: bool = True,
+    available: int | None = None,
 ) -> Outline:
     """The outline of a plan's run. model: of any device. tokens: the calibration data; None where it is not of tokens.
-    loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured."""
+    loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured.
+    available: bytes that the device has; None: those that are free."""
     check_storable(plan)
     caches_said(plan, model)
     layers = _stored(plan, request.store)
@@ -189,7 +270,7 @@ def outline(
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
     if counted is not None:
-        memory = memory_of(plan, counted, worked_in.itemsize, available_bytes(device), loaded)
+        memory = memory_of(plan, counted, worked_in.itemsize, available or free_on(device), loaded)
         repeats = memory is not None and memory.kept is not None
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(
@@ -212,7 +293,8 @@ def _forecast(told: Outline, model: nn.Module, plan: Plan, request: Request) -> 
     """An outline, with what the result runs on."""
     coded = [layer for layer in _stored(plan, request.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
-    kernels = kernels_for(model, coded, tables, stored_dtype(model), torch.device(told.device))
+    device = torch.device(told.device)
+    kernels = [] if is_absent(device) else kernels_for(model, coded, tables, stored_dtype(model), device)
     return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, request.store)), kernels=kernels)
 
 
@@ -243,6 +325,22 @@ def _dense(layers: Sequence[WrittenLayer], plan: Plan) -> dict[str, str]:
             pruned = any(p.writes == "mask" for p in plan.passes if p.wants(layer.name))
             reasons[layer.name] = "pruned, stored dense" if pruned else "no pass rounds it"
     return reasons
+
+
+def working_bytes(told: Outline) -> int:
+    """The bytes at the peak: of the process on a CPU, of the device elsewhere."""
+    assert told.memory is not None
+    return told.memory.total if told.device == "cpu" else told.memory.working
+
+
+def free_on(device: torch.device) -> int | None:
+    """Free bytes of a device; None for one that is not here."""
+    return None if is_absent(device) else available_bytes(device)
+
+
+def is_absent(device: torch.device) -> bool:
+    """True for a GPU where there is none."""
+    return device.type == "cuda" and not torch.cuda.is_available()
 
 
 def counted(dense: dict[str, str]) -> list[tuple[str, int, str]]:
