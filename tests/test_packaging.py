@@ -28,7 +28,7 @@ from compress.cli.main import cli, quantize
 from compress.kernels.cpu import libraries
 from compress.passes.protocol.recipe import BUILT_IN, PASSES, options_of, pass_class
 from compress.solvers.statistics.calibrators import OPTIONS as CALIBRATORS
-from compress.weights.scheme import BY_NAME
+from compress.weights.number_formats import BY_NAME
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"

@@ -2,7 +2,7 @@
 
 Read from the source, without importing it: a pass imports torch, which takes seconds, and a card is only words. What
 an option means is the string below its field. What it may be is its type, if that is a choice; otherwise the string
-begins with it, up to a colon.
+begins with it, up to a colon; `SCHEMES` there stands for the schemes of `weights.number_formats`.
 """
 
 import ast
@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from compress.passes.protocol.recipe import PASSES
+from compress.weights.number_formats import BY_NAME
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
@@ -177,6 +178,7 @@ def _described(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast
         allowed = _choices(module, node.annotation)
         if not allowed:
             allowed, _, text = text.partition(": ")
+            allowed = BY_NAME if allowed == "SCHEMES" else allowed
         yield name, node.value, allowed, text[:1].lower() + text[1:]
 
 

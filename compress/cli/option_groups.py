@@ -6,6 +6,7 @@ from functools import reduce
 import click
 
 from compress.cli.options import overwrite_option
+from compress.weights.number_formats import ALONE, LEVELS, WITH_INPUTS
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -78,8 +79,9 @@ method_options = group(
     click.option(
         "--scheme",
         help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: bits per weight and per "
-        "input. fp8, fp8-block: float8 weights and inputs. mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16, and with "
-        "inputs alike mxfp4, nvfp4, mxfp8: small floats in groups. iq4_nl: llama.cpp's levels.  [default: w4a16]",
+        "input. fp8, fp8-block: float8 weights and inputs. "
+        f"{', '.join(f'{name}a16' for name in LEVELS if name not in ALONE)}, and with inputs alike "
+        f"{', '.join(WITH_INPUTS)}: small floats in groups. iq4_nl: llama.cpp's levels.  [default: w4a16]",
     ),
     click.option("--bits", type=int, help="Bits per weight with 16-bit inputs: --bits 3 means --scheme w3a16."),
     click.option(

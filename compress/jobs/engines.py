@@ -1,106 +1,99 @@
 """The engines for which `compress quantize --for ENGINE` quantizes: what each of them runs, and the form it opens.
 
-A new engine is an entry of `ENGINES`. Sources: llama.cpp's block types (ggml.h), vLLM's compressed-tensors schemes
-(`vllm/model_executor/layers/quantization`), the GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel
-read. README has which of them were run.
+A new engine is an entry of `ENGINES`. The contents of its form are stated elsewhere: `checkpoint.export.limits`, the
+words of compressed-tensors (`weights.compressed_tensors.why_not`), and `weights.number_formats`. Sources of the rest:
+llama.cpp's block types (ggml.h), vLLM's compressed-tensors schemes (`vllm/model_executor/layers/quantization`), the
+GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel read. README has which of them were run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from compress.base.errors import InputError, one_of
+from compress.checkpoint.export.limits import LIMITS, Limits
 from compress.model.patterns import ignoring
+from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
-from compress.weights.scheme import is_float
+from compress.weights.compressed_tensors import why_not as why_not_told
+from compress.weights.formats.levels import LevelCodes
+from compress.weights.formats.sparse import SparseRows
+from compress.weights.grid import DEFAULT_GROUP
+from compress.weights.number_formats import SCHEMES, NumberFormat
+from compress.weights.scheme import scheme_named
 
-WIDTHS = tuple(f"w{bits}a16" for bits in range(2, 9))
 HALF = "float16"  # of scales, an option of passes
-# Methods whose formats are sums or tiles, whatever their options are.
-OF_THEIR_OWN = ("spqr", "lqs")
-SYMMETRIC = ("signed-scale", "symmetric", "narrow")
+ANY = Limits()
+SAMPLE = 4096  # inputs and outputs of a layer by which passes are asked what they store
 # Layers of which an engine makes one: the experts of a block; these, and layers that read one input.
 Merges = Literal["nothing", "experts", "inputs"]
+
+
+def _schemes(runs: Callable[[str, NumberFormat], bool]) -> list[str]:
+    return [name for name, numbers in SCHEMES.items() if runs(name, numbers)]
+
+
+def _integers(limits: Limits) -> list[str]:
+    """Weights alone, of the widths that a layout has."""
+    return [f"w{bits}a16" for bits in limits.bits]
 
 
 @dataclass(frozen=True)
 class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
-    reason, a sentence of one line. schemes: all that it runs. groups: sizes that it runs (None: any). unit: what sizes
-    must be multiples of. asymmetric: it runs zero points. float16: its scales are, whatever the model's are. methods:
-    those with a format of their own that it runs, too, and the multiples in which their groups are (0: they settle
-    that). inputs: what those of a layer must be a multiple of. to: the word of the export that it opens (None: the
-    checkpoint itself). tables: compressed embeddings fit in it. table_groups: of those, where nobody says
-    otherwise (None: the pass's own). floats: schemes of small floats, whose groups and scales are their own, and what
-    inputs of a layer must be a multiple of. several: its layers may have groups of several sizes. merges: what it makes
-    one layer of as it loads (`jobs.fused_layers`).
+    reason, a sentence of one line. schemes: all that it runs. limits: of their integers. methods: those with a format
+    of their own that it runs, too, and the multiples in which their groups are (0: they settle that). to: the word of
+    the export that it opens (None: the checkpoint itself). tables: compressed embeddings fit in it. table_groups: of
+    those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
+    merges: what it makes one layer of as it loads (`jobs.fused_layers`).
     """
 
-    scheme: str | None
+    scheme: str
     group_size: int | None
     why: str
     schemes: Sequence[str]
-    groups: Sequence[int] | None = None
-    unit: int = 1
-    asymmetric: bool = True
-    float16: bool = False
+    limits: Limits = ANY
     methods: Mapping[str, int] = field(default_factory=dict)
-    inputs: int = 1
     to: str | None = None
     tables: bool = True
     table_groups: int | None = None
-    floats: Mapping[str, int] = field(default_factory=dict)
     several: bool = False
     merges: Merges = "nothing"
 
 
+BUILDER = replace(LIMITS["gptq"], bits=(4, 8), groups=(16, 32, 64, 128, 256))
 ENGINES: Mapping[str, Engine] = {
     "llama.cpp": Engine(
         "w4a16",
         32,
         "groups of 32 are blocks of its Q4_0, byte for byte (--scheme q4_k_m: its K-quants)",
-        WIDTHS,
-        unit=32,
-        asymmetric=False,
-        float16=True,
+        [*_integers(LIMITS["gguf"]), *_schemes(lambda name, numbers: numbers.blocks is not None)],
+        LIMITS["gguf"],
         methods={"k-quants": 0, "ternary": 256, "binary": 128},
-        inputs=32,
         to="gguf",
         table_groups=32,  # in one scale per token each block would repeat it
-        floats={"iq4_nl": 32, "mxfp4a16": 32, "nvfp4a16": 64},
     ),
     "vllm": Engine(
         "w4a16",
         None,
         "codes of 4 bits in groups of up to 128 have kernels on GPUs (Marlin) and on CPUs with AVX-512",
-        (*WIDTHS, "w4a8", "w8a8", "fp8", "fp8-block"),
-        groups=(-1, 32, 64, 128),
-        asymmetric=False,
-        floats={"mxfp4a16": 32, "mxfp4": 32, "nvfp4a16": 16, "nvfp4": 16, "mxfp8": 32},
+        _schemes(lambda name, numbers: numbers.vllm),
+        Limits(groups=(-1, 32, 64, 128), asymmetric=False),
         merges="inputs",
     ),
     "transformers": Engine(
         "w4a16",
         None,
         "it decompresses every scheme of compressed-tensors as it loads",
-        (*WIDTHS, "w2a2", "w3a3", "w4a4", "w4a8", "w8a8", "fp8", "fp8-block"),
-        floats={
-            "mxfp4a16": 32,
-            "mxfp6a16": 32,
-            "mxfp8a16": 32,
-            "mxfp4": 32,
-            "mxfp8": 32,
-            "nvfp4a16": 16,
-            "nvfp4": 16,
-        },
+        _schemes(lambda name, numbers: why_not_told(scheme_named(name)) is None),
         merges="experts",
     ),
     "ort": Engine(
         "w4a16",
         32,
         "ONNX Runtime multiplies blocks of 32 as they are (MatMulNBits, with int8 inputs)",
-        ("w2a16", "w4a16", "w8a16", "w8a8"),
-        unit=16,
+        [*_integers(LIMITS["onnx"]), "w8a8"],
+        LIMITS["onnx"],
         to="onnx",
         tables=False,
         several=True,
@@ -109,11 +102,8 @@ ENGINES: Mapping[str, Engine] = {
         "w4a16",
         32,
         "ONNX Runtime GenAI's model builder turns GPTQ's layout into MatMulNBits, here with blocks of 32",
-        ("w4a16", "w8a16"),
-        groups=(16, 32, 64, 128, 256),
-        asymmetric=False,
-        float16=True,
-        inputs=32,
+        _integers(BUILDER),
+        BUILDER,
         to="gptq",
         tables=False,
     ),
@@ -121,11 +111,8 @@ ENGINES: Mapping[str, Engine] = {
         "w4a16",
         None,
         "it reads symmetric codes of 2, 3, 4 and 8 bits in GPTQ's layout",
-        ("w2a16", "w3a16", "w4a16", "w8a16"),
-        groups=(-1, 16, 32, 64, 128, 256, 512, 1024),
-        asymmetric=False,
-        float16=True,
-        inputs=32,
+        _integers(LIMITS["gptq"]),
+        LIMITS["gptq"],
         to="gptq",
         tables=False,
     ),
@@ -147,8 +134,8 @@ def picked(
     wanted = {"scheme": engine.scheme, size: engine.group_size}
     if method in engine.methods:
         wanted = {"group_size": engine.methods[method] or None}
-    elif "scheme" in options and str(options["scheme"]) not in engine.schemes:
-        wanted = {}  # a type of the engine's own has its own groups; another one is refused by `check_engine`
+    elif "scheme" in options and not _has_groups(engine, str(options["scheme"])):
+        wanted = {}  # a type with groups of its own, or one that `check_engine` refuses
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     form = "the checkpoint" if engine.to is None else f"its export to {engine.to}"
     said = ", ".join(f"{key} {value}" for key, value in added.items()) or "nothing: the method settles it"
@@ -157,13 +144,12 @@ def picked(
 
 def with_its_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:
     """(Passes, whose scales are numbers that the engine's files have; a line for a person where that changes any)."""
-    if not engine_named(name).float16:
+    if not engine_named(name).limits.half:
         return tuple(passes), []
-    own = engine_named(name).floats
     open_to_it = [
         vars(each).get("scales", HALF) != HALF
         and each.writes == "quantized weight"
-        and vars(each).get("scheme") not in own
+        and not (isinstance(each, WeightFormat) and each.numbers.of_levels)
         for each in passes
     ]
     changed: dict[str, Any] = {"scales": HALF}
@@ -193,37 +179,44 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return f"{name} searches no ranges of inputs; drop input_range, or leave --for out"
     if each.name == "embeddings":
         return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
-    if each.writes != "quantized weight":
+    if each.writes != "quantized weight" or (stored := each.stored("", (SAMPLE, SAMPLE))) is None:
         return None
-    scheme, size = given.get("scheme"), given.get("group_size", 0)
-    if given.get("outliers"):
+    if any(isinstance(term, SparseRows) for term in stored.terms):
         return f"{name} runs no codes with exact outliers beside them; drop outliers, or leave --for out"
     if each.name in engine.methods:
-        return _why_not_own(name, engine.methods[each.name], each.name, size, given.get("salient", 0))
-    if scheme is None or each.name in OF_THEIR_OWN:
+        return _why_not_own(name, engine.methods[each.name], each.name, given)
+    codes, scheme = stored.codes, getattr(each, "scheme", None)
+    plain = codes is not None and (codes.layout is not None or isinstance(codes, LevelCodes))
+    if not plain and (scheme is None or scheme in SCHEMES):
         return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
-    if given.get("per_tensor") and engine.merges == "inputs" and is_float(scheme):
-        return f"{name} rounds float8 of q, k and v again, to one scale for all of them; drop per_tensor"
-    if scheme in engine.floats:
-        return None
     if scheme not in engine.schemes:
-        nearest = engine.scheme if engine.scheme in engine.schemes else engine.schemes[0]
-        runs = ", ".join([*engine.schemes, *engine.floats])
-        return f"{name} does not run {scheme}; it runs {runs}: give --scheme {nearest}"
-    if given.get("grid") not in (None, *SYMMETRIC) and not engine.asymmetric:
-        return f"{name} runs symmetric codes; drop --grid {given['grid']}, or leave --for out"
-    if size > 0 and (size % engine.unit or (engine.groups is not None and size not in engine.groups)):
-        sizes = f"multiples of {engine.unit}" if engine.groups is None else ", ".join(map(str, engine.groups))
-        return f"{name} does not run groups of {size}; allowed: {sizes}: give --group-size {engine.group_size or 128}"
-    if size == -1 and engine.groups is not None and -1 not in engine.groups:
-        return f"{name} runs groups, not one scale per output; give --group-size {engine.group_size or 128}"
-    return None
+        return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {engine.scheme}"
+    assert isinstance(each, WeightFormat)
+    if each.per_tensor and each.numbers.floating and engine.merges == "inputs":
+        return f"{name} rounds float8 of q, k and v again, to one scale for all of them; drop per_tensor"
+    if not each.numbers.has_groups:
+        return None
+    if each.grid == "asymmetric" and not engine.limits.asymmetric:
+        return f"{name} runs symmetric codes; drop --grid {each.grid}, or leave --for out"
+    sizes = engine.limits.why_not_group(each.group_size) if each.group_size else None
+    if sizes is None:
+        return None
+    usual = f"give --group-size {engine.group_size or DEFAULT_GROUP}"
+    if each.group_size == -1:
+        return f"{name} runs groups, not one scale per output; {usual}"
+    return f"{name} does not run groups of {each.group_size}; allowed: {sizes}: {usual}"
 
 
-def _why_not_own(name: str, unit: int, method: str, size: int, salient: int) -> str | None:
-    """The reason why an engine does not run groups of so many inputs of a method with a format of its own."""
-    if salient:
+def _has_groups(engine: Engine, scheme: str) -> bool:
+    """True for a scheme that an engine runs in groups of any size, or in none."""
+    return scheme in engine.schemes and not SCHEMES[scheme].of_levels
+
+
+def _why_not_own(name: str, unit: int, method: str, given: Mapping[str, Any]) -> str | None:
+    """The reason why an engine does not run codes of a method with a format of its own. given: its options."""
+    if given.get("salient"):
         return f"{name} runs one binary term; drop salient, or leave --for out"
+    size = given.get("group_size", 0)
     if size > -1 and unit and (not size or size % unit):
         return f"{name} runs {method} codes in groups of multiples of {unit}; give --group-size {unit}"
     return None
@@ -233,8 +226,9 @@ def check_inputs(name: str, passes: Sequence[Pass], columns: Mapping[str, int]) 
     """Raises InputError for a layer whose inputs do not fill the engine's blocks. columns: {layer: inputs}."""
     engine = engine_named(name)
     for each in passes:
-        own = engine.floats.get(str(vars(each).get("scheme")))
-        unit = engine.methods.get(each.name) or own or engine.inputs
+        own = each.numbers if isinstance(each, WeightFormat) and each.numbers.of_levels else None
+        multiples = engine.limits.inputs if own is None else (own.blocks if engine.to else own.group_size)
+        unit = engine.methods.get(each.name) or multiples or 1
         wanted = columns if each.writes == "quantized weight" and each.treats == "layers" else {}
         bad = [layer for layer in wanted if each.wants(layer) and columns[layer] % unit]
         if bad:

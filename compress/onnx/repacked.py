@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.checkpoint.export.limits import LIMITS
+from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
 from compress.weights.grid import Quantized
 from compress.weights.scheme import Scheme
 
-BITS = (2, 4, 8)
 PORTABLE_BITS = (4, 8)
-LEAST_BLOCK, MOST_BLOCK = 16, 256
+LEAST_BLOCK, MOST_BLOCK = LIMITS["onnx"].unit, 256
 BYTE = 8
 
 
@@ -95,6 +96,8 @@ def why_not(scheme: Scheme, portable: bool) -> str | None:
     if len(scheme.terms) > 1:
         return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
     (form,) = scheme.terms
+    if isinstance(form, ActOrder):
+        return "has inputs that belong to groups in any order; `--to dense` takes it"
     if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
         return f"is stored as {scheme}, not as integers; `--to dense` takes it"
     return _why_not_codes(form, portable) if scheme.inputs is None else _why_not_inputs(scheme, form)
@@ -102,7 +105,7 @@ def why_not(scheme: Scheme, portable: bool) -> str | None:
 
 def _why_not_codes(form: CodesFormat, portable: bool) -> str | None:
     bits, group = form.grid.bits, form.grid.group_size
-    if bits not in BITS:
+    if bits not in LIMITS["onnx"].bits:
         return f"has codes of {bits} bits; ONNX Runtime multiplies codes of 2, 4 and 8: quantize with --scheme w4a16"
     if portable and bits not in PORTABLE_BITS:
         return f"has codes of {bits} bits; standard operators have 4 and 8: `--to onnx` takes it"

@@ -14,7 +14,7 @@ from compress.passes.protocol.base import Treats
 from compress.passes.protocol.round_to_nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
-from compress.weights.scheme import LEVELS, SCHEMES
+from compress.weights.number_formats import SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class Embeddings(WeightFormat):
                 f"scheme {self.scheme}: super-blocks have no layer that looks rows up, so an embedding takes integer "
                 "codes alone; give w8a16 (in GGUF Q8_0) or w5a16 (Q5_0), in groups of 32"
             )
-        if self.scheme in LEVELS:
+        if self.scheme in SCHEMES and self.numbers.of_levels:
             raise InputError(
                 f"scheme {self.scheme}: no layer looks rows of such codes up, so embeddings take integers alone; "
                 "give w8a16 or w4a16"
             )
         super().__post_init__()
-        if not self.scheme.endswith("a16"):
-            allowed = ", ".join(s for s in SCHEMES if s.endswith("a16"))
+        if self.numbers.rounds_inputs:
+            allowed = ", ".join(name for name, of in SCHEMES.items() if of.has_groups and not of.rounds_inputs)
             raise InputError(
                 f"scheme {self.scheme} rounds inputs, and an embedding is given token ids; allowed: {allowed}"
             )

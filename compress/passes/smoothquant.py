@@ -33,9 +33,12 @@ from compress.passes.protocol.stages import Rewrite
 from compress.solvers.smoothquant import best, candidates, input_codes, scaled_loss, smoothing
 from compress.solvers.statistics.input_statistics import MinMax, TokenSample
 from compress.weights.decision import Decision
+from compress.weights.number_formats import SCHEMES
 
 # Tokens of each micro-batch on which they are compared.
 SAMPLED = 32
+
+ROUNDING = [name for name, numbers in SCHEMES.items() if numbers.rounds_inputs and numbers.per != "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,8 @@ class SmoothQuant(FoldThenRound):
             raise InputError(f"alpha {self.alpha}; allowed: 0 to 1, or -1 to search it")
         if self.input_grid() is None:
             raise InputError(
-                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8, w4a8, w4a4, fp8 or "
-                "one of mxfp4, nvfp4 and mxfp8, or use awq"
+                f"smoothquant is for rounded inputs; {self.scheme} has none: give one of {', '.join(ROUNDING)}, or use "
+                "awq"
             )
 
     @property

@@ -49,7 +49,8 @@ from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
 from compress.weights.matrix import Term
-from compress.weights.scheme import LEVELS, SCHEMES, Scheme, check_scheme
+from compress.weights.number_formats import SCHEMES
+from compress.weights.scheme import Scheme, check_scheme
 
 # What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
 # takes twice as many bits for scales.
@@ -103,7 +104,7 @@ class SpQR(SecondOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        leaving = [scheme for scheme in SCHEMES if scheme.endswith("a16") and scheme not in LEVELS]
+        leaving = [name for name, numbers in SCHEMES.items() if numbers.has_groups and not numbers.rounds_inputs]
         check_scheme(self.scheme, leaving, "scheme of spqr, which leaves inputs as they are,")
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
@@ -133,7 +134,7 @@ class SpQR(SecondOrder):
     def tiles(self) -> Tiles:
         """The format of Q."""
         return Tiles(
-            bits=SCHEMES[self.scheme],
+            bits=SCHEMES[self.scheme].bits,
             scale_bits=self.scale_bits,
             zero_bits=self.zero_bits,
             group_size=self.group_length,

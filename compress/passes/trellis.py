@@ -44,7 +44,8 @@ from compress.solvers.trellis.solve import nearest_states, solve_trellis
 from compress.weights.decision import Decision
 from compress.weights.formats.trellis import TrellisCodes, Trellised
 from compress.weights.matrix import Matrix
-from compress.weights.scheme import SCHEMES, Scheme, check_scheme
+from compress.weights.number_formats import SCHEMES
+from compress.weights.scheme import Scheme, check_scheme
 
 TRELLIS_SCHEMES = ("w2a16", "w3a16", "w4a16")
 
@@ -90,7 +91,9 @@ class Trellis(SecondOrder):
     def format(self) -> TrellisCodes:
         """The format of every layer."""
         multiplier = MULTIPLIERS[self.state_bits]
-        return TrellisCodes(bits=SCHEMES[self.scheme], state_bits=self.state_bits, multiplier=multiplier, run=self.run)
+        return TrellisCodes(
+            bits=SCHEMES[self.scheme].bits, state_bits=self.state_bits, multiplier=multiplier, run=self.run
+        )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         bad = [name for name, (_, columns) in shapes.items() if columns % INPUTS]

@@ -19,9 +19,9 @@ from compress.solvers.gptq import POLISH_DAMP, Method, Solved, solve_ordered
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
-from compress.weights.grid import Granularity, Grid, Quantized
+from compress.weights.grid import Grid, Quantized
 from compress.weights.matrix import Matrix, Weight
-from compress.weights.scales import StoredNumbers
+from compress.weights.number_formats import Granularity, StoredNumbers
 
 
 def binary(

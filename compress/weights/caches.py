@@ -27,7 +27,8 @@ from compress.base.errors import InputError
 from compress.kernels.cpu.states import stride_of
 from compress.kernels.division import divide
 from compress.kernels.operators import states
-from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_range
+from compress.weights.grid import Grid, decode, encode, scale_of_range
+from compress.weights.number_formats import Granularity
 from compress.weights.rotations.hadamard import has_hadamard, rotated
 
 CacheBits = Literal[8, 4, 3]

@@ -2,17 +2,18 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from compress.base.errors import CheckpointError, InputError
 from compress.base.sandbox import check_expressions
-from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
+from compress.kernels.layouts.scale_blocks import BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
-from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
+from compress.weights.formats.codes import Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes
-from compress.weights.grid import MAX_BITS, Granularity, Grid, NumberType
+from compress.weights.grid import Grid
+from compress.weights.number_formats import WIDE, ScaleNumbers
 from compress.weights.scheme import Scheme, block_scheme
 
 # Older writers call integers that are not packed "naive".
@@ -45,9 +46,13 @@ OWN_PARTS = frozenset(
 )
 # Bits of a dynamic input of a layer with packed weights.
 BESIDE_PACKED = (4, 8)
-# Keys about the search for the numbers; they do not change their meaning.
-OF_THE_SEARCH = {"observer", "observer_kwargs"}
-READABLE_FLOATS = f"per channel or tensor or block of [{BLOCK}, {BLOCK}]"
+# Keys of numbers that are read; those of the last line are about the search for them, or about their storage alone.
+KNOWN = {"num_bits", "type", "symmetric", "dynamic", "strategy", "group_size", "block_structure", "actorder"} | {
+    *("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+}
+ROWS8, TENSOR8 = Grid(bits=WIDE, type="float"), Grid(bits=WIDE, type="float", granularity="tensor")
+TOKENS8 = Grid(bits=WIDE, type="float", granularity="token")
+BLOCKS = block_scheme(Float8Blocks)
 # Orders of solving after which the columns were put back; `group`, another one, permutes the groups themselves.
 HARMLESS_ORDERS = (None, False, "weight", "static")
 
@@ -169,196 +174,159 @@ def _weights_entry(grid: Grid) -> dict[str, Any]:
     return {**entry, "group_size": grid.group_size} if group else entry
 
 
+Fitted = tuple[Grid, bool | str]  # a grid, and whether its scales are fitted to every input as the model runs
+
+
 def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Scheme:
     """The scheme of a `config_groups` entry. Raises CheckpointError, which names the layer, for one we cannot read."""
     layout = group.get("format") or layout
     if layout not in LAYOUTS:
         raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
-    if LAYOUTS[layout] in OF_LEVELS:
-        return _scheme_of_levels(OF_LEVELS[LAYOUTS[layout]], group, layer)
-    floating = (group.get("weights") or {}).get("type") == "float"
-    if layout == "float-quantized" or (layout == "naive-quantized" and floating):
-        return _float_scheme(group, layer)
-    weights = _weight_grid(group.get("weights") or {}, layer)
+    kind, weights = LAYOUTS[layout], group.get("weights") or {}
     given, returned = group.get("input_activations"), group.get("output_activations")
-    if returned and (not given or LAYOUTS[layout] != "int-quantized"):
+    if kind in OF_LEVELS:
+        return _scheme_of_levels(OF_LEVELS[kind], weights, given, returned, layer)
+    if kind == "float-quantized" or (layout == "naive-quantized" and weights.get("type") == "float"):
+        return _float_scheme(weights, given or {}, returned, layer)
+    return _integer_scheme(kind, weights, given, returned, layer)
+
+
+def _integer_scheme(
+    layout: Layout,
+    weights: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
+    returned: Mapping[str, Any] | None,
+    layer: str,
+) -> Scheme:
+    """The scheme of integer weights, packed or in a byte each. Raises CheckpointError."""
+    packed = layout == "pack-quantized"
+    if returned and (not given or packed):
         raise CheckpointError(
             f"{layer} quantizes its output and is stored as {layout} with input {given}; readable: int8 or float8 "
             "weights and inputs"
         )
-    if given is None:
-        if LAYOUTS[layout] == "int-quantized" and weights.bits != 8:
-            raise CheckpointError(f"{layer} is stored as {layout} with {weights.bits} bits; readable: pack-quantized")
-        whole = LAYOUTS[layout] == "int-quantized"
-        return Scheme(terms=(Int8Table(grid=weights) if whole else Packed(grid=weights),))
-    if LAYOUTS[layout] == "pack-quantized" and given.get("type") == "float":
-        return Scheme(terms=(Packed(grid=weights),), inputs=_float_input(given, layer))
-    inputs, dynamic = _activation_grid(given, layer, "input")
-    outputs = _activation_grid(returned, layer, "output")[0] if returned else None
-    if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
-        raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
-    if LAYOUTS[layout] == "pack-quantized" and not (dynamic and (inputs.symmetric or inputs.bits < MAX_BITS)):
-        raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
-    term: CodesFormat = Int8Rows(grid=weights) if LAYOUTS[layout] == "int-quantized" else Packed(grid=weights)
-    return Scheme(terms=(term,), inputs=inputs, outputs=outputs, dynamic=dynamic)
+    sized = weights if weights.get("strategy") != "channel" else {**weights, "group_size": None}
+    numbers = _numbers(sized, "group" if weights.get("group_size") else "channel")
+    grid = None if numbers is None or numbers[1] or numbers[0].type != "int" else numbers[0]
+    if grid is None or grid.granularity not in ("channel", "group"):
+        raise CheckpointError(
+            f"{layer}: weights {dict(weights)} cannot be read (strategy {weights.get('strategy')!r}); readable: "
+            "integer, static, 2 to 8 bits, per channel or group, columns in their own order"
+        )
+    if not packed and (grid.bits != WIDE or (given and (not grid.symmetric or grid.group_size))):
+        alone = "" if not given else "; with rounded inputs symmetric, one scale per channel"
+        raise CheckpointError(f"{layer} is stored as {layout} with {grid}; readable: 8 bits{alone}, or pack-quantized")
+    if not given:
+        return Scheme(terms=(Packed(grid=grid) if packed else Int8Table(grid=grid),))
+    if packed and given.get("type") == "float":
+        words = "beside packed weights int8 or float8, dynamic per token"
+        return Scheme(terms=(Packed(grid=grid),), inputs=_fitted(given, layer, "input", [(TOKENS8, True)], words)[0])
+    narrow = [Grid(bits=bits, symmetric=each, granularity="token") for bits in BESIDE_PACKED for each in (True, False)]
+    fixed = [(Grid(symmetric=each, bits=WIDE, granularity="tensor"), False) for each in (True, False)]
+    dynamic = [(each, True) for each in narrow if not packed or each.symmetric or each.bits < WIDE]
+    words = "int8, dynamic per token" + ("" if packed else " or static per tensor")
+    inputs, how = _fitted(given, layer, "input", dynamic if packed else [*dynamic, *fixed], words)
+    outputs = _fitted(returned, layer, "output", fixed, "int8, static per tensor")[0] if returned else None
+    term = Packed(grid=grid) if packed else Int8Rows(grid=grid)
+    return Scheme(terms=(term,), inputs=inputs, outputs=outputs, dynamic=bool(how))
 
 
-def _scheme_of_levels(kind: type[LevelCodes], group: Mapping[str, Any], layer: str) -> Scheme:
-    """The scheme of codes of levels, with an input that is not rounded, or rounded alike or to float8. Raises
-    CheckpointError."""
-    inputs = _levels_input(kind, group.get("input_activations"))
-    of_inputs = "local" if kind.on.scales == "e4m3" else True
-    asked: list[tuple[str, bool | str, Grid]] = [("weights", False, kind.on)]
-    if inputs is not None and inputs.block is None:
-        asked.append(("input_activations", of_inputs, inputs))
-    for key, dynamic, grid in asked:
-        entry = group.get(key) or {}
-        wanted = {"num_bits": grid.bits, **_groups_of_levels(grid)}
-        # Older writers leave out the dtypes of scales, which follow from the format.
-        found = {name: entry.get(name) for name in wanted if "dtype" not in name or entry.get(name) is not None}
-        if (
-            _odd(entry, ("num_bits", "symmetric", "dynamic", "strategy", "group_size"), "float")
-            or not entry.get("symmetric", True)
-            or entry.get("dynamic", False) != dynamic
-            or any(str(value) != str(wanted[name]) for name, value in found.items())
-        ):
-            raise CheckpointError(
-                f"{layer}: {key} {dict(entry)} cannot be read; readable beside {kind.layout}: {wanted}, "
-                f"dynamic: {dynamic}"
-            )
-    if group.get("output_activations"):
+def _float_scheme(
+    weights: Mapping[str, Any], given: Mapping[str, Any], returned: Mapping[str, Any] | None, layer: str
+) -> Scheme:
+    """The scheme of float8 weights with a float8 input and an optional float8 output. Raises CheckpointError."""
+    blocks = weights.get("strategy") == "block"
+    if blocks and returned:
+        raise CheckpointError(f"{layer} quantizes its output beside weights in blocks, which cannot be read")
+    known: list[Fitted] = [(each, False) for each in (ROWS8, TENSOR8, BLOCKS.weights)]
+    inputs: list[Fitted] = [(TOKENS8, True), (TENSOR8, False)]
+    of_inputs = "dynamic per token or static per tensor"
+    if blocks:
+        assert BLOCKS.inputs is not None
+        inputs, of_inputs = [(BLOCKS.inputs, True)], f"beside weights in blocks: dynamic in groups of {BLOCK}"
+    floats = "float8, symmetric, "
+    grid, _ = _fitted(weights, layer, "weights", known, f"{floats}per channel or tensor or block of [{BLOCK}, {BLOCK}]")
+    by_input, dynamic = _fitted(given, layer, "input", inputs, f"{floats}{of_inputs}", "group" if blocks else None)
+    if blocks:
+        return BLOCKS
+    fixed: list[Fitted] = [(TENSOR8, False)]
+    outputs = _fitted(returned, layer, "output", fixed, f"{floats}static per tensor")[0] if returned else None
+    return Scheme(terms=(Float8Rows(grid=grid),), inputs=by_input, outputs=outputs, dynamic=bool(dynamic))
+
+
+def _scheme_of_levels(
+    kind: type[LevelCodes],
+    weights: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
+    returned: Mapping[str, Any] | None,
+    layer: str,
+) -> Scheme:
+    """The scheme of codes of levels, with an input that is not rounded, or rounded alike or, beside powers of two, to
+    float8 in groups of 32 or of 128. Raises CheckpointError."""
+    if returned:
         raise CheckpointError(f"{layer} quantizes its output beside {kind.layout}, which cannot be read")
+    how = "local" if kind.on.scales == "e4m3" else True
+    readable = f"beside {kind.layout}: {_groups_of_levels(kind.on)}"
+    scales = kind.on.scales
+    _fitted(weights, layer, "weights", [(kind.on, False)], f"{readable}, num_bits: {kind.on.bits}", scales=scales)
+    if not given:
+        return Scheme(terms=(kind(grid=kind.on),))
+    allowed: list[Fitted] = [(kind.on, how)]
+    if scales == "e8m0":
+        allowed.append((MXFP8.on, True))
+        if _numbers(given, "") == (BLOCKS.inputs, True):
+            return Scheme(terms=(kind(grid=kind.on),), inputs=BLOCKS.inputs)
+    inputs, _ = _fitted(given, layer, "input_activations", allowed, f"{readable}, dynamic: {how}", scales=scales)
     return Scheme(terms=(kind(grid=kind.on),), inputs=inputs)
 
 
-def _levels_input(kind: type[LevelCodes], entry: Mapping[str, Any] | None) -> Grid | None:
-    """The grid of an input beside codes of levels, whose entry is still to be checked: float8 in groups of 32 with
-    powers of two, or of 128 (`INPUT_BLOCK`), where 8 bits are asked for beside fewer bits of weights."""
-    if not entry:
-        return None
-    if kind.on.scales == "e4m3" or entry.get("num_bits") != MXFP8.on.bits:
-        return kind.on
-    by_blocks = {"strategy": "group", "group_size": BLOCK, "dynamic": True, "symmetric": True}
-    plain = all(entry.get(key) == value for key, value in by_blocks.items())
-    if plain and not _odd(entry, by_blocks.keys() | {"num_bits"}, "float"):
-        return block_scheme(Float8Blocks).inputs
-    return MXFP8.on
+def _fitted(
+    entry: Mapping[str, Any],
+    layer: str,
+    side: str,
+    allowed: Sequence[Fitted],
+    readable: str,
+    usual: str | None = None,
+    scales: ScaleNumbers = "stored",
+) -> Fitted:
+    """The one of the allowed grids that an entry describes. usual: its strategy, where it names none. readable: says
+    which are allowed. Raises CheckpointError for another entry."""
+    default = "tensor" if side == "weights" or not entry.get("dynamic") else "token"
+    numbers = _numbers(entry, usual or default, scales)
+    if numbers is None or numbers not in allowed:
+        raise CheckpointError(f"{layer}: {side} {dict(entry)} cannot be read; readable: {readable}")
+    return numbers
 
 
-def _float_input(entry: Mapping[str, Any], layer: str) -> Grid:
-    """The grid of a float8 input beside packed integers. Raises CheckpointError."""
-    known = ("num_bits", "symmetric", "dynamic", "strategy")
-    fits = entry.get("num_bits") == 8 and entry.get("dynamic") is True and entry.get("symmetric", True)
-    if _odd(entry, known, "float") or not fits or (entry.get("strategy") or "token") != "token":
-        raise CheckpointError(
-            f"{layer}: input {dict(entry)} cannot be read; readable beside packed weights: int8 or float8, dynamic per "
-            "token"
-        )
-    return Grid(bits=8, type="float", granularity="token")
-
-
-def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
-    """The scheme of float8 weights with a float8 input and an optional float8 output. Raises CheckpointError."""
-    known = ("num_bits", "symmetric", "dynamic", "strategy")
-    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
-    if weights.get("strategy") == "block":
-        return _block_scheme(group, layer)
-    outputs = group.get("output_activations") or None
-    dynamic = inputs.get("dynamic", False)
-    expected: Granularity = "token" if dynamic else "tensor"
-    per: Granularity = weights.get("strategy") or "tensor"
-    kinds = [
-        ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), READABLE_FLOATS),
-        (
-            "input",
-            inputs,
-            (inputs.get("strategy") or expected) == expected and dynamic in (True, False),
-            "dynamic per token or static per tensor",
-        ),
-    ]
-    if outputs is not None:
-        fits = (outputs.get("strategy") or "tensor") == "tensor" and not outputs.get("dynamic")
-        kinds.append(("output", outputs, fits, "static per tensor"))
-    for what, entry, fits, readable in kinds:
-        if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
-            raise CheckpointError(
-                f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
-            )
-    return Scheme(
-        terms=(Float8Rows(grid=Grid(bits=8, type="float", granularity=per)),),
-        inputs=Grid(bits=8, type="float", granularity=expected),
-        outputs=None if outputs is None else Grid(bits=8, type="float", granularity="tensor"),
-        dynamic=dynamic,
-    )
-
-
-def _block_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
-    """The scheme of float8 weights in blocks of 128 x 128 with a float8 input in groups of 128. Raises
-    CheckpointError."""
-    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
-    if group.get("output_activations"):
-        raise CheckpointError(f"{layer} quantizes its output beside weights in blocks, which cannot be read")
-    block, size = weights.get("block_structure"), inputs.get("group_size")
-    kinds = [
-        ("weights", weights, block == list(WEIGHT_BLOCK) and not weights.get("dynamic"), READABLE_FLOATS),
-        (
-            "input",
-            inputs,
-            (inputs.get("strategy") or "group") == "group" and size == BLOCK and inputs.get("dynamic") is True,
-            f"beside weights in blocks: dynamic in groups of {BLOCK}",
-        ),
-    ]
-    for what, entry, fits, readable in kinds:
-        known = ("num_bits", "symmetric", "dynamic", "strategy", "block_structure", "group_size")
-        if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
-            raise CheckpointError(
-                f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
-            )
-    return block_scheme(Float8Blocks)
-
-
-def _odd(entry: Mapping[str, Any], known: Iterable[str], kind: NumberType = "int") -> bool:
-    """True for an entry with a key that is neither known nor empty, of another type, or of a harmful column order."""
-    ignored = {*known, *OF_THE_SEARCH, "type", "actorder", "scale_dtype", "zp_dtype"}
-    return (
-        any(value not in (None, False, {}) for key, value in entry.items() if key not in ignored)
-        or entry.get("type", "int") != kind
+def _numbers(entry: Mapping[str, Any], usual: str, scales: ScaleNumbers = "stored") -> Fitted | None:
+    """The grid of an entry; None for one with a key that is neither known nor empty, with a harmful order of columns,
+    or without such a grid. usual: its strategy, where it names none. scales: those of the format."""
+    strategy, kind = entry.get("strategy") or usual, entry.get("type", "int")
+    size, block = entry.get("group_size"), entry.get("block_structure")
+    if kind == "float" and strategy == "group" and scales == "stored":
+        strategy, block = "block", (1, size)  # so many inputs of a token
+    own = SCALE_DTYPES.get(scales)  # older writers leave it out, as it follows from the format
+    if (
+        any(value not in (None, False, {}) for key, value in entry.items() if key not in KNOWN)
         or entry.get("actorder") not in HARMLESS_ORDERS
-    )
-
-
-def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
-    known = ("num_bits", "symmetric", "dynamic", "strategy", "group_size")
-    if _odd(entry, known) or entry.get("dynamic") or not entry.get("num_bits"):
-        raise CheckpointError(
-            f"{layer}: weights {dict(entry)} cannot be read; readable: integer, static, 2 to 8 bits, "
-            "per channel or group, columns in their own order"
-        )
-    strategy = entry.get("strategy") or ("group" if entry.get("group_size") else "channel")
-    if strategy not in ("group", "channel"):
-        raise CheckpointError(f"{layer}: weight strategy {strategy!r} cannot be read; readable: group, channel")
-    bits, symmetric = entry["num_bits"], entry.get("symmetric", True)
+        or (strategy == "tensor_group") != (scales == "e4m3")
+        or (own is not None and any(str(entry.get(key) or own) != own for key in ("scale_dtype", "zp_dtype")))
+        or (block and strategy != "block")
+    ):
+        return None
     try:
-        if strategy == "channel":
-            return Grid(bits=bits, symmetric=symmetric)
-        return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
-    except InputError as error:
-        raise CheckpointError(f"{layer}: weights {dict(entry)} cannot be read: {error}") from None
-
-
-def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input", "output"]) -> tuple[Grid, bool]:
-    """(grid, dynamic): int8, per token when dynamic (an input only, also of 4 bits), per tensor when static."""
-    dynamic = entry.get("dynamic", False)
-    expected: Granularity = "token" if dynamic else "tensor"
-    strategy = entry.get("strategy") or expected
-    known = ("num_bits", "symmetric", "dynamic", "strategy")
-    fits = dynamic in (True, False) and (what == "input" or not dynamic)
-    bits = entry.get("num_bits") or 0
-    allowed = BESIDE_PACKED if what == "input" and dynamic else (8,)
-    if _odd(entry, known) or bits not in allowed or strategy != expected or not fits:
-        readable = "dynamic per token or static per tensor" if what == "input" else "static per tensor"
-        raise CheckpointError(f"{layer}: {what} {dict(entry)} cannot be read; readable: int8, {readable}")
-    return Grid(bits=bits, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
+        grid = Grid(
+            bits=entry.get("num_bits") or 0,
+            symmetric=entry.get("symmetric", True),
+            granularity="group" if strategy == "tensor_group" else strategy,  # type: ignore[arg-type]
+            group_size=None if size in (0, -1) or strategy == "block" else size,
+            type=kind,
+            block=block,
+            scales=scales,
+        )
+    except (InputError, TypeError):
+        return None
+    return grid, entry.get("dynamic", False)
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:

@@ -13,13 +13,14 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
                                code is used; s may be negative. Same bytes as symmetric (AutoRound, "full range").
     symmetric, unsigned        s = hi / L                         [0, L] for data that is never negative
     float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448], or levels
-                               s = absmax / 6 (E2M3: / 7.5)       of E2M1 and E2M3 (`weights.levels`)
+                               s = absmax / 6 (E2M3: / 7.5)       of E2M1, E2M3, E3M2 (`weights.levels`)
     normal                     s = absmax                         codes are levels of NF4, within [-1, 1]
     nonlinear                  s = -a / 127, as with a signed     codes are levels of IQ4_NL, none of which is 0
                                scale
-    powers of two as scales    s = the least above absmax / d     d = 7 (E2M1), 7.75 (E2M3), 448 (e4m3), as
+    powers of two as scales    s = the least above absmax / d     d halfway from the largest level to the next power of
+                                                                  two (7 of E2M1, 7.75 of E2M3), but 448 of e4m3, as
                                                                   compressed-tensors computes it: up to 7 is taken for 6
-      floor                                                       d = 8, 8, 512 (OCP Microscaling formats 1.0, 6.3)
+      floor                                                       d = that power (OCP Microscaling formats 1.0, 6.3)
       ceil                                                        the least from absmax / 6 (7.5, 448) up: none is cut
     four over six              s = absmax / 6 or absmax / 4       whichever has the smaller error (arXiv 2512.02010)
     sign                       s = mean |x|                       one bit: codes -1 and 1, and no 0; the s of least
@@ -43,11 +44,19 @@ from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, sp
 from compress.kernels.layouts.words import some_rows
 from compress.weights.levels import TABLES, Levels
 from compress.weights.matrix import Term
+from compress.weights.number_formats import (
+    FLOATS,
+    MIN_BITS,
+    WIDE,
+    Granularity,
+    NumberFormat,
+    NumberType,
+    ScaleNumbers,
+)
 from compress.weights.scales import (
     FLOAT8,
     FLOAT8_MAX,
     OWN_DTYPE,
-    ScaleNumbers,
     global_scale_for,
     power_above,
     round_scale,
@@ -57,13 +66,11 @@ from compress.weights.scales import (
 )
 from compress.weights.ternary_scale import scale_of_levels
 
-Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]
-NumberType = Literal["int", "float", "sign", "normal", "nonlinear"]
 
 # {range choice: the only numbers that its scales can be}; the others are for all.
 RULES: dict[str, ScaleNumbers] = {"floor": "e8m0", "ceil": "e8m0", "4/6": "e4m3"}
-MIN_BITS, MAX_BITS = 2, 8
+MAX_BITS = WIDE
 # The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
 KERNEL_GROUPS = (DEFAULT_GROUP, 64, 32)
@@ -81,11 +88,6 @@ FLOAT_STEPS = 16
 # Powers of two: a larger one has no level that the usual one lacks, and smaller ones clip absmax to an eighth.
 TABLE_FACTORS = (1.0, *(2.0 ** (step / FLOAT_STEPS) for step in range(-FLOAT_STEPS, FLOAT_STEPS + 1) if step))
 POWER_FACTORS = (1.0, 0.5, 0.25, 0.125)
-# What absmax is divided by where scales are powers of two, by the bits of a float (compressed-tensors,
-# `generate_mx_scales`: its power of two is rounded up from 1.75 or 1.9375 of the next lower one).
-POWER_DIVISORS = {4: 7.0, 6: 7.75, 8: float(FLOAT8_MAX)}
-# The same for the rule of OCP: the power of two above the largest level.
-FLOOR_DIVISORS = {4: 8.0, 6: 8.0, 8: 512.0}
 # Four over six: absmax becomes 6 or 4, the largest levels of E2M1.
 FOUR_OVER_SIX = (1.0, 6 / 4)
 
@@ -151,7 +153,7 @@ class Grid:
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
         if self.type not in get_args(NumberType):
             raise InputError(f"type {self.type!r}; allowed: {', '.join(get_args(NumberType))}")
-        if self.type in ("float", "normal", "nonlinear"):
+        if self.type not in ("int", "sign"):
             self._check_levels()
         elif self.scales in OWN_DTYPE:
             raise InputError(f"scales {self.scales!r} are for float codes; integers have stored or float16")
@@ -161,11 +163,11 @@ class Grid:
     def _check_levels(self) -> None:
         plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
         grouped8 = self.bits == MAX_BITS and self.granularity == "group" and self.scales != "e8m0"
-        known = (self.type, self.bits) in TABLES or (self.floating and self.bits == MAX_BITS)
+        known = (self.type, self.bits) in TABLES or (self.type == "float" and self.bits == MAX_BITS)
         if not known or not plain or grouped8:
             raise InputError(
-                "float codes have 4, 6 or 8 bits, normal and nonlinear ones 4, all without zero points; 8 bits "
-                "share a scale per tensor, channel, token or block, or in groups a power of two (scales='e8m0')"
+                "float codes have 4, 6 or 8 bits, e3m2 ones 6, normal and nonlinear ones 4, all without zero points; "
+                "8 bits share a scale per tensor, channel, token or block, or in groups a power of two (scales='e8m0')"
             )
         if self.scales in OWN_DTYPE and not self.floating:
             raise InputError(f"scales {self.scales!r} are for float codes; {self.type} ones have stored or float16")
@@ -185,7 +187,7 @@ class Grid:
     @property
     def floating(self) -> bool:
         """True where codes are floating-point numbers."""
-        return self.type == "float"
+        return self.type in FLOATS
 
     @property
     def signs(self) -> bool:
@@ -237,6 +239,11 @@ class Grid:
             return FLOAT8
         return torch.int8 if self.signed else torch.uint8
 
+    @property
+    def global_scales(self) -> bool:
+        """True where scales have a divisor that all of them share."""
+        return self.scales == "e4m3"
+
     def group_length(self, columns: int) -> int:
         """Members of one group in a row of `columns`. Raises InputError where the group size does not divide it."""
         if self.group_size is None:
@@ -260,13 +267,25 @@ class Grid:
 
     def reaching(self, largest: float) -> "Grid":
         """The grid with a global scale for weights up to `largest`, where it needs one and has none."""
-        if self.scales != "e4m3" or self.global_scale is not None:
+        if not self.global_scales or self.global_scale is not None:
             return self
         return replace(self, global_scale=global_scale_for(largest / steps_of_range(self)[1]))
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which scales are held, where the model has this one."""
         return scale_dtype_of(self.scales, dtype)
+
+
+def grid_of(numbers: NumberFormat) -> Grid:
+    """The grid of weights in groups of the format's own size."""
+    assert numbers.of_levels
+    return Grid(
+        bits=numbers.bits,
+        type=numbers.type,
+        granularity="group",
+        group_size=numbers.group_size,
+        scales=numbers.scales,
+    )
 
 
 def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
@@ -427,7 +446,7 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
     if not grid.symmetric:
         return "asymmetric", grid.qmax - grid.qmin
     if grid.scales == "e8m0" and grid.range_choice != "ceil":
-        return "magnitude", (FLOOR_DIVISORS if grid.range_choice == "floor" else POWER_DIVISORS)[grid.bits]
+        return "magnitude", _divisor_of_powers(grid)
     if grid.levels is not None and -grid.levels.least > grid.levels.largest:
         return "signed scale", -grid.levels.least
     if grid.levels is not None:
@@ -439,6 +458,16 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
     if not grid.signed:
         return "unsigned", grid.qmax
     return "magnitude", half - 1 if grid.narrow else half - 0.5
+
+
+def _divisor_of_powers(grid: Grid) -> float:
+    """The number by which absmax is divided where scales are powers of two. By default they are rounded as
+    compressed-tensors does (`generate_mx_scales`); floor: by the rule of OCP."""
+    largest = FLOAT8_MAX if grid.levels is None else grid.levels.largest
+    above = 2.0 ** math.frexp(largest)[1]
+    if grid.range_choice == "floor":
+        return above
+    return float(largest) if grid.levels is None else (largest + above) / 2
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
@@ -584,7 +613,7 @@ def quantize(
     InputError where the group size does not divide K.
     """
     dtype = x_NK.dtype if scale_dtype is None else scale_dtype
-    if grid.scales == "e4m3" and grid.global_scale is None:
+    if grid.global_scales and grid.global_scale is None:
         grid = grid.reaching(float(x_NK.abs().max()) if x_NK.numel() else 0.0)
     if scale is None and grid.granularity != "tensor":
         parts = [*some_rows(len(x_NK), x_NK.shape[1], 1 if grid.block is None else grid.block[0])]

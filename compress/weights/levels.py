@@ -2,6 +2,7 @@
 
     E2M1    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives       OCP Microscaling formats 1.0, FP4; NVFP4, too
     E2M3    m / 8 for m < 8, then (1 + m / 8) 2^e, e = 0, 1, 2   the same, FP6: up to 7.5
+    E3M2    m / 16 for m < 4, then (1 + m / 4) 2^e, e = -2 ... 4 the same, the other FP6: up to 28
     NF4     16 quantiles of the normal distribution in [-1, 1]    QLoRA, arXiv 2305.14314, as bitsandbytes has them
     IQ4_NL  16 whole numbers from -127 to 113, denser around 0    ggml-common.h of llama.cpp (`kvalues_iq4nl`)
 
@@ -77,14 +78,16 @@ def _sorted(levels: Levels, dtype: torch.dtype, device: torch.device) -> tuple[T
     return rising.to(device), torch.where(up, below, middle).to(device), codes.to(device)
 
 
-def _both_signs(magnitudes: list[float]) -> tuple[float, ...]:
-    return (*magnitudes, *(-value for value in magnitudes))
+def _float(name: str, exponent_bits: int, significand_bits: int) -> Levels:
+    """All values of a float without infinities, those of the lowest exponent without a leading one."""
+    least, steps = 2 - 2 ** (exponent_bits - 1), 2**significand_bits
+    magnitudes = [m / steps * 2.0**least for m in range(steps)]
+    exponents = range(least, least + 2**exponent_bits - 1)
+    magnitudes += [(1 + m / steps) * 2.0**exponent for exponent in exponents for m in range(steps)]
+    return Levels(name, (*magnitudes, *(-value for value in magnitudes)), "even")
 
 
-E2M1 = Levels("e2m1", _both_signs([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), "even")
-E2M3 = Levels(
-    "e2m3", _both_signs([*(m / 8 for m in range(8)), *((1 + m / 8) * 2**e for e in range(3) for m in range(8))]), "even"
-)
+E2M1, E2M3, E3M2 = _float("e2m1", 2, 1), _float("e2m3", 2, 3), _float("e3m2", 3, 2)
 # bitsandbytes 0.50, functional.py (`create_normal_map` rounds the quantiles so).
 NF4 = Levels(
     "nf4",
@@ -101,9 +104,11 @@ IQ4_NL = Levels(
     (*(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0), *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)),
     "lower",
 )
+# By the type and the bits of a grid.
 TABLES: dict[tuple[str, int], Levels] = {
     ("float", 4): E2M1,
     ("float", 6): E2M3,
+    ("e3m2", 6): E3M2,
     ("normal", 4): NF4,
     ("nonlinear", 4): IQ4_NL,
 }

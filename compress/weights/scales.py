@@ -10,13 +10,12 @@ for what dividing by a global scale rounds, and ours is a power of two.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-StoredNumbers = Literal["stored", "float16"]
-ScaleNumbers = Literal[StoredNumbers, "e8m0", "e4m3"]
+from compress.weights.number_formats import ScaleNumbers
+
 OWN_DTYPE = ("e8m0", "e4m3")  # numbers that do not depend on the dtype of the model
 
 # e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.

@@ -14,30 +14,14 @@ from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows
 from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes, check_global
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
-from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
+from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, RangeChoice, grid_of, usual_group
 from compress.weights.matrix import Matrix, Term, Weight
+from compress.weights.number_formats import SCHEMES, WIDE, likely_scheme
 from compress.weights.roles import Role
 from compress.weights.rotations.hadamard import has_hadamard
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
-from compress.weights.scheme_guess import likely_scheme
 from compress.weights.terms import Format, Part, StoredTerm, json_fields, named, own
 
-NARROW, WIDE = 4, 8
-# {name: bits of a weight}: with inputs that are not rounded (a16), with integer inputs (a8 ... a2), or both float8.
-SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)}
-SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
-# Weights and inputs float8, with one scale per 128 x 128 weights, and per token and 128 of its inputs.
-BLOCKWISE = "fp8-block"
-SCHEMES[BLOCKWISE] = WIDE
-# Weights on a table of levels, or float8 in groups of the format's own size; those without a16 round inputs alike.
-LEVELS = {name if kind.alone else f"{name}a16": kind.on for name, kind in LEVEL_FORMATS.items()}
-LEVELS |= {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "nvfp4", "mxfp8")}
-SCHEMES |= {name: grid.bits for name, grid in LEVELS.items()}
-# Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
-WHOLE = ("w8a8", "fp8")
-WITHOUT_GROUPS = (*WHOLE, BLOCKWISE)
-WITH_INPUTS = [name for name in SCHEMES if not name.endswith("a16") and name not in LEVELS]
-BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join([*WITH_INPUTS, *LEVELS])}"
 SHAPE = Part((2,), (torch.int64, torch.int32), role=Role.MASKS)
 
 
@@ -281,25 +265,6 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
-def is_float(name: str) -> bool:
-    """True for the name of a scheme of float8 weights and inputs, one scale per channel, token or block."""
-    return name in ("fp8", BLOCKWISE)
-
-
-def weights_alone(name: str) -> bool:
-    """True for a scheme that does not round inputs."""
-    return name.endswith("a16") or (name in LEVEL_FORMATS and LEVEL_FORMATS[name].alone)
-
-
-def input_bits(name: str) -> int:
-    """The bits of the input in a scheme of this name (16: not rounded)."""
-    if weights_alone(name):
-        return 16
-    if name in LEVELS:
-        return LEVELS[name].bits
-    return WIDE if is_float(name) else int(name.rpartition("a")[2])
-
-
 def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> None:
     """Raises InputError for a scheme that is not allowed; the message names the likeliest allowed one."""
     names, meant = list(allowed), likely_scheme(name)
@@ -313,7 +278,7 @@ def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> Non
 
 def check_levels_group(name: str, group_size: int | None) -> None:
     """Raises InputError for a size of groups that a scheme of levels has not."""
-    known = LEVELS[name].group_size
+    known = SCHEMES[name].group_size
     if group_size not in (None, known):
         raise InputError(f"{name} has groups of {known}; leave group_size out")
 
@@ -328,19 +293,20 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     take.
     """
     check_scheme(name, SCHEMES)
-    if name in LEVELS:
+    numbers = SCHEMES[name]
+    if numbers.of_levels:
         check_levels_group(name, group_size)
-        return scheme_on(LEVELS[name], None if weights_alone(name) else LEVELS[name])
-    if name == BLOCKWISE:
+        return scheme_on(grid_of(numbers), grid_of(numbers) if numbers.rounds_inputs else None)
+    if numbers.per == "block":
         if group_size is not None:
             raise InputError(f"{name} has one scale per 128 x 128 weights; leave group_size out")
         return block_scheme(Float8Blocks)
-    if name in WHOLE and group_size not in (None, -1):
+    whole = numbers.per == "channel"
+    if whole and group_size not in (None, -1):
         raise InputError(f"{name} has one scale per output; leave group_size out")
-    if name == "fp8":
-        return scheme_on(Grid(bits=WIDE, type="float"), Grid(bits=WIDE, granularity="token", type="float"))
-    tokens = None if name.endswith("a16") else Grid(bits=input_bits(name), granularity="token")
-    bits, size = SCHEMES[name], usual_group([columns]) if group_size is None else group_size
-    if size == -1 or name in WHOLE:
-        return scheme_on(Grid(bits=bits), tokens)
-    return scheme_on(Grid(bits=bits, granularity="group", group_size=size), tokens)
+    weights = Grid(bits=numbers.bits, type=numbers.type)
+    tokens = Grid(bits=numbers.input_bits, granularity="token", type=numbers.type) if numbers.rounds_inputs else None
+    size = usual_group([columns]) if group_size is None else group_size
+    if size == -1 or whole:
+        return scheme_on(weights, tokens)
+    return scheme_on(replace(weights, granularity="group", group_size=size), tokens)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.base.errors import InputError, one_of
 from compress.inference.layers.linear import QuantLinear
-from compress.weights.scheme import SCHEMES
+from compress.weights.number_formats import SCHEMES
 
 DENSE = "dense"
 VARIANTS = (DENSE, *SCHEMES)

@@ -20,18 +20,18 @@ TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1)
 
 
 def reads_back(out: Path, exported: Path) -> None:
-    """Our reader finds the weights that were decided, runs on their codes, and saves the same words again."""
+    """Our reader finds the weights that were decided, runs on their codes, and saves these packed."""
     dense = compress.load(out, dequantize=True).state_dict()
     again = compress.load(exported, dequantize=True).state_dict()
     assert dense.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in dense.items())
     ours, theirs = compress.load(out), compress.load(exported)
-    assert all(type(layer).__name__ == "ForeignWordsLinear" for layer in by_words(theirs))
+    assert all(type(layer).__name__ == "PackedLinear" for layer in by_words(theirs))
     with torch.no_grad():
         assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
-    kept = load_file(exported / "model.safetensors")
-    words = {name: tensor for name, tensor in theirs.state_dict().items() if name.endswith(("qweight", "qzeros"))}
-    assert len(words) == 28
+    kept = load_file(out / "model.safetensors")
+    words = {name: tensor for name, tensor in theirs.state_dict().items() if name.endswith("weight_packed")}
+    assert len(words) == 14
     assert all(torch.equal(tensor, kept[name]) for name, tensor in words.items())
 
 

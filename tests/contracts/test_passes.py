@@ -35,6 +35,7 @@ from compress.passes.trellis import Trellis
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized, quantize
+from compress.weights.number_formats import SCHEMES
 from compress.weights.scheme import parts_of
 
 # One instance per pass, with the options that make it exact to repeat; the grid is set by each test.
@@ -67,6 +68,7 @@ LAYOUTS = [
     {"scheme": "w4a16", "group_size": -1, "grid": "symmetric"},
     {"scheme": "w8a16", "group_size": 96, "grid": "narrow"},
     {"scheme": "mxfp4a16", "group_size": 32},
+    {"scheme": "mxfp6e3m2a16", "group_size": 32},
 ]
 COLUMNS, TOKENS = 96, 400
 SUPER_BLOCK = 256
@@ -93,6 +95,8 @@ every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, 
 def laid_out(one: Pass, layout: dict) -> Pass:
     """The pass with those options of a layout that it has; tiles have groups, and K-quants schemes of their own."""
     chosen = {key: value for key, value in layout.items() if key in options_of(type(one))}
+    if isinstance(one, SpQR | Embeddings) and SCHEMES[layout["scheme"]].of_levels:
+        del chosen["scheme"]  # these take integers alone
     if isinstance(one, KQuants | Trellis):
         return one
     if isinstance(one, SpQR) and chosen.get("group_size") == -1:

@@ -14,6 +14,7 @@ from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint.read.compressed_layers import read_weight
 from compress.inference.layers.linear import QuantLinear
 from compress.recipes.low_rank import Factors as SomebodysLowRank
+from compress.weights.formats.act_order import ActOrder, InOrderOfGroups
 from compress.weights.formats.codes import (
     Codes,
     CodesFormat,
@@ -26,9 +27,8 @@ from compress.weights.formats.codes import (
 )
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
-from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords, InOrderOfGroups
 from compress.weights.formats.k_quants import KBlocks, KQuant
-from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP6E3M2, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.lowrank import low_rank as low_rank_of
 from compress.weights.formats.registry import FORMATS, OURS
@@ -129,7 +129,7 @@ def binary_columns(dtype: torch.dtype) -> Term:
 
 
 def act_order(dtype: torch.dtype) -> Term:
-    format_ = GPTQActOrder(grid=Grid(bits=4, **GROUPS))
+    format_ = ActOrder(grid=Grid(bits=4, **GROUPS))
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(7))
     return InOrderOfGroups(codes(format_, dtype), (order // 16).to(torch.int32), format_)
 
@@ -137,6 +137,7 @@ def act_order(dtype: torch.dtype) -> Term:
 LEVELS = {
     "E2M1, powers of two": MXFP4,
     "E2M3": MXFP6,
+    "E3M2": MXFP6E3M2,
     "e4m3 in groups": MXFP8,
     "E2M1, float8 scales": NVFP4,
     "E2M1, as ModelOpt has it": ModelOptNVFP4,
@@ -156,13 +157,10 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8, blocks": lambda dtype: codes(Float8Blocks(grid=BLOCKS), dtype),
     "float8, blocks as they are published": lambda dtype: codes(FineGrained(grid=BLOCKS), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
-    "GPTQ's words": lambda dtype: codes(GPTQWords(grid=Grid(bits=4, **GROUPS)), dtype),
-    "GPTQ's words of 3 bits, asymmetric": lambda dtype: codes(
-        GPTQWords(grid=Grid(bits=3, symmetric=False, **GROUPS), less=0), dtype
-    ),
-    "GPTQ's words, a scale per channel": lambda dtype: codes(GPTQWords(grid=Grid(bits=8)), dtype),
-    "GPTQ's words, act-order": act_order,
-    "AWQ's words": lambda dtype: codes(AWQWords(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
+    "packed, 4 bits": lambda dtype: codes(Packed(grid=Grid(bits=4, **GROUPS)), dtype),
+    "packed, 3 bits, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=3, symmetric=False, **GROUPS)), dtype),
+    "packed, a scale per channel": lambda dtype: codes(Packed(grid=Grid(bits=8)), dtype),
+    "packed, act-order": act_order,
     "ternary": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
     "ternary, a scale per channel": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True)), dtype),
     "binary": lambda dtype: codes(BinaryCodes(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),

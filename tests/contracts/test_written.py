@@ -17,6 +17,8 @@ METHODS: list[list[compress.Pass]] = [
     [compress.RTN(group_size=16), compress.KVCache()],
     [fast_gptq(group_size=16), compress.Reconstruct(steps=1), compress.Embeddings()],
     [fast_gptq(scheme="nvfp4a16")],
+    [fast_gptq(scheme="mxfp6e3m2a16")],
+    [compress.RTN(scheme="mxfp6e3m2a16")],
     [compress.AWQ(scheme="mxfp4")],
     [compress.SmoothQuant(scheme="nvfp4")],
     [compress.SpQR(group_size=16)],

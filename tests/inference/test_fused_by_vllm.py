@@ -21,7 +21,7 @@ from compress.inference.layers.compressed_layers import compressed_layers
 from compress.jobs.engines import ENGINES
 from compress.passes.protocol.base import Pass
 
-SCHEMES = [*ENGINES["vllm"].schemes, *ENGINES["vllm"].floats]
+SCHEMES = ENGINES["vllm"].schemes
 GPTQ = fast_gptq(scheme="nvfp4a16")
 # Every other way to NVFP4: by statistics, behind folds and pruning, in two passes, trained, in a rotated basis.
 METHODS: dict[str, list[Pass]] = {

@@ -16,7 +16,7 @@ from compress.inference.layers.linear import QuantLinear
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP4, NVFP4
 from compress.weights.grid import Grid, encode, fit, quantize
-from compress.weights.levels import E2M1, E2M3, IQ4_NL, NF4, Levels
+from compress.weights.levels import E2M1, E2M3, E3M2, IQ4_NL, NF4, Levels
 from compress.weights.scales import FLOAT8, e8m0_codes, global_scale_for, of_e8m0, power_above, round_scale
 from compress.weights.scheme import Scheme, scheme_on
 
@@ -39,7 +39,7 @@ def nearest_even(x: Fraction, levels: list[tuple[Fraction, int]]) -> set[Fractio
     return {value for value, code in tied if code % 2 == 0 or len({v for v, _ in tied}) == 1}
 
 
-@pytest.mark.parametrize(("levels", "bits"), [(E2M1, (2, 1)), (E2M3, (2, 3))])
+@pytest.mark.parametrize(("levels", "bits"), [(E2M1, (2, 1)), (E2M3, (2, 3)), (E3M2, (3, 2))])
 def test_levels_of_floats_are_those_of_their_bits(levels: Levels, bits):
     values = [float_value(code, *bits) for code in range(2 ** (1 + sum(bits)))]
     assert list(levels.values) == [float(value) for value in values]
@@ -52,7 +52,7 @@ def test_levels_of_floats_are_those_of_their_bits(levels: Levels, bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("levels", "bits"), [(E2M1, (2, 1)), (E2M3, (2, 3))])
+@pytest.mark.parametrize(("levels", "bits"), [(E2M1, (2, 1)), (E2M3, (2, 3)), (E3M2, (3, 2))])
 def test_floats_round_to_nearest_and_ties_to_the_even_code(levels, bits, dtype):
     pairs = [(float_value(code, *bits), code) for code in range(2 ** (1 + sum(bits)))]
     rising = sorted({value for value, _ in pairs})

@@ -12,7 +12,7 @@ from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.grid import Grid, decode, encode, fit
 from compress.weights.scales import FLOAT8
 
-POWERS = {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "mxfp6", "mxfp8")}
+POWERS = {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "mxfp6", "mxfp6e3m2", "mxfp8")}
 NVFP4 = LEVEL_FORMATS["nvfp4"].on
 ROWS = 200
 
@@ -74,7 +74,9 @@ def test_four_over_six_takes_the_better_of_two_scales():
     assert 0.1 < (loss[:, 1] < loss[:, 0]).float().mean() < 0.9
 
 
-@pytest.mark.parametrize(("name", "exponent", "largest"), [("mxfp4", 2, 6.0), ("mxfp6", 2, 7.5), ("mxfp8", 8, 448.0)])
+@pytest.mark.parametrize(
+    ("name", "exponent", "largest"), [("mxfp4", 2, 6.0), ("mxfp6", 2, 7.5), ("mxfp6e3m2", 4, 28.0), ("mxfp8", 8, 448.0)]
+)
 def test_floor_and_ceil_are_the_rules_of_their_sources(name, exponent, largest):
     grid = POWERS[name]
     amax = [1.0, 1.74, 1.75, 1.9999, 2.0, 3.0, 3.0001, 6.0, 7.5, 7.49, 448.0, 449.0, 0.4375]

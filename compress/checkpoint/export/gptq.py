@@ -1,6 +1,6 @@
 """The layout of GPTQ checkpoints, format 1: AutoGPTQ's, which GPTQModel, ExLlama, vLLM, SGLang and others read.
 
-`weights.formats.gptq_awq` has the tensors. Zero points are stored less one, so 0 has no place: asymmetric codes are
+`checkpoint.read.gptq_awq` has the tensors. Zero points are stored less one, so 0 has no place: asymmetric codes are
 refused. Scales may be negative.
 """
 
@@ -9,19 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import grid_of, uncompressed, why_not_integers, write_layers
+from compress.checkpoint.export.integers import Integers, grid_of, uncompressed, why_not_integers, write_layers
+from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_back
 from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.configuration import GPTQ
+from compress.checkpoint.read.gptq_awq import LESS, groups_in_order
 from compress.checkpoint.read.source import Source
-from compress.kernels.layouts.words import WORD
-from compress.weights.formats.gptq_awq import GPTQWords
-from compress.weights.gptq_awq import GPTQ, GPTQ_BITS
+from compress.kernels.layouts.words import WORD, pack_rows
 
-GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)  # those that GPTQModel takes
 HEAD = "lm_head"
+FORMAT = "gptq"  # format 1
 
 
 class GPTQLayout(Exporter):
@@ -33,11 +36,9 @@ class GPTQLayout(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """Weight-only codes, symmetric, of one width and group size, whose sizes fill whole words."""
-        if found := why_not_integers(checkpoint, GPTQ_BITS, GROUPS, WORD):
+        if found := why_not_integers(checkpoint, LIMITS["gptq"]):
             return found
         for name, layer in stored_in(checkpoint).layers.items():
-            if not grid_of(layer).symmetric:
-                return ["its codes are asymmetric; `--to awq` takes those of 4 bits"]
             rows, columns = layer.shape
             if rows * grid_of(layer).bits % WORD:
                 return [f"{name} is [{rows}, {columns}], and its codes do not fill words of {WORD} bits both ways"]
@@ -45,7 +46,7 @@ class GPTQLayout(Exporter):
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Repack the layers, one after the other, and write config.json and quantize_config.json."""
-        written = write_layers(checkpoint, place, GPTQWords)
+        written = write_layers(checkpoint, place, _words, 4)
         quantization = _quantization(checkpoint)
         place.json("config.json", {**checkpoint.config, "quantization_config": quantization})
         place.json("quantize_config.json", quantization)
@@ -56,12 +57,21 @@ class GPTQLayout(Exporter):
         return read_back(folder, record)
 
 
+def _words(held: Integers, bits: int) -> dict[str, Tensor]:
+    return {
+        "qweight": pack_rows(held.codes, bits, signed=False).t().contiguous(),
+        "qzeros": pack_rows((held.zero - LESS[FORMAT]).t().contiguous(), bits, signed=False),
+        "scales": held.scale.t().contiguous(),
+        "g_idx": groups_in_order(held.codes.shape[1], held.scale.shape[1]),
+    }
+
+
 def _quantization(source: Source) -> dict[str, Any]:
     grid = grid_of(next(iter(stored_in(source).layers.values())))
     dense = [name for name in uncompressed(source) if name != HEAD]
     found: dict[str, Any] = {
         "quant_method": GPTQ,
-        "checkpoint_format": "gptq",
+        "checkpoint_format": FORMAT,
         "bits": grid.bits,
         "group_size": grid.group_size or -1,
         "sym": True,

@@ -1,12 +1,13 @@
 """Layers that hold nothing but integer codes and scales, for layouts that store just these."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.export.exporter import Written
+from compress.checkpoint.export.limits import Limits
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import summary
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
@@ -14,8 +15,8 @@ from compress.checkpoint.read.pretrained import embeddings_of, empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.unplaced_tensors import beside, matrices
 from compress.model.patterns import ignoring
+from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
-from compress.weights.formats.gptq_awq import GPTQActOrder, WordsFormat
 from compress.weights.formats.levels import LevelCodes
 from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized
 
@@ -28,6 +29,10 @@ class Integers:
     codes: Tensor
     scale: Tensor
     zero: Tensor
+
+
+# (Codes, their bits) -> the tensors of a layout, by their names in a layer.
+Pack = Callable[[Integers, int], dict[str, Tensor]]
 
 
 def integers_of(source: Source, layer: str) -> Integers:
@@ -45,34 +50,30 @@ def integers_of(source: Source, layer: str) -> Integers:
     )
 
 
-def write_layers(source: Source, place: Place, kind: type[WordsFormat]) -> Written:
-    """Write every layer in a format, one after the other, behind the tensors that are no part of one. Notes what the
-    layouts of integers leave out."""
+def write_layers(source: Source, place: Place, pack: Pack, parts: int) -> Written:
+    """Write every layer in words, one after the other, behind the tensors that are no part of one. pack: makes so many
+    tensors of a layer's codes. Notes what the layouts of integers leave out."""
     say_what_is_lost(source, place)
     layers, rest = stored_in(source).layers, list(copied(source))
-    each = sum(len(kind(grid=grid_of(layer)).parts(*layer.shape)) for layer in layers.values())
     values: dict[str, str] = {}
-    place.tensors(_tensors(source, rest, kind, values), len(rest) + each)
+    place.tensors(_tensors(source, rest, pack, values), len(rest) + parts * len(layers))
     return Written(len(layers), {"values": values})
 
 
-def _tensors(
-    source: Source, rest: list[str], kind: type[WordsFormat], values: dict[str, str]
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: Source, rest: list[str], pack: Pack, values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
     for name in rest:
         yield name, source.weights.tensor(name)
     for name, layer in stored_in(source).layers.items():
-        held = integers_of(source, name)
         values[name] = summary(weight_of(source, name).dequantize())
-        packed = kind(grid=grid_of(layer)).packed(held.codes, held.scale, held.zero)
+        packed = pack(integers_of(source, name), grid_of(layer).bits)
         yield from ((f"{name}.{part}", tensor) for part, tensor in packed.items())
 
 
-def why_not_integers(source: Source, bits: Collection[int], groups: Collection[int], unit: int = 1) -> list[str]:
+def why_not_integers(source: Source, limits: Limits) -> list[str]:
     """Reasons why a layout of integer codes with one width and one group size cannot hold a checkpoint exactly, each
-    the end of a sentence about it. bits, groups: those that the layout has (-1: one scale per output). unit: what
-    inputs of a layer are multiples of."""
+    the end of a sentence about it."""
+    groups, unit = limits.groups or (), limits.inputs
     stored = stored_in(source)
     if not stored.layers:
         return ["it holds no codes"]
@@ -89,17 +90,19 @@ def why_not_integers(source: Source, bits: Collection[int], groups: Collection[i
         grids.setdefault(grid_of(layer), name)
     if len({(grid.bits, grid.group_size, grid.symmetric) for grid in grids}) > 1:
         (one, first), (other, second), *_ = grids.items()
-        sizes = [size for size in groups if 0 < size <= DEFAULT_GROUP and not any(n % size for n in columns.values())]
+        all_fit = [size for size in groups if 0 < size <= DEFAULT_GROUP and not any(n % size for n in columns.values())]
         same = len({(grid.bits, grid.symmetric) for grid in grids}) == 1
-        advice = f"--group-size {max(sizes, default=-1)}" if same else "one scheme and grid for all"
+        advice = f"--group-size {max(all_fit, default=-1)}" if same else "one scheme and grid for all"
         found.append(f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize with {advice}")
         return found
     (grid, name), *_ = grids.items()
     size = grid.group_size or -1
-    if grid.bits not in bits:
-        found.append(f"{name} has codes of {grid.bits} bits; allowed: {_listed(bits)}")
-    if size not in groups:
-        found.append(f"{name} has groups of {size}; allowed: {_listed(groups)}; quantize with --group-size")
+    if grid.bits not in limits.bits:
+        found.append(f"{name} has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}")
+    if (sizes := limits.why_not_group(size)) is not None:
+        found.append(f"{name} has groups of {size}; allowed: {sizes}; quantize with --group-size")
+    if not found and not grid.symmetric and not limits.asymmetric:
+        found.append("its codes are asymmetric; `--to awq` takes those of 4 bits")
     return found or why_not_float16(source)
 
 
@@ -146,9 +149,9 @@ def _why_not(layer: StoredLayer) -> str | None:
     if len(scheme.terms) > 1:
         return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
     (form,) = scheme.terms
-    if isinstance(form, GPTQActOrder):
+    if isinstance(form, ActOrder):
         return "has inputs that belong to groups in any order; `--to dense` takes it"
-    if not isinstance(form, Packed | WholeCodes | WordsFormat) or form.grid.type != "int" or not form.grid.signed:
+    if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
         return f"is stored as {scheme}, not as integers; `--to dense` takes it"
     if scheme.inputs is not None:
         return f"rounds its input ({scheme}); quantize weights alone, like --scheme w{form.grid.bits}a16"
@@ -171,8 +174,3 @@ def why_not_float16(source: Source) -> list[str]:
 def _words(grid: Grid) -> str:
     kind = "symmetric" if grid.symmetric else "asymmetric"
     return f"{grid.bits} bits in groups of {grid.group_size or -1}, {kind}"
-
-
-def _listed(numbers: Collection[int]) -> str:
-    ordered: Sequence[int] = sorted(numbers, key=lambda number: (number < 0, number))
-    return ", ".join(map(str, ordered))

@@ -3,20 +3,19 @@
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.checkpoint.read import modelopt
+from compress.checkpoint.read.gptq_awq import MARK
 from compress.checkpoint.read.source import METHODS, Source
 from compress.checkpoint.read.weight_files import DTYPES
-from compress.weights import fine_grained, gptq_awq, own_config
+from compress.weights import fine_grained, own_config
 from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, check_targets, scheme_for
-from compress.weights.formats.codes import CodesFormat, Int8Table
-from compress.weights.formats.gptq_awq import groups_in_order
+from compress.weights.formats.codes import Int8Table
 from compress.weights.matrix import Weight
 from compress.weights.scheme import Scheme, check_parts, shape_of
 from compress.weights.terms import FLOATS
@@ -104,9 +103,9 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         for name, (_, dtype) in found.items()
         if name.endswith(".weight") and dtype in NOT_PACKED
     }
-    words = {name.removesuffix(f".{gptq_awq.MARK}") for name in found if name.endswith(f".{gptq_awq.MARK}")}
     quantization = source.quantization
     if quantization is None:
+        words = {name.removesuffix(f".{MARK}") for name in found if name.endswith(f".{MARK}")}
         if names | words:
             raise CheckpointError(
                 f"{source.path} holds compressed tensors of {min(names | words)} but config.json has no "
@@ -127,14 +126,8 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         if not names:
             raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
         return {layer: modelopt.scheme_of(layer, found) for layer in sorted(names)}
-    if method in gptq_awq.METHODS:
-        if not words:
-            raise CheckpointError(f"{source.path} says it is {method} but holds no {gptq_awq.MARK}")
-        if method == gptq_awq.GPTQ:  # AWQ has no words for single layers
-            gptq_awq.check_dynamic(quantization, sorted(words))
-        return {layer: _words_scheme(source, quantization, layer) for layer in sorted(words)}
     if method != "compressed-tensors":
-        readable = ", ".join((*METHODS, fine_grained.METHOD, *gptq_awq.METHODS))
+        readable = ", ".join((*METHODS, fine_grained.METHOD))
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
@@ -147,20 +140,6 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
     check_targets(quantization, sorted(names))
     return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
-
-
-def _words_scheme(source: Source, quantization: Mapping[str, Any], layer: str) -> Scheme:
-    """The scheme of a layer of a GPTQ or AWQ checkpoint. Raises CheckpointError."""
-    if quantization["quant_method"] == gptq_awq.AWQ:
-        return gptq_awq.read_awq(quantization, layer, source.path)
-    scheme = gptq_awq.read_gptq(quantization, layer, source.path)
-    name = f"{layer}.{gptq_awq.ORDER}"
-    shape, dtype = source.headers.get(name, ((), ""))
-    groups = cast(CodesFormat, scheme.terms[0]).groups(shape[0]) if len(shape) == 1 else 0
-    if groups == 0 or dtype != "I32" or shape[0] % groups:
-        return scheme  # `check_parts` says what is wrong
-    in_order = torch.equal(source.weights.tensor(name), groups_in_order(shape[0], groups))
-    return gptq_awq.read_gptq(quantization, layer, source.path, in_order)
 
 
 def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
@@ -245,10 +224,8 @@ def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str,
 
 
 def idle_biases(source: Source) -> set[str]:
-    """Names of biases of GPTQ and AWQ layers that are all zero. Some writers store one for every layer, whether the
-    model has it or not."""
-    if (source.quantization or {}).get("quant_method") not in gptq_awq.METHODS:
-        return set()
+    """Names of biases of compressed layers that are all zero. Some writers of GPTQ and AWQ store one for every layer,
+    whether the model has it or not."""
     names = [name for layer in stored_in(source).layers if (name := f"{layer}.bias") in source.headers]
     return {name for name in names if not bool(source.weights.tensor(name).any())}
 

@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 
 from compress.base.errors import CheckpointError
 from compress.base.schema import fits
-from compress.weights import gptq_awq, own_config
+from compress.weights import own_config
 
-METHOD = "compressed-tensors"
+METHOD, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
 # Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
 COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
 NUMBER = ("num_", "n_")  # others are places, like vision_feature_layer: -2
@@ -70,16 +70,40 @@ class OwnConfig(TypedDict, total=False):
     quantization_config: CompressedTensorsConfig
 
 
-class GPTQsConfig(TypedDict):
+class LayerWords(TypedDict, total=False):
+    """The entry of `dynamic` for the layers that its pattern matches."""
+
+    bits: int
+    group_size: int | None
+    sym: bool | None
+
+
+class GPTQNumbers(LayerWords, total=False):
+    checkpoint_format: str | None
+    format: str | None
+    pack_dtype: str | None
+    is_marlin_format: bool | None
+    dynamic: dict[str, LayerWords] | None
+
+
+class AWQNumbers(TypedDict, total=False):
+    bits: int
+    group_size: int | None
+    version: str | None
+    zero_point: bool | None
+    backend: str | None
+
+
+class GPTQConfig(TypedDict):
     """A configuration whose method is GPTQ."""
 
-    quantization_config: gptq_awq.GPTQConfig
+    quantization_config: GPTQNumbers
 
 
-class AWQsConfig(TypedDict):
+class AWQConfig(TypedDict):
     """A configuration whose method is AWQ."""
 
-    quantization_config: gptq_awq.AWQConfig
+    quantization_config: AWQNumbers
 
 
 class SumsConfig(TypedDict):
@@ -137,7 +161,7 @@ def check_config(config: Any, path: Path) -> None:
     fits(config, Config, path)
     _check_local(config, path)
     kinds: dict[Any, Any] = {METHOD: OwnConfig, own_config.METHOD: SumsConfig}
-    kinds |= {gptq_awq.GPTQ: GPTQsConfig, gptq_awq.AWQ: AWQsConfig}
+    kinds |= {GPTQ: GPTQConfig, AWQ: AWQConfig}
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method in kinds:
         fits(config, kinds[method], path)

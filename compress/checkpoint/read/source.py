@@ -11,9 +11,9 @@ from compress.base.errors import CheckpointError, InputError, first_line
 from compress.base.regular_files import special
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
-from compress.checkpoint.read import bitsandbytes, gpt_oss, modelopt, narrow_bytes
+from compress.checkpoint.read import bitsandbytes, gpt_oss, gptq_awq, modelopt, narrow_bytes
+from compress.checkpoint.read.configuration import AWQ, GPTQ, Header, check_config
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
-from compress.checkpoint.read.configuration import Header, check_config
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
 
@@ -219,6 +219,7 @@ Seen = Callable[[WeightFiles, Mapping[str, Any], Path], tuple[WeightFiles, dict[
 METHODS: dict[Any, Seen] = {
     COMPRESSED_TENSORS: narrow_bytes.seen,
     gpt_oss.METHOD: gpt_oss.seen,
+    **dict.fromkeys((GPTQ, AWQ), gptq_awq.seen),
     bitsandbytes.METHOD: bitsandbytes.seen,
     modelopt.METHOD: modelopt.seen,
 }

@@ -21,8 +21,7 @@ from torch.compiler import is_compiling
 
 from compress.inference.layers.base import QuantLinear, run_of
 from compress.inference.layers.fused import FusedLinear, why_not_fuse
-from compress.inference.layers.gptq_awq import ActOrderLinear
-from compress.inference.layers.packed import PackedLinear
+from compress.inference.layers.packed import ActOrderLinear, PackedLinear
 from compress.inference.layers.rows import Int8Linear
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm

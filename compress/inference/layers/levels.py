@@ -25,9 +25,11 @@ from compress.kernels.layouts.words import Planar, pack_planar, planar_words, so
 from compress.kernels.operators.levels import levels_linear, why_not_levels
 from compress.kernels.routes import Route, levels_route
 from compress.weights.formats.levels import LevelCodes, NF4Float32
+from compress.weights.grid import Grid
 from compress.weights.levels import Levels
+from compress.weights.number_formats import NARROW, WIDE
 from compress.weights.scales import FLOAT8, of_e8m0
-from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS
 
 MIDDLE = 2 ** (WIDE - 1)
@@ -293,6 +295,16 @@ def _table_weight(layer: LevelsLinear | TableLinear, lookup: Tensor) -> StepWeig
     if not direct.takes("table_strips", layer.in_features, layer.group_size):
         return None
     return StepWeight(layer.words, layer.scale, None, layer.bias, NARROW, layer.group_size, None, lookup)
+
+
+def layer_of_levels(grid: Grid) -> type[LevelsLinear | TableLinear] | None:
+    """The layer for codes on a grid of levels; None where no kernel multiplies them."""
+    levels = grid.levels
+    if levels is None:
+        return None
+    if grid.scales == "e8m0" and levels.largest / step_of(levels) < MIDDLE:
+        return LevelsLinear
+    return TableLinear if grid.bits == NARROW else None
 
 
 def _in_nibbles(scheme: Scheme) -> bool:

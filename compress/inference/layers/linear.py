@@ -4,9 +4,8 @@ A new format with a kernel is a line here; one without is multiplied by its own 
 """
 
 from compress.inference.layers.base import RUNS, QuantLinear, run_of
-from compress.inference.layers.gptq_awq import ActOrderLinear, ForeignWordsLinear
-from compress.inference.layers.levels import LevelsLinear, TableLinear
-from compress.inference.layers.packed import PackedLinear
+from compress.inference.layers.levels import TableLinear, layer_of_levels
+from compress.inference.layers.packed import ActOrderLinear, PackedLinear
 from compress.inference.layers.rows import Fp8BlockLinear, Fp8Linear, Int8Linear, RowLinear
 from compress.inference.layers.sparse import SparseLinear
 from compress.inference.layers.sparse24 import PackedSparse24Linear, Sparse24Linear
@@ -14,9 +13,9 @@ from compress.inference.layers.sums import SumLinear
 from compress.inference.layers.ternary import FewLevelsLinear
 from compress.inference.layers.tiles import TilesLinear
 from compress.inference.layers.trellis import TrellisLinear
+from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
-from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
-from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import LEVEL_FORMATS, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
@@ -40,25 +39,19 @@ __all__ = [
     "run_of",
 ]
 
+RUNS |= {kind: layer for kind in LEVEL_FORMATS.values() if (layer := layer_of_levels(kind.on)) is not None}
 RUNS |= {
     Packed: PackedLinear,
     Int8Table: PackedLinear,
-    MXFP4: LevelsLinear,
-    MXFP6: LevelsLinear,
-    NVFP4: TableLinear,
     ModelOptNVFP4: TableLinear,
-    NF4: TableLinear,
     NF4Float32: TableLinear,
-    IQ4NL: TableLinear,
     TernaryCodes: FewLevelsLinear,
     BinaryCodes: FewLevelsLinear,
     Int8Rows: Int8Linear,
     Float8Rows: Fp8Linear,
     Float8Blocks: Fp8BlockLinear,
     FineGrained: Fp8BlockLinear,
-    GPTQWords: ForeignWordsLinear,
-    GPTQActOrder: ActOrderLinear,
-    AWQWords: ForeignWordsLinear,
+    ActOrder: ActOrderLinear,
     Tiles: TilesLinear,
     TrellisCodes: TrellisLinear,
     SparseRows: SparseLinear,

@@ -33,9 +33,13 @@ from compress.kernels.operators import strips
 from compress.kernels.operators.int8_activation import planar_linear
 from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
+from compress.weights.formats.act_order import INDEX, by_group, unsorted
 from compress.weights.formats.codes import Packed
+from compress.weights.number_formats import NARROW, WIDE
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.scheme import Scheme
+
+PACKED = "weight_packed"
 
 
 class WordLinear(QuantLinear):
@@ -208,6 +212,40 @@ class PackedLinear(WordLinear):
         if zero_GN is not None:
             parts["weight_zero_point"] = pack_rows(zero_GN - self.lift, bits, signed=False).t().contiguous()
         return parts
+
+
+class ActOrderLinear(PackedLinear):
+    """A layer whose groups have inputs from anywhere: it holds them sorted, and sorts each x. group_of: int32 [K],
+    the group of each input; order: the inputs, sorted by it."""
+
+    stackable = False
+    adds_entries = False
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {**PackedLinear.BUFFERS, "group_of": None, "order": None}
+    group_of: Tensor
+    order: Tensor
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        group = parts[INDEX]
+        order = by_group(group)
+        words, zero_GN = self.laid_out({**parts, PACKED: self._reordered(parts[PACKED], order)}, rows.stop - rows.start)
+        scale_GN = parts["weight_scale"].t()
+        self.hold({"words": words, "scale": scale_GN, "zero": zero_GN, "group_of": group, "order": order}, rows)
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        parts = super().parts(rows)
+        return {**parts, PACKED: self._reordered(parts[PACKED], self.order.argsort()), INDEX: self.group_of}
+
+    def _reordered(self, packed: Tensor, order: Tensor) -> Tensor:
+        """Packed rows with their codes in another order."""
+        bits = self.scheme.weights.bits
+        codes = unpack_rows(packed, bits, self.in_features, signed=False)
+        return pack_rows(codes[:, order], bits, signed=False)
+
+    def values(self) -> Tensor:
+        return unsorted(super().values(), self.group_of)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.index_select(-1, self.order))
 
 
 def _layout(scheme: Scheme) -> tuple[int, int]:

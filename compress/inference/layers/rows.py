@@ -18,7 +18,8 @@ from compress.kernels.operators.fp8_blocks import SHORT_SUMS, fp8_block_linear
 from compress.kernels.operators.rounding import round_output
 from compress.kernels.routes import Route, fp8_block_route, fp8_route, w8a8_route
 from compress.weights.formats.codes import Float8Blocks, Float8Rows
-from compress.weights.scheme import WIDE, Scheme
+from compress.weights.number_formats import WIDE
+from compress.weights.scheme import Scheme
 
 
 class RowLinear(QuantLinear):

@@ -26,7 +26,8 @@ from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
 from compress.kernels.operators.words24 import sparse24_linear
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.weights.formats.sparse24 import half
-from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.number_formats import NARROW, WIDE
+from compress.weights.scheme import Scheme
 
 
 class Sparse24Linear(QuantLinear):

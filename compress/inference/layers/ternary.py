@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.inference.layers.packed import PackedLinear
 from compress.kernels.layouts.words import pack_planar, planar_words, some_rows, unpack_planar
 from compress.weights.formats.ternary import FewLevelCodes
-from compress.weights.scheme import NARROW
+from compress.weights.number_formats import NARROW
 
 MIDDLE = 2 ** (NARROW - 1)
 

@@ -20,7 +20,8 @@ from compress.kernels.layouts.words import pack_rows, planar_from_rows, rows_fro
 from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
 from compress.kernels.routes import Route, tiles_route
 from compress.weights.formats.tiles import Tiles
-from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.number_formats import NARROW, WIDE
+from compress.weights.scheme import Scheme
 
 
 class TilesLinear(QuantLinear):

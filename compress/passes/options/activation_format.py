@@ -6,27 +6,17 @@ from typing import Literal, get_args
 from compress.base.errors import InputError, one_of
 from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
 from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
-from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import (
-    BLOCKWISE,
-    LEVELS,
-    WHOLE,
-    WIDE,
-    WITH_INPUTS,
-    Scheme,
-    input_bits,
-    is_float,
-    scheme_on,
-    weights_alone,
-)
+from compress.weights.grid import Grid, grid_of
+from compress.weights.number_formats import SCHEMES, WIDE, Granularity
+from compress.weights.scheme import Scheme, scheme_on
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
 Outputs = Literal["none", "static"]
 InputRange = Literal["minmax", "mse"]
 
-
-NARROW = [name for name in WITH_INPUTS if not is_float(name) and input_bits(name) < WIDE]
+NARROW = [name for name, numbers in SCHEMES.items() if numbers.type == "int" and numbers.input_bits < WIDE]
+WITH_OUTPUTS = [name for name, numbers in SCHEMES.items() if numbers.per == "channel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +51,13 @@ class ActivationFormat(WeightFormat):
             ("input_range", InputRange),
         ):
             one_of(option, getattr(self, option), get_args(allowed))
-        if (is_float(self.scheme) or self.scheme in LEVELS) and self.activation_grid != "symmetric":
+        numbers = self.numbers
+        if numbers.type != "int" and self.activation_grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
-        if self.scheme == BLOCKWISE and self.activations != "dynamic":
-            raise InputError(f"{self.scheme} fits inputs to every token; leave activations out")
-        if self.scheme in LEVELS and not weights_alone(self.scheme) and self.activations != "dynamic":
-            raise InputError(f"{self.scheme} fits inputs to every group of a token; leave activations out")
-        if not weights_alone(self.scheme):
+        if numbers.rounds_inputs and self.activations != "dynamic" and (numbers.of_levels or numbers.per == "block"):
+            of = "group of a token" if numbers.of_levels else "token"
+            raise InputError(f"{self.scheme} fits inputs to every {of}; leave activations out")
+        if numbers.rounds_inputs:
             self._check_dynamic()
             self._check_range()
         elif (
@@ -81,8 +71,8 @@ class ActivationFormat(WeightFormat):
                 "activations, activation_grid, input_range, outputs and per_channel_inputs are of schemes that round "
                 f"inputs; {self.scheme}: its inputs are not rounded"
             )
-        if self.outputs != "none" and self.scheme not in WHOLE:
-            raise InputError(f"outputs are for {' and '.join(WHOLE)}; {self.scheme}: give outputs=none")
+        if self.outputs != "none" and self.scheme not in WITH_OUTPUTS:
+            raise InputError(f"outputs are for {' and '.join(WITH_OUTPUTS)}; {self.scheme}: give outputs=none")
 
     def _check_dynamic(self) -> None:
         if self.activations != "dynamic":
@@ -118,11 +108,11 @@ class ActivationFormat(WeightFormat):
     def input_grid(self) -> Grid | None:
         """The grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
         asymmetric grid whose zero point is -128."""
-        if weights_alone(self.scheme):
+        if not self.numbers.rounds_inputs:
             return None
-        if self.scheme in LEVELS:
-            return LEVELS[self.scheme]
-        if self.scheme == BLOCKWISE:
+        if self.numbers.of_levels:
+            return grid_of(self.numbers)
+        if self.numbers.per == "block":
             return replace(self.activation_grid_of("token"), granularity="block", block=INPUT_BLOCK)
         granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
         if self.activations != "dynamic":
@@ -136,4 +126,5 @@ class ActivationFormat(WeightFormat):
     def activation_grid_of(self, granularity: Granularity) -> Grid:
         """The grid of what is no weight in this format, with so many scales."""
         symmetric = self.activation_grid == "symmetric"
-        return Grid(bits=input_bits(self.scheme), symmetric=symmetric, granularity=granularity, type=self.number_type)
+        numbers = self.numbers
+        return Grid(bits=numbers.input_bits, symmetric=symmetric, granularity=granularity, type=numbers.type)

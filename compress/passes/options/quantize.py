@@ -17,8 +17,9 @@ from compress.solvers.statistics.calibrators import Range, scale_and_zero_point
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.grid import Grid
+from compress.weights.number_formats import WITHOUT_GROUPS
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import WITHOUT_GROUPS, Scheme
+from compress.weights.scheme import Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         grid = self.input_grid()
-        if grid is not None and grid.scales == "e4m3":
+        if grid is not None and grid.global_scales:
             return {"range": self.fixed_range(self.activation_grid_of("tensor"))}
         if grid is None or self.activations == "dynamic":
             return {}
@@ -83,7 +84,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
         grid = self.input_grid()
         if grid is None:
             return {}
-        if grid.scales == "e4m3":
+        if grid.global_scales:
             largest: Range = site.stats["range"]
             grid = grid.reaching(float(torch.maximum(-largest.lowest, largest.highest).max()))
         if self.activations == "dynamic":

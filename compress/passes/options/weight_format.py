@@ -12,27 +12,15 @@ from compress.weights.grid import (
     DEFAULT_GROUP,
     KERNEL_GROUPS,
     RULES,
-    Granularity,
     Grid,
-    NumberType,
     RangeChoice,
     largest_group,
     suggest_groups,
     usual_group,
 )
-from compress.weights.scales import StoredNumbers
-from compress.weights.scheme import (
-    BLOCKWISE,
-    LEVELS,
-    SCHEMES,
-    WHOLE,
-    WITHOUT_GROUPS,
-    Scheme,
-    check_levels_group,
-    check_scheme,
-    format_of,
-    is_float,
-)
+from compress.weights.levels import TABLES
+from compress.weights.number_formats import SCHEMES, Granularity, NumberFormat, StoredNumbers
+from compress.weights.scheme import Scheme, check_levels_group, check_scheme, format_of
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 ScaleRule = Literal["clip", "floor", "ceil", "4/6"]
@@ -49,11 +37,10 @@ class WeightFormat(Pass):
     in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
 
     scheme: str = "w4a16"
-    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block, mxfp4a16, nvfp4a16, mxfp6a16, mxfp8a16, nf4a16,
-    iq4_nl, mxfp4, nvfp4, mxfp8: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3)
-    for both. fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The
-    names that follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales,
-    nf4 64. iq4_nl: 16 levels of llama.cpp, in groups of 32, inputs as they are."""
+    """SCHEMES: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for both.
+    fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The names that
+    follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales, nf4 64.
+    iq4_nl: 16 levels of llama.cpp, in groups of 32, inputs as they are."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the
@@ -86,6 +73,7 @@ class WeightFormat(Pass):
         check_scheme(self.scheme, SCHEMES)
         one_of("grid", self.grid, get_args(GridName))
         one_of("scales", self.scales, get_args(StoredNumbers))
+        numbers = self.numbers
         _check_rule(self)
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
@@ -93,19 +81,21 @@ class WeightFormat(Pass):
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
-        if self.scheme in LEVELS:
+        if numbers.of_levels:
             self._settle_levels()
-        if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
+        if self.group_size == 0 and (self.per_tensor or numbers.per != "group"):
             object.__setattr__(self, "group_size", -1)
         _check_usual(self)
-        if is_float(self.scheme) and self.grid == "signed-scale":
+        if numbers.type != "int" and self.grid == "signed-scale":
             # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
             object.__setattr__(self, "grid", "symmetric")
-        if is_float(self.scheme) and self.grid in ("asymmetric", "narrow"):
+        if numbers.type != "int" and self.grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
-        if self.scheme == BLOCKWISE:
-            self._check_blocks()
-        if self.scheme in WHOLE and (self.group_size != -1 or self.grid == "asymmetric"):
+        if numbers.per == "block" and not self.in_blocks:
+            raise InputError(f"{self.name} knows no scales that several rows share; give {self.scheme} to rtn")
+        if numbers.per == "block" and (self.per_tensor or self.group_size != -1):
+            raise InputError(f"{self.scheme} has one scale per {BLOCK} x {BLOCK}; leave per_tensor and group_size out")
+        if numbers.per == "channel" and (self.group_size != -1 or self.grid == "asymmetric"):
             raise InputError(
                 f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
                 "groups; leave group_size and grid out"
@@ -113,9 +103,8 @@ class WeightFormat(Pass):
         self.weight_grid()
 
     def _settle_levels(self) -> None:
-        """Fill in what a scheme of levels leaves no choice of. Raises InputError for another choice."""
-        table = LEVELS[self.scheme].levels
-        if table is not None and not table.has_zero:
+        """Fill in the options that a scheme of levels leaves no choice of. Raises InputError for another choice."""
+        if (table := TABLES.get((self.numbers.type, self.numbers.bits))) is not None and not table.has_zero:
             object.__setattr__(self, "keeps_zeros", False)  # of this scheme, whatever the method
         check_levels_group(self.scheme, self.group_size or None)
         if self.per_tensor or self.grid in ("asymmetric", "narrow") or self.scales != "stored":
@@ -123,18 +112,12 @@ class WeightFormat(Pass):
                 f"{self.scheme} has levels and scales of its own, and one scale per group; leave grid, scales and "
                 "per_tensor out"
             )
-        object.__setattr__(self, "group_size", LEVELS[self.scheme].group_size)
-        object.__setattr__(self, "grid", "symmetric")
-
-    def _check_blocks(self) -> None:
-        if not self.in_blocks:
-            raise InputError(f"{self.name} knows no scales that several rows share; give {self.scheme} to rtn")
-        if self.per_tensor or self.group_size != -1:
-            raise InputError(f"{self.scheme} has one scale per {BLOCK} x {BLOCK}; leave per_tensor and group_size out")
+        object.__setattr__(self, "group_size", self.numbers.group_size)
 
     @property
-    def number_type(self) -> NumberType:
-        return "float" if is_float(self.scheme) else "int"
+    def numbers(self) -> NumberFormat:
+        """The numbers of the scheme."""
+        return SCHEMES[self.scheme]
 
     @property
     def wording(self) -> tuple[str, str]:
@@ -143,32 +126,26 @@ class WeightFormat(Pass):
 
     def weight_grid(self) -> Grid:
         """The grid that these options describe; of the usual groups while the size is left open (see `fitted`)."""
-        granularity: Granularity = "channel" if self.group_size == -1 else "group"
-        if self.per_tensor:
-            granularity = "tensor"
-        if self.scheme == BLOCKWISE:
-            granularity = "block"
-        chosen: RangeChoice = "mse" if self.clip else "minmax"
-        if self.scale_rule != "clip":
-            chosen = self.scale_rule
-        if self.scheme in LEVELS:
-            return LEVELS[self.scheme].with_range(chosen)
+        granularity: Granularity = "tensor" if self.per_tensor else self.numbers.per
+        if granularity == "group" and self.group_size == -1:
+            granularity = "channel"
+        clipped: RangeChoice = "mse" if self.clip else "minmax"
         return Grid(
-            bits=SCHEMES[self.scheme],
+            bits=self.numbers.bits,
             symmetric=self.grid != "asymmetric",
             narrow=self.grid == "narrow",
             signed_scale=self.grid == "signed-scale",
             granularity=granularity,
             group_size=(self.group_size or self.group_up_to) if granularity == "group" else None,
-            range_choice=chosen,
-            type=self.number_type,
+            range_choice=clipped if self.scale_rule == "clip" else self.scale_rule,
+            type=self.numbers.type,
             block=WEIGHT_BLOCK if granularity == "block" else None,
-            scales=self.scales,
+            scales=self.numbers.scales if self.numbers.of_levels else self.scales,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         narrow = [name for name, (_, columns) in shapes.items() if columns % BLOCK]
-        if self.scheme == BLOCKWISE and narrow:
+        if self.numbers.per == "block" and narrow:
             raise InputError(
                 f"{self.scheme} has blocks of {BLOCK} inputs, which compressed-tensors does not cut short: {narrow[0]} "
                 f"has {shapes[narrow[0]][1]}; give fp8, or leave those out: {ignoring(narrow, list(shapes))}"
@@ -176,7 +153,7 @@ class WeightFormat(Pass):
         if self.per_tensor or self.group_size <= 0:
             return
         bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
-        if bad and self.scheme in LEVELS:
+        if bad and self.numbers.of_levels:
             raise InputError(
                 f"{self.scheme} has groups of {self.group_size}, which does not divide the {shapes[bad[0]][1]} inputs "
                 f"of {bad[0]} ({len(bad)} layers in all); give a scheme of integers, or leave those out: "
@@ -207,9 +184,8 @@ class WeightFormat(Pass):
         return None if self.group_size else self.group_up_to
 
     def regrouped(self, size: int) -> Pass | None:
-        return (
-            self._of_groups(size) if self.scheme not in LEVELS and self.weight_grid().granularity == "group" else None
-        )
+        grouped = self.numbers.has_groups and self.weight_grid().granularity == "group"
+        return self._of_groups(size) if grouped else None
 
     def fitted(self, widths: Collection[int]) -> Pass:
         """One size for all layers, because not every reader takes several. Where none that has a kernel divides the
@@ -247,7 +223,7 @@ def _check_rule(of: WeightFormat) -> None:
     if of.scale_rule == "clip":
         return
     kind = RULES[of.scale_rule]
-    fitting = [name for name, grid in LEVELS.items() if grid.scales == kind]
+    fitting = [name for name, numbers in SCHEMES.items() if numbers.scales == kind]
     if of.scheme not in fitting:
         raise InputError(
             f"scale_rule {of.scale_rule!r} is for {', '.join(fitting)}; {of.scheme} has no such scales: leave it out"

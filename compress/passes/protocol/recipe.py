@@ -23,7 +23,7 @@ import yaml
 
 from compress.base.errors import InputError, one_of
 from compress.base.regular_files import DEEPEST, MOST_NODES, check_nesting, regular
-from compress.weights.scheme_guess import likely_scheme
+from compress.weights.number_formats import likely_scheme
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass

@@ -39,7 +39,7 @@ class Site:
     def reached(self, grid: Grid) -> Grid:
         """The grid with the global scale that all layers of the site share, where it has one: engines make one layer of
         some of them (q, k and v; gate and up)."""
-        if grid.scales != "e4m3":
+        if not grid.global_scales:
             return grid
         return grid.reaching(self._largest() if self.largest is None else self.largest())
 

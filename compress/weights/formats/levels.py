@@ -29,7 +29,8 @@ from torch import Tensor
 from compress.base.errors import CheckpointError, InputError
 from compress.kernels.layouts.words import pack_rows, unpack_rows
 from compress.weights.formats.codes import Codes, CodesFormat, Layout
-from compress.weights.grid import Grid, Quantized
+from compress.weights.grid import Grid, Quantized, grid_of
+from compress.weights.number_formats import ALONE, LEVELS
 from compress.weights.roles import Role
 from compress.weights.scales import E8M0_NAN, FLOAT8, e8m0_codes, of_e8m0
 from compress.weights.terms import FLOATS, Part
@@ -50,7 +51,6 @@ class LevelCodes(CodesFormat):
     of_weights: ClassVar[str] = GLOBAL
     of_inputs: ClassVar[str] = "input_global_scale"
     inverted: ClassVar[bool] = False
-    alone: ClassVar[bool] = False  # its name says already that inputs are not rounded
 
     def __post_init__(self) -> None:
         known = replace(self.grid, range_choice=self.on.range_choice, group_size=self.on.group_size)
@@ -67,35 +67,61 @@ class LevelCodes(CodesFormat):
         return super().problem(rows, columns)
 
     def words(self, inputs: Grid | None) -> str:
-        return f"{self.kind.partition('-')[0]}{'a16' if inputs is None and not self.alone else ''}"
+        name = self.kind.partition("-")[0]
+        return name if inputs is not None or name in ALONE else f"{name}a16"
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         kinds = {"e8m0": (torch.uint8,), "e4m3": (FLOAT8,)}
         kind = kinds.get(self.grid.scales, FLOATS)
+        codes = FLOAT8 if self.grid.levels is None else torch.uint8
         parts = {
             "weight_scale": Part((rows, self.groups(columns)), kind, role=Role.SCALES),
-            self.packed: Part((rows, columns * self.grid.bits // BYTE), (torch.uint8,), role=Role.CODES),
+            self.packed: Part((rows, columns * self.grid.bits // BYTE), (codes,), role=Role.CODES),
         }
         if self.grid.scales == "e4m3":
             parts[self.of_weights] = Part((1,), (torch.float32,), role=Role.SCALES)
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
-        return {**self._scales(quantized), self.packed: self.pack(quantized.codes)}
+        parts = {"weight_scale": quantized.scale}
+        if self.grid.scales == "e8m0":
+            parts["weight_scale"] = e8m0_codes(quantized.scale)
+        elif self.grid.global_scales:
+            divisor = quantized.grid.global_scale
+            assert divisor is not None, "a quantized matrix knows its global scale"
+            # Dividing moved each scale by less than half a step of float32; e4m3 has wider ones.
+            parts["weight_scale"] = (quantized.scale * divisor).to(FLOAT8)
+            stored = 1 / divisor if self.inverted else divisor
+            parts[self.of_weights] = torch.tensor([stored], device=quantized.scale.device)
+        return {**parts, self.packed: self.pack(quantized.codes)}
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Pack uint8 codes [R, K] into stored rows."""
+        """Pack codes [R, K] into stored rows: uint8, or float8 as they are."""
+        if self.grid.levels is None:
+            return codes
         return pack_rows(codes, self.grid.bits, signed=False).contiguous().view(torch.uint8)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """Inverse of `pack`."""
+        if self.grid.levels is None:
+            return packed
         packed = packed.contiguous()
         if self.grid.bits == HALF_BYTE:
             return torch.stack([packed & 15, packed >> HALF_BYTE], -1).view(len(packed), columns)
         return unpack_rows(packed.view(torch.int32), self.grid.bits, columns, signed=False)
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        return self._read(self.unpack(parts[self.packed], columns), parts)
+        codes, stored, grid = self.unpack(parts[self.packed], columns), parts["weight_scale"], self.grid
+        if grid.scales == "e8m0":
+            scale = of_e8m0(stored)
+        elif grid.global_scales:
+            divisor = self.global_scale(parts[self.of_weights])
+            local = stored.to(torch.float32)
+            scale = local * parts[self.of_weights].reshape(()) if self.inverted else local / divisor
+            grid = replace(grid, global_scale=divisor)
+        else:
+            scale = stored
+        return self.term(Quantized(codes, scale, None, grid))
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = self.size(*parts[self.packed].shape)
@@ -106,37 +132,14 @@ class LevelCodes(CodesFormat):
         wrong = scale == E8M0_NAN if self.grid.scales == "e8m0" else ~torch.isfinite(scale.float())
         if bool(wrong.any()):
             raise CheckpointError("weight_scale holds values that are not finite numbers")
+        if self.grid.levels is None and bool(parts[self.packed].float().isnan().any()):
+            raise CheckpointError(f"{self.packed} holds codes that are not numbers")
         check_global(parts, self.of_weights)
 
     def global_scale(self, stored: Tensor) -> float:
         """The divisor of scales that a stored number stands for."""
         number = float(stored.reshape(()))
         return 1 / number if self.inverted else number
-
-    def _scales(self, quantized: Quantized) -> dict[str, Tensor]:
-        scale = quantized.scale
-        if self.grid.scales == "e8m0":
-            return {"weight_scale": e8m0_codes(scale)}
-        if self.grid.scales != "e4m3":
-            return {"weight_scale": scale}
-        divisor = quantized.grid.global_scale
-        assert divisor is not None, "a quantized matrix knows its global scale"
-        # Dividing moved each scale by less than half a step of float32; e4m3 has wider ones.
-        stored = torch.tensor([1 / divisor if self.inverted else divisor], device=scale.device)
-        return {"weight_scale": (scale * divisor).to(FLOAT8), self.of_weights: stored}
-
-    def _read(self, codes: Tensor, parts: Mapping[str, Tensor]) -> Codes:
-        stored, grid = parts["weight_scale"], self.grid
-        if grid.scales == "e8m0":
-            scale = of_e8m0(stored)
-        elif grid.scales == "e4m3":
-            divisor = self.global_scale(parts[self.of_weights])
-            local = stored.to(torch.float32)
-            scale = local * parts[self.of_weights].reshape(()) if self.inverted else local / divisor
-            grid = replace(grid, global_scale=divisor)
-        else:
-            scale = stored
-        return self.term(Quantized(codes, scale, None, grid))
 
 
 def check_global(parts: Mapping[str, Tensor], name: str) -> None:
@@ -154,17 +157,13 @@ def without_global(term: Codes) -> Codes:
     return replace(term, scale=local, grid=replace(term.grid, global_scale=1.0))
 
 
-def _grid(bits: int, group_size: int, scales: str, kind: str = "float") -> Grid:
-    return Grid(bits=bits, type=kind, granularity="group", group_size=group_size, scales=scales)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MXFP4(LevelCodes):
     """E2M1 in groups of 32 with powers of two."""
 
     kind: ClassVar[str] = "mxfp4-pack-quantized"
     layout: ClassVar[Layout | None] = "mxfp4-pack-quantized"
-    on: ClassVar[Grid] = _grid(4, 32, "e8m0")
+    on: ClassVar[Grid] = grid_of(LEVELS["mxfp4"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,15 @@ class MXFP6(LevelCodes):
 
     kind: ClassVar[str] = "mxfp6-pack-quantized"
     layout: ClassVar[Layout | None] = "mxfp6-pack-quantized"
-    on: ClassVar[Grid] = _grid(6, 32, "e8m0")
+    on: ClassVar[Grid] = grid_of(LEVELS["mxfp6"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP6E3M2(LevelCodes):
+    """E3M2 in groups of 32 with powers of two; compressed-tensors has E2M3 alone."""
+
+    kind: ClassVar[str] = "mxfp6e3m2"
+    on: ClassVar[Grid] = grid_of(LEVELS["mxfp6e3m2"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +189,7 @@ class NVFP4(LevelCodes):
 
     kind: ClassVar[str] = "nvfp4-pack-quantized"
     layout: ClassVar[Layout | None] = "nvfp4-pack-quantized"
-    on: ClassVar[Grid] = _grid(4, 16, "e4m3")
+    on: ClassVar[Grid] = grid_of(LEVELS["nvfp4"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +214,7 @@ class NF4(LevelCodes):
     """Quantiles of the normal distribution in groups of 64."""
 
     kind: ClassVar[str] = "nf4"
-    on: ClassVar[Grid] = _grid(4, 64, "stored", "normal")
+    on: ClassVar[Grid] = grid_of(LEVELS["nf4"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +237,7 @@ class IQ4NL(LevelCodes):
     """The levels of llama.cpp's IQ4_NL in groups of 32, with scales that its blocks hold."""
 
     kind: ClassVar[str] = "iq4_nl"
-    alone: ClassVar[bool] = True
-    on: ClassVar[Grid] = _grid(4, 32, "float16", "nonlinear")
+    on: ClassVar[Grid] = grid_of(LEVELS["iq4_nl"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,37 +248,11 @@ class MXFP8(LevelCodes):
     layout: ClassVar[Layout | None] = "mxfp8-quantized"
     whole: ClassVar[str | None] = "weight"
     telling: ClassVar[str | None] = None
-    on: ClassVar[Grid] = _grid(8, 32, "e8m0")
-
-    def size(self, first: int, second: int) -> tuple[int, int]:
-        return first, second
-
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        parts = super().parts(rows, columns)
-        del parts["weight_packed"]
-        return {**parts, "weight": Part((rows, columns), (FLOAT8,), role=Role.CODES)}
-
-    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
-        return {**self._scales(quantized), "weight": quantized.codes}
-
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
-        return self._read(parts["weight"], parts)
-
-    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return self.read(parts, *parts["weight"].shape).dequantize()
-
-    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
-        super().check(parts, rows, columns)
-        if bool(parts["weight"].float().isnan().any()):
-            raise CheckpointError("weight holds codes that are not numbers")
+    packed: ClassVar[str] = "weight"
+    on: ClassVar[Grid] = grid_of(LEVELS["mxfp8"])
 
 
-# {name of a scheme, without what it says of inputs: the format of its weights}.
+# {name in `LEVELS`: the storage of weights}.
 LEVEL_FORMATS: dict[str, type[LevelCodes]] = {
-    "mxfp4": MXFP4,
-    "nvfp4": NVFP4,
-    "mxfp6": MXFP6,
-    "mxfp8": MXFP8,
-    "nf4": NF4,
-    "iq4_nl": IQ4NL,
+    kind.kind.partition("-")[0]: kind for kind in (MXFP4, NVFP4, MXFP6, MXFP6E3M2, MXFP8, NF4, IQ4NL)
 }

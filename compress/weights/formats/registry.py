@@ -12,12 +12,12 @@ from typing import Any
 
 from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.base.schema import fits
+from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense
-from compress.weights.formats.gptq_awq import AWQWords, GPTQActOrder, GPTQWords
 from compress.weights.formats.k_quants import KQuant
-from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
+from compress.weights.formats.levels import LEVEL_FORMATS, ModelOptNVFP4, NF4Float32
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
@@ -30,11 +30,11 @@ FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
         *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
-        *(GPTQWords, GPTQActOrder, AWQWords),
-        *(MXFP4, MXFP6, MXFP8, NVFP4, ModelOptNVFP4, NF4, NF4Float32, IQ4NL),
+        *(ActOrder, ModelOptNVFP4, NF4Float32),
         *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, TrellisCodes, LowRankFactors),
     )
 }
+FORMATS |= {kind.kind: kind for kind in LEVEL_FORMATS.values()}
 OURS = frozenset(FORMATS)
 
 

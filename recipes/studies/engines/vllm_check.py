@@ -33,6 +33,7 @@ from torch.nn import functional
 import compress
 from compress.base.errors import InputError, one_of
 from compress.checkpoint.files import write_json
+from compress.checkpoint.read.gptq_awq import GPTQ_BITS
 from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
@@ -42,9 +43,8 @@ from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.int8_products import emulate
 from compress.recipes.studies.figures import asked, head, stored
-from compress.weights.gptq_awq import GPTQ_BITS
-from compress.weights.grid import MAX_BITS, MIN_BITS
-from compress.weights.scheme import NARROW
+from compress.weights.grid import MAX_BITS
+from compress.weights.number_formats import MIN_BITS, NARROW
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"

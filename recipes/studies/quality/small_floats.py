@@ -33,7 +33,7 @@ import compress
 from compress.data.text import load_tokens
 from compress.passes.protocol.base import Pass
 from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
-from compress.weights.scheme import LEVELS
+from compress.weights.number_formats import SCHEMES as FORMATS
 
 # By falling bytes; integers beside the floats that have as many.
 SCHEMES = ("mxfp8a16", "w8a16:64", "mxfp6a16", "w6a16:64", "nvfp4a16", "w4a16:32", "mxfp4a16", "nf4a16", "w4a16:64")
@@ -86,11 +86,10 @@ def made(scheme: str, way: str) -> list[Pass]:
 def bits_of(scheme: str) -> float:
     """Bits of a weight, scales of 16 bits or of their own kind included."""
     name, _, size = scheme.partition(":")
-    if name not in LEVELS:
+    numbers = FORMATS[name]
+    if numbers.group_size is None:
         return int(name[1]) + SCALE_BITS["stored"] / int(size)
-    grid = LEVELS[name]
-    assert grid.group_size is not None
-    return grid.bits + SCALE_BITS[grid.scales] / grid.group_size
+    return numbers.bits + SCALE_BITS[numbers.scales] / numbers.group_size
 
 
 def main() -> None:

@@ -1,0 +1,270 @@
+"""Reads the codes of GPTQ and AWQ checkpoints, which are shown as packed ones (`weights.formats.codes.Packed`).
+
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": true, "checkpoint_format": "gptq",
+     "dynamic": {"+:PATTERN": {"bits": 8, ...}, "-:PATTERN": {}}, ...}
+    {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": true, ...}
+
+Of a layer with N outputs, K inputs, G groups and codes q of n bits, whose values are (q - z) scale:
+
+    GPTQ    qweight   int32 [K n / 32, N]    q, a bit stream along the inputs, lowest bits first
+            qzeros    int32 [G, N n / 32]    z less 1 (format 1) or z (format 2), a stream along the outputs
+            scales    float16 [G, N]
+            g_idx     int32 [K]              the group of each input; may be absent, where these are in order
+    AWQ     qweight   int32 [K, N / 8]       eight outputs in a word; nibble i, from the lowest, holds output
+                                             ORDER[i] of them (AutoAWQ, version "gemm")
+            qzeros    int32 [G, N / 8]       z, in the same order
+            scales    float16 [G, N]
+
+A layer counts as compressed where the checkpoint holds its `qweight`; lists of modules are ignored. `dynamic` gives
+some layers another width or group size: the first pattern that matches. Inputs in the groups of act-order are shown as
+`weights.formats.act_order`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from compress.base.errors import CheckpointError, InputError
+from compress.base.sandbox import check_expressions
+from compress.checkpoint.read.configuration import AWQ, GPTQ
+from compress.checkpoint.read.views import View, ViewedFiles
+from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
+from compress.kernels.layouts.words import WORD, pack_rows, unpack_rows, words_of
+from compress.weights.formats.act_order import INDEX, ActOrder
+from compress.weights.formats.codes import Packed
+from compress.weights.grid import Grid
+from compress.weights.own_config import groups_of
+from compress.weights.scheme import Scheme
+from compress.weights.terms import FLOATS
+
+MARK = "qweight"  # the tensor that a compressed layer has
+AWQ_BITS, GPTQ_BITS = 4, (2, 3, 4, 8)
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# {checkpoint_format: what is subtracted from zero points before they are stored}.
+LESS = {"gptq": 1, "gptq_v2": 0}
+INTS = (torch.int32,)
+Headers = Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
+
+
+def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+    """(Files in which such codes are packed as compressed-tensors packs them, the configuration that says so). Raises
+    CheckpointError for another layout of words, and for tensors that are missing or of the wrong shape."""
+    method = quantization["quant_method"]
+    layers = sorted(name.removesuffix(f".{MARK}") for name in files.headers if name.endswith(f".{MARK}"))
+    if not layers:
+        raise CheckpointError(f"{where} says it is {method} but holds no {MARK}")
+    if method == GPTQ:  # AWQ has no words for single layers
+        patterns = [*(quantization.get("dynamic") or ())]
+        check_expressions(f"dynamic {patterns[:1]}", [pattern.removeprefix("+:") for pattern in patterns], layers)
+    views: dict[str, View] = {}
+    schemes: dict[str, Scheme] = {}
+    hidden: set[str] = set()
+    for layer in layers:
+        hidden |= {f"{layer}.{part}" for part in (MARK, "qzeros", "scales", "g_idx")}
+        if method == AWQ:
+            term, own = _awq(files, layer, awq_grid(quantization, layer, where))
+        else:
+            term, own = _gptq(files, layer, *gptq_grid(quantization, layer, where))
+        schemes[layer] = Scheme(terms=(term,))
+        views |= {f"{layer}.{part}": view for part, view in own.items()}
+    return ViewedFiles(files, hidden, views), groups_of(schemes)
+
+
+def gptq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> tuple[Grid, int]:
+    """(The grid of a layer, what its stored zero points are less by). Raises CheckpointError, which names `where`, for
+    one that cannot be read."""
+    given = {**quantization, **_own_words(quantization, layer, where)}
+    form = given.get("checkpoint_format") or given.get("format") or "gptq"
+    if form not in LESS or given.get("is_marlin_format"):
+        form = "marlin" if given.get("is_marlin_format") else form
+        raise CheckpointError(f"{where} is GPTQ of the format {form!r}; readable: {', '.join(LESS)}")
+    if given.get("pack_dtype") not in (None, "int32"):
+        raise CheckpointError(f"{where} packs GPTQ's codes into {given['pack_dtype']!r}; readable: 'int32'")
+    return _grid(given, layer, where, GPTQ_BITS, given.get("sym") is not False), LESS[form]
+
+
+def awq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> Grid:
+    """The grid of a layer. Raises CheckpointError, which names `where`, for one that cannot be read."""
+    version, backend = str(quantization.get("version") or "gemm").lower(), quantization.get("backend")
+    if version != "gemm" or backend not in (None, "autoawq"):
+        named = repr(version) if version != "gemm" else f"of {backend!r}"
+        raise CheckpointError(f"{where} is AWQ, version {named}; readable: 'gemm'")
+    if quantization.get("zero_point") is False:
+        raise CheckpointError(f"{where} is AWQ without zero points (zero_point false); readable: true")
+    return _grid(quantization, layer, where, (AWQ_BITS,), False)
+
+
+def _grid(given: Mapping[str, Any], layer: str, where: object, readable: Sequence[int], symmetric: bool) -> Grid:
+    bits, size = given.get("bits", 0), given.get("group_size") or -1
+    if bits not in readable:
+        method, allowed = str(given["quant_method"]).upper(), ", ".join(map(str, readable))
+        raise CheckpointError(f"{where} says that {layer} has {bits!r} bits; readable in {method}'s layout: {allowed}")
+    try:
+        if size == -1:
+            return Grid(bits=bits, symmetric=symmetric)
+        return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=size)
+    except InputError as error:
+        raise CheckpointError(f"{where}: {layer}: {error}") from None
+
+
+def _own_words(quantization: Mapping[str, Any], layer: str, where: object) -> Mapping[str, Any]:
+    """The entry of `dynamic` for a layer; empty where there is none. Raises CheckpointError for what is no pattern."""
+    for pattern, words in (quantization.get("dynamic") or {}).items():
+        try:
+            matches = re.match(pattern.removeprefix("+:"), layer) is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{where} has {pattern!r} in dynamic, which is no pattern ({error})") from None
+        if matches and not pattern.startswith("-:"):
+            return words
+    return {}
+
+
+def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed, dict[str, View]]:
+    """(The format that a layer is shown in, the views of its tensors.)"""
+    (lines, rows), bits = _size(files, layer), grid.bits
+    columns, groups = lines * WORD // bits, _groups(grid, lines * WORD // bits, layer)
+    _check(files, layer, {
+        "qzeros": ((groups, words_of(rows, bits)), INTS),
+        "scales": ((groups, rows), FLOATS),
+        MARK: ((words_of(columns, bits), rows), INTS),
+    })  # fmt: skip
+    index = f"{layer}.g_idx"
+    if index in files:
+        _check(files, layer, {"g_idx": ((columns,), INTS)})
+    in_order = index not in files or torch.equal(files.tensor(index), groups_in_order(columns, groups))
+    zeros = f"{layer}.qzeros"
+
+    def stored(held: Tensor) -> Tensor:
+        return unpack_rows(held, bits, rows, signed=False)  # [G, N], less `less`
+
+    def packed(words: Tensor, held: Tensor) -> Tensor:
+        if grid.symmetric and bool((stored(held) != 2 ** (bits - 1) - less).any()):
+            raise CheckpointError(
+                f"{zeros} holds zero points beside {2 ** (bits - 1)}, and its codes are said to be symmetric"
+            )
+        return words.t().contiguous()
+
+    def moved(held: Tensor) -> Tensor:
+        zero_GN = stored(held)
+        if less and bool((zero_GN == 2**bits - 1).any()):
+            raise CheckpointError(
+                f"{zeros} holds {2**bits - 1}, which readers of format 1 take for {2**bits} or for 0; convert it to "
+                "format 2 (GPTQModel does)"
+            )
+        return zero_GN + less
+
+    views = _views(files, layer, grid, (rows, columns), View(((), "I32"), (f"{layer}.{MARK}", zeros), packed), moved)
+    if in_order:
+        return Packed(grid=grid), views
+    return ActOrder(grid=grid), {**views, INDEX: View(((columns,), "I32"), (index,), lambda group: group)}
+
+
+def _awq(files: WeightFiles, layer: str, grid: Grid) -> tuple[Packed, dict[str, View]]:
+    """(The format that a layer is shown in, the views of its tensors.)"""
+    columns, words = _size(files, layer)
+    groups, rows = _groups(grid, columns, layer), words * len(ORDER)
+    _check(files, layer, {
+        "qzeros": ((groups, words), INTS),
+        "scales": ((groups, rows), FLOATS),
+        MARK: ((columns, words), INTS),
+    })  # fmt: skip
+
+    def packed(held: Tensor) -> Tensor:
+        codes = pad(from_words(held).t(), (0, -columns % len(ORDER)))
+        return (codes[:, ::2] | codes[:, 1::2] << AWQ_BITS).contiguous().view(torch.int32)
+
+    view = View(((), "I32"), (f"{layer}.{MARK}",), packed)
+    return Packed(grid=grid), _views(files, layer, grid, (rows, columns), view, from_words)
+
+
+def _views(
+    files: WeightFiles,
+    layer: str,
+    grid: Grid,
+    shape: tuple[int, int],
+    codes: View,
+    zeros: Callable[[Tensor], Tensor],
+) -> dict[str, View]:
+    """The views of a layer. codes: of packed ones, without their shape; zeros: makes unsigned zero points [G, N] of the
+    stored ones."""
+    (rows, columns), bits = shape, grid.bits
+    (groups, _), dtype = files.headers[f"{layer}.scales"]
+
+    def scale(held: Tensor) -> Tensor:
+        if not bool(torch.isfinite(held).all()):
+            raise CheckpointError(f"{layer}.scales holds values that are not finite numbers")
+        return held.t().contiguous()
+
+    def zero_points(held: Tensor) -> Tensor:
+        return pack_rows(zeros(held), bits, signed=False).t()
+
+    # The smallest tensor, as a view is made of one.
+    smallest = (f"{layer}.qzeros",)
+    views = {
+        "weight_packed": View(((rows, words_of(columns, bits)), "I32"), codes.of, codes.make),
+        "weight_scale": View(((rows, groups), dtype), (f"{layer}.scales",), scale),
+        "weight_shape": View(((2,), "I64"), smallest, lambda _: torch.tensor(shape)),
+    }
+    if not grid.symmetric:
+        views["weight_zero_point"] = View(((words_of(rows, bits), groups), "I32"), smallest, zero_points)
+    return views
+
+
+def _size(files: WeightFiles, layer: str) -> tuple[int, int]:
+    """The shape of a layer's words. Raises CheckpointError where it has not two dimensions, or nothing is in it."""
+    shape, _ = files.headers[f"{layer}.{MARK}"]
+    if len(shape) != 2:
+        raise CheckpointError(f"{layer}.{MARK} has shape {shape}; it must have two dimensions")
+    if 0 in shape:
+        raise CheckpointError(f"{layer}.{MARK} has shape {shape}; there is nothing in it")
+    return shape[0], shape[1]
+
+
+def _groups(grid: Grid, columns: int, layer: str) -> int:
+    """The groups of a row. Raises CheckpointError where they do not fill it, or its codes fill no words."""
+    problem = Packed(grid=grid).problem(1, columns)
+    if problem is None and columns * grid.bits % WORD:
+        problem = f"has {columns} inputs; codes of {grid.bits} bits do not fill words of {WORD}"
+    if problem is not None:
+        raise CheckpointError(f"{layer} {problem}")
+    return Packed(grid=grid).groups(columns)
+
+
+def _check(files: WeightFiles, layer: str, wanted: Headers) -> None:
+    """Raises CheckpointError, which names the tensor, for one that is missing or of another shape or dtype."""
+    for part, (size, dtypes) in wanted.items():
+        name = f"{layer}.{part}"
+        if name not in files:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+        shape, dtype = files.headers[name]
+        if shape != size:
+            raise CheckpointError(f"{name} has shape {shape}; its layer needs {size}")
+        if DTYPES.get(dtype) not in dtypes:
+            allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+            raise CheckpointError(f"{name} is {dtype}; it must be {allowed}")
+
+
+def groups_in_order(columns: int, groups: int) -> Tensor:
+    """The group [K] of each input, of groups that lie side by side."""
+    return (torch.arange(columns) // (columns // groups)).to(torch.int32)
+
+
+def to_words(codes: Tensor) -> Tensor:
+    """[R, N] codes of 4 bits, eight of a row in a word of int32."""
+    places = torch.arange(codes.shape[1]).view(-1, len(ORDER))[:, list(ORDER)].flatten()
+    return pack_rows(codes[:, places].contiguous(), AWQ_BITS, signed=False)
+
+
+def from_words(words: Tensor) -> Tensor:
+    """Inverse of `to_words`: uint8."""
+    count = words.shape[1] * len(ORDER)
+    halves = words.contiguous().view(torch.uint8)
+    lying = torch.stack([halves & 15, halves >> AWQ_BITS], -1).view(len(words), -1, len(ORDER))
+    found = torch.empty_like(lying)
+    found[:, :, list(ORDER)] = lying
+    return found.view(len(words), count)
