@@ -12,6 +12,7 @@ A folded model lacks batch norms and has new biases. Keep it in memory or save i
 model from its configuration makes no parameters for the new biases.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from compress.base.errors import CompressError, InputError
 from compress.model.calls import evaluating
+from compress.model.edits.changes import DATA, Change, change, changing
 from compress.model.layers import Layer, is_layer
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -93,19 +95,20 @@ def fold_batch_norm(model: nn.Module, batch: Mapping[str, Any]) -> BatchNormFold
         before = _tensors(model(**batch))
         watch = _watch(model, batch)
         found = _matches(model, watch)
-        undo = _State(model)
-        for norm, layer in found.folded.items():
-            fold_into(Layer(layer, model.get_submodule(layer)), model.get_submodule(norm))
-            _replace(model, model.get_submodule(norm), nn.Identity())
-        problem = _difference(before, _tensors(model(**batch)))
-        if problem is not None:
-            undo.restore()
-            raise CompressError(f"folding batch norms would change the model's output {problem}; it is as it was")
+        with changing() as done:
+            for name, layer in found.folded.items():
+                norm = model.get_submodule(name)
+                done += fold_into(Layer(layer, model.get_submodule(layer)), norm)
+                done += [change(parent, key, nn.Identity()) for parent, key in _places(model, norm)]
+            problem = _difference(before, _tensors(model(**batch)))
+            if problem is not None:
+                raise CompressError(f"folding batch norms would change the model's output {problem}; it is as it was")
     return found
 
 
-def fold_into(layer: Layer, norm: nn.Module) -> None:
-    """Give a layer the weight and bias of the layer and the norm together, computed in float64."""
+def fold_into(layer: Layer, norm: nn.Module) -> list[Change]:
+    """Give a layer the weight and bias of the layer and the norm together, computed in float64. Returns the
+    changes."""
     assert isinstance(norm, NORMS)
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -119,8 +122,8 @@ def fold_into(layer: Layer, norm: nn.Module) -> None:
     if norm.bias is not None:
         shift_N = shift_N + norm.bias.data.double()
     folded_NK = (layer.weight.double() * factor_N[:, None]).to(weight.dtype)
-    weight.data = layer.stored(folded_NK)
-    layer.module.bias = nn.Parameter(shift_N.to(weight.dtype), requires_grad=weight.requires_grad)
+    shift = nn.Parameter(shift_N.to(weight.dtype), requires_grad=weight.requires_grad)
+    return [change(weight, DATA, layer.stored(folded_NK)), change(layer.module, "bias", shift)]
 
 
 def _watch(model: nn.Module, batch: Mapping[str, Any]) -> _Watch:
@@ -144,21 +147,17 @@ def _watch(model: nn.Module, batch: Mapping[str, Any]) -> _Watch:
 
 
 def _matches(model: nn.Module, watch: _Watch) -> BatchNormFolds:
-    found = BatchNormFolds({}, {})
-    folded, left_alone = dict(found.folded), dict(found.left_alone)
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    folded: dict[str, str] = {}
+    left_alone: dict[str, str] = {}
+    users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for name, module in model.named_modules():
         if isinstance(module, NORMS):
             layer = watch.inputs.get(name)
             reason = _reason(model, watch, name, module, layer, users)
-            if reason is None:
-                assert layer is not None
-                folded[name] = layer
-            else:
+            if reason is not None:
                 left_alone[name] = reason
+            elif layer is not None:
+                folded[name] = layer
     return BatchNormFolds(folded, left_alone)
 
 
@@ -187,33 +186,9 @@ def _reason(
     return None
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module in every parent that holds it."""
-    for parent in model.modules():
-        for name, child in list(parent.named_children()):
-            if child is old:
-                setattr(parent, name, new)
-
-
-class _State:
-    """A snapshot of everything that folds change; `restore` puts it back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.children = [(m, dict(m._modules)) for m in model.modules()]
-        self.parameters = [
-            (m, dict(m._parameters), {n: p.data for n, p in m._parameters.items() if p is not None})
-            for m in model.modules()
-        ]
-
-    def restore(self) -> None:
-        for module, children in self.children:
-            module._modules.update(children)
-        for module, parameters, data in self.parameters:
-            module._parameters.update(parameters)
-            for name, value in data.items():
-                kept = parameters[name]
-                assert kept is not None
-                kept.data = value
+def _places(model: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(Parent, name in it) of all places of a module."""
+    return [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is wanted]
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -45,6 +45,16 @@ def undo(applied: Applied) -> None:
 
 
 @contextmanager
+def for_now() -> Iterator[list[Change]]:
+    """Yields a list for the changes that the body makes, and undoes them afterwards."""
+    done: list[Change] = []
+    try:
+        yield done
+    finally:
+        undo(Applied(tuple(done)))
+
+
+@contextmanager
 def changing() -> Iterator[list[Change]]:
     """Yields a list for the changes that the body makes, and undoes them when the body raises."""
     done: list[Change] = []

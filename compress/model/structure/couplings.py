@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.base.errors import first_line
-from compress.model.calls import Call, evaluating
+from compress.model.calls import Call
 from compress.model.convolution import is_convolution
 from compress.model.edits.folds import layer_at
 from compress.model.edits.keep_channels import ROLES, Coupling, Member, channels_between
 from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.structure.dependence import NONE, Dependence, Wiring, dependence_of
-from compress.model.structure.excerpt import in_float32, short_call
+from compress.model.structure.excerpt import short_first, tried
 from compress.model.structure.half_cut import HalfCut
 from compress.model.structure.producers import Producer, registered_twice
 
@@ -39,29 +38,22 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
     shared: identities of parameters that modules outside the block also use; sharing inside is found here.
     Any error gives no couplings, with the reason.
     """
-    short = short_call(call)
-    problem = ""
-    for attempt in [call] if short is call else [short, call]:
-        try:
-            with evaluating(block), in_float32(block, attempt) as exact_call:
-                return _CouplingSearch(block, exact_call, set(shared) | registered_twice(block)).found()
-        except Exception as error:  # noqa: BLE001 - couplings are an offer: a block that cannot be probed has none
-            problem = f"no couplings: {type(error).__name__}: {first_line(error)}"
-    return Couplings((), (problem,))
+    found = tried(
+        block,
+        short_first(call),
+        lambda exact_call: _CouplingSearch(block, exact_call, set(shared) | registered_twice(block)).found(),
+    )
+    return found if isinstance(found, Couplings) else Couplings((), (f"no couplings: {found}",))
 
 
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     """The reasons why a coupling of another block of the same kind does not hold for this one; empty where it does."""
-    short, problem = short_call(call), None
-    for attempt in [call] if short is call else [short, call]:
-        try:
-            with evaluating(block), in_float32(block, attempt) as exact_call:
-                problem = HalfCut(block, exact_call, cuttable(block), coupling).problem(coupling)
-            return [] if problem is None else [problem]
-        except Exception as error:  # noqa: BLE001 - the shortened call may be one that does not run
-            problem = f"{type(error).__name__}: {first_line(error)}"
-    assert problem is not None
-    return [problem]
+    problem = tried(
+        block,
+        short_first(call),
+        lambda exact_call: HalfCut(block, exact_call, cuttable(block), coupling).problem(coupling),
+    )
+    return [] if problem is None else [problem]
 
 
 def cuttable(block: nn.Module) -> dict[str, Producer]:

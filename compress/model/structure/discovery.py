@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.calls import Call, evaluating
-from compress.model.edits.changes import Applied, undo
+from compress.model.edits.changes import for_now
 from compress.model.edits.folds import Consumer, Fold, apply, layer_at
 from compress.model.structure.excerpt import in_float32, short_call
 from compress.model.structure.hollow_forward import (
@@ -249,16 +249,12 @@ class _Discoverer:
         """The relative change of the outputs by the folds with random powers of two; None where it is within the
         tolerance (and the noise of the device)."""
         generator = torch.Generator().manual_seed(0)
-        done: list[Applied] = []
-        try:
+        with for_now() as done:
             for fold in folds:
                 # Producers are scaled up, so that no value in between becomes subnormal.
                 shift_C = torch.randint(LARGEST_SHIFT + 1, (fold.channels,), generator=generator)
-                done.append(apply(self.block, fold, powers_of_two(-shift_C)))
+                done += apply(self.block, fold, powers_of_two(-shift_C)).changes
             change = distance(self.run(), self.outputs)
-        finally:
-            for applied in reversed(done):
-                undo(applied)
         if change > tolerance and self.noise is None:
             # A device that adds in no fixed order does not repeat its own results.
             self.noise = 2 * distance(self.run(), self.outputs)

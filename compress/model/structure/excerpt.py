@@ -1,17 +1,38 @@
 """Makes a micro-batch cheap and exact enough for probing a block: a few of its tokens, in float32."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compress.model.calls import Call
+from compress.base.errors import first_line
+from compress.model.calls import Call, evaluating
 
 TOKENS = 16  # enough for every channel to occur with both signs, at little cost
+T = TypeVar("T")
+
+
+def tried(block: nn.Module, calls: Sequence[Call], work: Callable[[Call], T]) -> T | str:
+    """The result of `work` for the first of these calls with which it does not fail, in float32; where it always does,
+    the last error in words. What is found by probing is an offer: a block that cannot be probed goes without."""
+    problem = ""
+    for call in calls:
+        try:
+            with evaluating(block), in_float32(block, call) as exact_call:
+                return work(exact_call)
+        except Exception as error:  # noqa: BLE001 - a block may fail in any way
+            problem = f"{type(error).__name__}: {first_line(error)}"
+    return problem
+
+
+def short_first(call: Call) -> list[Call]:
+    """The call with few tokens, then all of it, as the short one may not run."""
+    short = short_call(call)
+    return [call] if short is call else [short, call]
 
 
 def short_call(call: Call) -> Call:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import first_line
 from compress.model.calls import Call
-from compress.model.edits.changes import undo
+from compress.model.edits.changes import DATA, change, for_now
 from compress.model.edits.folds import layer_at
 from compress.model.edits.keep_channels import Coupling, Keep, Number
 from compress.model.layers import Layer
@@ -28,16 +28,11 @@ class HalfCut:
         self.block, self.call, self.layers, self.coupling = block, call, layers, coupling
         self.edit = Keep(coupling, torch.arange(0, coupling.groups, 2))
         self.base = hollow_forward(block, call, layers)
-        before: list[tuple[nn.Parameter, Tensor]] = []
-        try:
+        with for_now() as done:
             for member in coupling.consumers:
-                parameter = layer_at(block, member.name).parameter
-                before.append((parameter, parameter.data))
-                parameter.data = zeroed(layer_at(block, member.name), self.edit.staying(member))
+                layer = layer_at(block, member.name)
+                done.append(change(layer.parameter, DATA, zeroed(layer, self.edit.staying(member))))
             self.expected = self.run()
-        finally:
-            for parameter, data in reversed(before):
-                parameter.data = data
 
     def run(self) -> list[Tensor]:
         """The block's outputs."""
@@ -46,15 +41,15 @@ class HalfCut:
 
     def problem(self, coupling: Coupling) -> str | None:
         """The reason why the cut block does not run or computes something else; None where it computes the same."""
-        applied = Keep(coupling, self.edit.kept).apply(self.block)
-        try:
-            change = self.hollow_harm()
-            change = distance(self.run(), self.expected) if change <= ROUNDING else change
-        except Exception as error:  # noqa: BLE001 - the cut block may fail in any way
-            return f"cut, the block does not run: {type(error).__name__}: {first_line(error)}"
-        finally:
-            undo(applied)
-        return None if change <= ROUNDING else f"cut, what the block computes is off by {change:.1e} of the largest"
+        cut = Keep(coupling, self.edit.kept)
+        with for_now() as done:
+            done += cut.apply(self.block).changes
+            try:
+                off = self.hollow_harm()
+                off = distance(self.run(), self.expected) if off <= ROUNDING else off
+            except Exception as error:  # noqa: BLE001 - the cut block may fail in any way
+                return f"cut, the block does not run: {type(error).__name__}: {first_line(error)}"
+        return None if off <= ROUNDING else f"cut, what the block computes is off by {off:.1e} of the largest"
 
     def hollow_harm(self) -> float:
         """The largest relative difference (`distance`) between the layers' inputs in the cut and in the uncut block."""

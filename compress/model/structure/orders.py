@@ -15,15 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.base.errors import first_line
-from compress.model.calls import Call, evaluating
-from compress.model.edits.changes import undo
+from compress.model.calls import Call
+from compress.model.edits.changes import for_now
 from compress.model.edits.folds import Fold, layer_at
 from compress.model.edits.keep_channels import OUTSIDE, ROLES, Coupling, Role
 from compress.model.edits.permute_channels import ChannelOrder, Permute
 from compress.model.layers import is_linear
 from compress.model.structure.couplings import find_couplings
-from compress.model.structure.excerpt import in_float32, short_call
+from compress.model.structure.excerpt import short_call, tried
 from compress.model.structure.hollow_forward import repeatable, tensors_of
 from compress.model.structure.producers import ROUNDING, distance
 from compress.model.structure.rotate import copies, unfit, widest
@@ -89,20 +88,17 @@ def why_not(block: nn.Module, call: Call, places: Places) -> str | None:
     """The reason why channels must stay in their order; None where the block computes the same in another order."""
     order = torch.arange(next(iter(places.of.values())).shape[1]).roll(1).flip(0)
 
-    def run(exact: Call) -> list[Tensor]:
+    def change(exact: Call) -> float:
+        """How far the outputs are off in another order."""
         with torch.no_grad(), repeatable(block):
-            return tensors_of(block(*exact.args, **exact.kwargs))
+            before = tensors_of(block(*exact.args, **exact.kwargs))
+        with torch.no_grad(), repeatable(block), for_now() as done:
+            done += places.permuted(order).apply(block).changes
+            return distance(tensors_of(block(*exact.args, **exact.kwargs)), before)
 
-    try:
-        with evaluating(block), in_float32(block, short_call(call)) as exact:
-            before = run(exact)
-            applied = places.permuted(order).apply(block)
-            try:
-                off = distance(run(exact), before)
-            finally:
-                undo(applied)
-    except Exception as error:  # noqa: BLE001 - an order is an offer: a block that does not run keeps its own
-        return f"permuted, the block does not run: {type(error).__name__}: {first_line(error)}"
+    off = tried(block, [short_call(call)], change)
+    if isinstance(off, str):
+        return f"permuted, the block does not run: {off}"
     return None if off <= ROUNDING else f"permuted, what the block computes is off by {off:.1e} of the largest"
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from compress.model.convolution import geometry_of, is_convolution, output_sizes
+from compress.model.edits.changes import DATA, change, for_now
 from compress.model.edits.folds import Kind, divided_norm
 from compress.model.layers import Layer, is_linear
 
@@ -115,21 +116,17 @@ def _norm_kind(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Kind |
         return None
     if output.shape[-1] != weight.numel():
         return None
-    before = weight.data, None if bias is None else bias.data
     scale_C = powers_of_two(torch.arange(weight.numel()) % LARGEST_SHIFT + 1).to(weight)
     kinds: tuple[Kind, ...] = ("norm", "norm_plus_one")
     for kind in kinds:
-        try:
-            weight.data, _ = divided_norm(before[0], 1 / scale_C, kind == "norm_plus_one", weight.dtype)
+        scaled_C, _ = divided_norm(weight.data, 1 / scale_C, kind == "norm_plus_one", weight.dtype)
+        with for_now() as done:
+            done.append(change(weight, DATA, scaled_C))
             if bias is not None:
-                bias.data = bias.data * scale_C
+                done.append(change(bias, DATA, bias.data * scale_C))
             # Call its forward, not the module: hooks would run, among them the one that called this.
             if distance([module.forward(*args, **kwargs)], [output * scale_C]) <= ROUNDING:
                 return kind
-        finally:
-            weight.data = before[0]
-            if bias is not None:
-                bias.data = before[1]
     return None
 
 

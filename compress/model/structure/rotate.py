@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.base.errors import CheckpointError, InputError, first_line
-from compress.model.calls import Call, evaluating
+from compress.base.errors import CheckpointError, InputError
+from compress.model.calls import Call
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.folds import UNTOUCHED, Consumer, Fold, fold_entry, fold_parts, layer_at, read_fold
 from compress.model.edits.parts import numbers
 from compress.model.layers import is_linear
-from compress.model.structure.excerpt import in_float32, short_call
-from compress.model.structure.hollow_forward import hollow_forward
+from compress.model.structure.excerpt import short_call, tried
+from compress.model.structure.hollow_forward import HollowOutputs, hollow_forward
 from compress.model.structure.producers import ROUNDING, Producer, distance
 from compress.weights.rotations.orthogonal import random_orthogonal
 
@@ -156,14 +156,18 @@ def why_not(block: nn.Module, call: Call, fold: Fold, size: int) -> list[str]:
         return after
 
     layers = {n: Producer(m, "linear", layer_at(block, n).shape[0]) for n, m in block.named_modules() if is_linear(m)}
-    try:
-        with evaluating(block), in_float32(block, short_call(call)) as exact_call:
-            base = hollow_forward(block, exact_call, layers)
-            seen = hollow_forward(
-                block, exact_call, layers, lambda name, y: rotated(y, used_U) if name == fold.producer else y
-            )
-    except Exception as error:  # noqa: BLE001 - a rotation is an offer: a block that cannot be tried goes without
-        return [f"the block does not run: {type(error).__name__}: {first_line(error)}"]
+
+    def forwards(exact: Call) -> tuple[HollowOutputs, HollowOutputs]:
+        """As it is, and with the producer's output rotated."""
+        base = hollow_forward(block, exact, layers)
+        return base, hollow_forward(
+            block, exact, layers, lambda name, y: rotated(y, used_U) if name == fold.producer else y
+        )
+
+    outputs = tried(block, [short_call(call)], forwards)
+    if isinstance(outputs, str):
+        return [f"the block does not run: {outputs}"]
+    base, seen = outputs
     columns = {consumer.name: copies(consumer).flatten() for consumer in fold.consumers}
     for (name, index), x in base.inputs.items():
         expected = rotated(x, columns[name]) if name in columns else x

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import first_line
 from compress.model.calls import Batch
+from compress.model.edits.changes import DATA, change, for_now
 from compress.model.layers import Layer
 from compress.model.structure.hollow_model import HollowModel
 from compress.model.structure.producers import ROUNDING, distance
@@ -201,8 +202,8 @@ def _failures(
         (behind, rotation.apply, readers, "rotated"),
         (behind, lambda x: x * gain_C.to(x), readers, "scaled"),
     ]
-    for writers, change, changed, how in trials:
-        if problem := _problem(hollow, set(writers), change, set(changed), how):
+    for writers, altered, changed, how in trials:
+        if problem := _problem(hollow, set(writers), altered, set(changed), how):
             yield problem
     for name in behind:
         if not _commutes(hollow, name, rotation.apply):
@@ -230,18 +231,13 @@ def _commutes(hollow: HollowModel, name: str, rotate: Callable[[Tensor], Tensor]
     weight, bias = producer.module.weight, getattr(producer.module, "bias", None)
     assert isinstance(weight, nn.Parameter)
     neutral = torch.full_like(weight.data, 0.0 if producer.kind == "norm_plus_one" else 1.0)
-    before = weight.data, None if bias is None else bias.data
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(TRIED_TOKENS, producer.channels, generator=generator).to(weight.device)
-    try:
-        weight.data = neutral
+    with for_now() as done:
+        done.append(change(weight, DATA, neutral))
         if bias is not None:
-            bias.data = torch.zeros_like(bias.data)
+            done.append(change(bias, DATA, torch.zeros_like(bias.data)))
         return distance([producer.module(rotate(x))], [rotate(producer.module(x))]) <= ROUNDING
-    finally:
-        weight.data = before[0]
-        if bias is not None:
-            bias.data = before[1]
 
 
 def _stream_norms(hollow: HollowModel, behind: Mapping[str, StreamPart]) -> tuple[StreamNorm, ...]:
