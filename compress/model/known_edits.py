@@ -1,24 +1,22 @@
 """Edits: changes of a model's weights or structure before anything in it is rounded.
 
 `Scale`, `Rotate`, `RotateOnline` and `Permute` keep the function; `Keep` and `Drop` make a smaller model. An edit is a
-value. It is made before the model is changed, applied to a block (`Drop`: to a model) and undone bit for bit. It is
-stored as a JSON entry and tensors, from which the same edit can be read and applied to the original again.
+value. It is made before the model is changed, applied to a block (`Drop`: to a model) and undone bit for bit. Edits
+inside the loop over blocks are stored as a JSON entry and tensors, from which a resumed run applies them to the
+original again.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from compress.base.errors import CheckpointError, InputError, one_of
 from compress.model.edits.changes import Applied
-from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.folds import Scale
-from compress.model.edits.keep_channels import Keep
 from compress.model.edits.permute_channels import Permute
 from compress.model.structure.rotate import Rotate
-from compress.model.structure.rotate_online import RotateOnline
 
 
 class Applicable(Protocol):
@@ -31,7 +29,7 @@ class Applicable(Protocol):
 
 
 class Edit(Applicable, Protocol):
-    """A change that is known before the model is changed, and can be stored."""
+    """A change that is known before the model is changed."""
 
     def entry(self) -> dict[str, Any]:
         """The JSON part of the edit, with a word for its kind under "edit"."""
@@ -42,20 +40,8 @@ class Edit(Applicable, Protocol):
         ...
 
 
-class ReadableEdit(Edit, Protocol):
-    """An edit inside of blocks, which a run that is resumed reads again."""
-
-    kind: ClassVar[str]
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "ReadableEdit":
-        """The stored edit. Raises CheckpointError, which names the fault."""
-        ...
-
-
-EDITS: Mapping[str, type[ReadableEdit]] = {
-    edit.kind: edit for edit in (Scale, Rotate, RotateOnline, Permute, Keep, Drop)
-}
+# Edits inside of blocks, which a resumed run reads again.
+EDITS: Mapping[str, type[Scale] | type[Rotate] | type[Permute]] = {edit.kind: edit for edit in (Scale, Rotate, Permute)}
 
 
 def read_edit(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Edit:

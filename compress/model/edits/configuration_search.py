@@ -23,8 +23,8 @@ from compress.model.split_experts import split_experts
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 PASSING = ("training", "gradient_checkpointing")  # attributes of a model's use, not of its structure
-Facts = dict[tuple[str, str], Any]  # {(parameter or module, "" for its shape or the attribute): value}
-Differing = dict[tuple[str, str], tuple[Any, Any]]
+Fact = tuple[str, str]  # (parameter, "") for its shape, or (module, attribute)
+Mismatch = dict[Fact, tuple[Any, Any]]  # {fact: its value in the made model, and in the edited one}
 Pair = tuple[int, int]
 MOST_FIELDS = 4  # most numbers changed together: heads, key-value heads, head size, blocks
 STATES = 4  # beam width of the search
@@ -83,30 +83,14 @@ def configure(
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return Applied(())
-    search = _ConfigurationSearch(model, frozenset(unread))
+    search = _ConfigurationSearch(model, frozenset(unread), pairs)
     lists = () if kept is None else tuple(f for before, _ in pairs for f in _lists(config, before, kept))
     start = (*known, *lists)
-    if like is not None and search.differing(likely := (*start, *_between(config, like.config, start))) == {}:
-        return search.written(likely)
-    states = {start: search.differing(start)}
-    for _ in range(MOST_FIELDS):
-        fields, differing = next(iter(states.items()))
-        if differing is not None and not differing:
-            return search.written(fields)
-        tried = {}
-        for fields, differing in states.items():
-            for move in _moves(config, fields, differing, pairs):
-                moved, found = search.moved(fields, move, differing)
-                if found is not None and (differing is None or len(found) < len(differing)):
-                    tried[moved] = found
-        best = sorted(tried, key=lambda each: len(tried[each]))[:STATES]
-        if not best:
-            break
-        states = {each: tried[each] for each in best}
-    fields, differing = next(iter(states.items()))
-    if differing is not None and not differing:
-        return search.written(fields)
-    raise InputError(search.refusal(search.differing(start)))
+    if like is not None:
+        likely = (*start, *_differences(config, like.config, start))
+        if search.mismatch(likely) == {}:
+            return search.write(likely)
+    return search.write(search.solve(start))
 
 
 def unread_of(prefix: str, coupling: Coupling) -> list[tuple[str, str]]:
@@ -114,104 +98,123 @@ def unread_of(prefix: str, coupling: Coupling) -> list[tuple[str, str]]:
     return [(".".join(filter(None, (prefix, name))), attribute) for name, attribute in coupling.unread]
 
 
-def facts_of(model: nn.Module) -> Facts:
+def facts_of(model: nn.Module) -> dict[Fact, Any]:
     """The facts about a model that its configuration decides: shapes of parameters and plain attributes of modules."""
-    found: Facts = {(name, ""): tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    facts: dict[Fact, Any] = {(name, ""): tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if not attribute.startswith("_") and attribute not in PASSING and type(value) in PLAIN:
-                found[name, attribute] = value
-    return found
+                facts[name, attribute] = value
+    return facts
+
+
+def model_of(model: nn.Module, fields: Fields) -> nn.Module:
+    """The model, without values, that transformers makes of the configuration with these numbers."""
+    with torch.device("meta"), no_init_weights():
+        made: nn.Module = type(model)(_configuration(model, fields))
+    split_experts(made, model.state_dict().keys())
+    return made
+
+
+def _configuration(model: nn.Module, fields: Fields) -> PretrainedConfig:
+    config: PretrainedConfig = copy.deepcopy(model.config)
+    for field in fields:
+        setattr(field.owner(config), field.name, as_list(field.value))
+    return config
 
 
 class _ConfigurationSearch:
     """Compares an edited model with those that transformers would make."""
 
-    def __init__(self, model: nn.Module, unread: frozenset[tuple[str, str]]) -> None:
-        self.model, self.unread = model, unread
+    def __init__(self, model: nn.Module, unread: frozenset[tuple[str, str]], pairs: Collection[Pair]) -> None:
+        self.model, self.unread, self.pairs = model, unread, pairs
         self.ours = facts_of(model)
-        self.names = model.state_dict().keys()
-        self.said = ""
+        self.error = ""
 
-    def made(self, fields: Fields) -> nn.Module:
-        """The model, without weights, of the configuration with these numbers."""
-        with torch.device("meta"), no_init_weights():
-            made = type(self.model)(self.configuration(fields))
-        split_experts(made, self.names)
-        return made
+    def solve(self, start: Fields) -> Fields:
+        """Fields, among them those of the start, of a configuration that describes the model. A beam search: each step
+        changes one more number, so that fewer facts differ."""
+        states = {start: self.mismatch(start)}
+        for step in range(MOST_FIELDS + 1):
+            fields, mismatch = next(iter(states.items()))
+            if mismatch == {}:
+                return fields
+            after: dict[Fields, Mismatch] = {}
+            for fields, mismatch in states.items() if step < MOST_FIELDS else ():
+                for move in _moves(self.model.config, fields, mismatch, self.pairs):
+                    moved, remaining = self.extend(fields, move, mismatch)
+                    if remaining is not None and (mismatch is None or len(remaining) < len(mismatch)):
+                        after[moved] = remaining
+            if not after:
+                break
+            states = {each: after[each] for each in sorted(after, key=lambda each: len(after[each]))[:STATES]}
+        raise InputError(self.refusal(self.mismatch(start)))
 
-    def configuration(self, fields: Fields) -> PretrainedConfig:
-        """A copy of the model's configuration with these numbers."""
-        config = copy.deepcopy(self.model.config)
-        for field in fields:
-            setattr(field.owner(config), field.name, listed(field.value))
-        return config
-
-    def differing(self, fields: Fields) -> Differing | None:
-        """{fact that differs: (in the made model, in ours)}; None where no model can be made."""
+    def mismatch(self, fields: Fields) -> Mismatch | None:
+        """The facts that differ with these numbers; None where no model can be made."""
         try:
-            made = facts_of(self.made(fields))
+            theirs = facts_of(model_of(self.model, fields))
         except Exception as error:  # noqa: BLE001 - the class may refuse the configuration with any error
-            self.said = f"{type(error).__name__}: {first_line(error)}"
+            self.error = f"{type(error).__name__}: {first_line(error)}"
             return None
-        keys = (self.ours.keys() | made.keys()) - self.unread
-        return {k: (made.get(k), self.ours.get(k)) for k in keys if made.get(k) != self.ours.get(k)}
+        keys = (self.ours.keys() | theirs.keys()) - self.unread
+        return {k: (theirs.get(k), self.ours.get(k)) for k in keys if theirs.get(k) != self.ours.get(k)}
 
-    def moved(self, fields: Fields, move: Field, before: Differing | None) -> tuple[Fields, Differing | None]:
+    def extend(self, fields: Fields, move: Field, before: Mismatch | None) -> tuple[Fields, Mismatch | None]:
         """(Fields with one more, what differs then). A number that followed from the changed one, and that the class
         also reads from the configuration (the size of a head), keeps its value, if the move changes what differed."""
         moved = (*fields, move)
-        found = self.differing(moved)
-        if before and found is not None and before.items() <= found.items():
-            return moved, found
-        followed = {a: own for (name, a), (_, own) in (found or {}).items() if (name, a) not in (before or {})}
+        after = self.mismatch(moved)
+        if before and after is not None and before.items() <= after.items():
+            return moved, after
+        followed = {a: own for (name, a), (_, own) in (after or {}).items() if (name, a) not in (before or {})}
         for pin in _unnamed(self.model.config, followed):
-            pinned = self.differing((*moved, pin))
-            if found is not None and pinned is not None and len(pinned) < len(found):
-                moved, found = (*moved, pin), pinned
-        return moved, found
+            pinned = self.mismatch((*moved, pin))
+            if after is not None and pinned is not None and len(pinned) < len(after):
+                moved, after = (*moved, pin), pinned
+        return moved, after
 
-    def written(self, fields: Fields) -> Applied:
+    def write(self, fields: Fields) -> Applied:
         """Change the model's configuration, and the copies of its numbers in the modules. Raises InputError where the
         configuration's class would not read the result from a file."""
         self.check_readable(fields)
-        made, modules = facts_of(self.made(fields)), dict(self.model.named_modules())
+        theirs, modules = facts_of(model_of(self.model, fields)), dict(self.model.named_modules())
         with changing() as done:
-            for name, attribute in sorted(self.unread & made.keys()):
-                if self.ours[name, attribute] != made[name, attribute]:
-                    done.append(change(modules[name], attribute, made[name, attribute]))
+            for name, attribute in sorted(self.unread & theirs.keys()):
+                if self.ours[name, attribute] != theirs[name, attribute]:
+                    done.append(change(modules[name], attribute, theirs[name, attribute]))
             for field in fields:
                 owner = field.owner(self.model.config)
                 if not hasattr(owner, field.name):
                     setattr(owner, field.name, None)
-                done.append(change(owner, field.name, listed(field.value)))
+                done.append(change(owner, field.name, as_list(field.value)))
         return Applied(tuple(done))
 
     def check_readable(self, fields: Fields) -> None:
         """Raises InputError for numbers that the class refuses when it reads them. Some classes allow to set numbers
         that they refuse to read: heads that do not divide the hidden size."""
-        config = self.configuration(fields)
+        config = _configuration(self.model, fields)
         try:
             type(config).from_dict(config.to_dict())
         except Exception as error:  # noqa: BLE001 - with any error here, transformers would not load the model
-            said = ", ".join(f"{field.name} {listed(field.value)}" for field in fields)
+            numbers = ", ".join(f"{field.name} {as_list(field.value)}" for field in fields)
             why = first_line(error.__cause__ or error).rstrip(".")
-            raise InputError(f"{type(config).__name__} takes no {said}: {why}; give another share") from None
+            raise InputError(f"{type(config).__name__} takes no {numbers}: {why}; give another share") from None
 
-    def refusal(self, differing: Differing | None) -> str:
+    def refusal(self, mismatch: Mismatch | None) -> str:
         """The message for no configuration, with one difference to the model that the present one would make."""
         start = f"no configuration of {type(self.model).__name__} describes the edited model"
-        if not differing:
-            return f"{start} ({self.said}); leave this edit out"
-        (name, attribute), (made, own) = min(differing.items(), key=lambda each: (each[0][1] != "", each[0]))
+        if not mismatch:
+            return f"{start} ({self.error}); leave this edit out"
+        (name, attribute), (theirs, own) = min(mismatch.items(), key=lambda each: (each[0][1] != "", each[0]))
         what = f"{name}.{attribute}" if attribute else f"the shape of {name}"
         return (
-            f"{start}: {what} is {own}, and would be {made}; cut every block alike, in heads and channels that the "
+            f"{start}: {what} is {own}, and would be {theirs}; cut every block alike, in heads and channels that the "
             "configuration counts"
         )
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A field's value as the configuration holds it: a list in the place of a tuple."""
     return list(value) if isinstance(value, tuple) else value
 
@@ -224,49 +227,52 @@ def configs_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield from configs_of(value, (*path, name))
 
 
+def _numbers(config: Any) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """(Path, name, value) of everything in a configuration and the nested ones."""
+    for path, owner in configs_of(config):
+        yield from ((path, name, value) for name, value in vars(owner).items())
+
+
 def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
     """Fields for lists with one element per block, cut to the kept blocks. Lists of tokens or class names of the same
     length are left out."""
     return tuple(
         Field(path, name, tuple(value[i] for i in kept))
-        for path, owner in configs_of(config)
-        for name, value in vars(owner).items()
+        for path, name, value in _numbers(config)
         if isinstance(value, list) and len(value) == count and "token" not in name and name != "architectures"
     )
 
 
-def _between(config: Any, other: Any, taken: Fields) -> Fields:
+def _differences(config: Any, other: Any, taken: Fields) -> Fields:
     """Fields for the numbers of another configuration that differ from this one's, except those in `taken`."""
-    owners, places = dict(configs_of(config)), {(field.path, field.name) for field in taken}
+    ours, places = {each[:2]: each[2] for each in _numbers(config)}, {(field.path, field.name) for field in taken}
     return tuple(
         Field(path, name, value)
-        for path, owner in configs_of(other)
-        for name, value in vars(owner).items()
-        if type(value) is int and (path, name) not in places and value != getattr(owners[path], name, None)
+        for path, name, value in _numbers(other)
+        if type(value) is int and (path, name) not in places and value != ours.get((path, name))
     )
 
 
-def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Collection[Pair]) -> Iterator[Field]:
+def _moves(config: Any, fields: Fields, mismatch: Mismatch | None, pairs: Collection[Pair]) -> Iterator[Field]:
     """Candidates for the next change: numbers that equal or are in ratio to one that differs, and missing numbers."""
     wanted = dict.fromkeys(pairs)
     named: dict[str, Any] = {}
-    for (_, attribute), (made, own) in (differing or {}).items():
-        sizes = zip(made, own, strict=False) if type(made) is type(own) is tuple else [(made, own)]
+    for (_, attribute), (theirs, own) in (mismatch or {}).items():
+        sizes = zip(theirs, own, strict=False) if type(theirs) is type(own) is tuple else [(theirs, own)]
         wanted |= dict.fromkeys((a, b) for a, b in sizes if type(a) is type(b) is int and a != b and a > 0)
         named[attribute] = own
     taken = {(field.path, field.name) for field in fields}
-    found: dict[Field, None] = {}
-    for path, owner in configs_of(config):
-        for name, value in vars(owner).items():
-            if name.startswith("_") or (path, name) in taken:
-                continue
-            for before, after in wanted:
-                if value is None:
-                    found[Field(path, name, after)] = None
-                elif type(value) is int and value > 1 and value * after % before == 0 and value * after:
-                    found[Field(path, name, value * after // before)] = None
-    yield from found
-    yield from (field for field in _unnamed(config, named) if field not in found)
+    moves: dict[Field, None] = {}
+    for path, name, value in _numbers(config):
+        if name.startswith("_") or (path, name) in taken:
+            continue
+        for before, after in wanted:
+            if value is None:
+                moves[Field(path, name, after)] = None
+            elif type(value) is int and value > 1 and value * after % before == 0 and value * after:
+                moves[Field(path, name, value * after // before)] = None
+    yield from moves
+    yield from (field for field in _unnamed(config, named) if field not in moves)
 
 
 def _unnamed(config: Any, named: Mapping[str, Any]) -> Iterator[Field]:

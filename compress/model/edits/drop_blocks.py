@@ -7,23 +7,14 @@ cache), and the configuration gets the new number of blocks and their kinds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from compress.base.errors import InputError
-from compress.base.schema import fits
 from compress.model.edits.changes import Applied, Change, change, changing
 from compress.model.edits.configuration_search import configure
-
-
-class DropEntry(TypedDict):
-    """The JSON entry of a `Drop`."""
-
-    edit: str
-    stack: str
-    indices: list[int]
 
 
 @dataclass(frozen=True)
@@ -56,18 +47,12 @@ class Drop:
         return Applied(tuple(done))
 
     def entry(self) -> dict[str, Any]:
-        """A `DropEntry`."""
+        """The stack and the blocks that go."""
         return {"edit": self.kind, "stack": self.stack, "indices": list(self.indices)}
 
     def parts(self) -> dict[str, Tensor]:
         """No tensors: the entry holds everything."""
         return {}
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Drop":
-        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
-        fits(entry, DropEntry, "an edit that drops blocks")
-        return cls(entry["stack"], tuple(entry["indices"]))
 
 
 def _renumber(blocks: Sequence[nn.Module], kept: Sequence[int]) -> list[Change]:

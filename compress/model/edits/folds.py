@@ -21,14 +21,14 @@ from typing import Any, ClassVar, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from compress.base.errors import InputError
+from compress.base.errors import CheckpointError, InputError
 from compress.base.schema import fits
 from compress.model.edits.changes import DATA, Applied, change
-from compress.model.edits.parts import indices, numbers
 from compress.model.layers import Layer
 
 Kind = Literal["norm", "norm_plus_one", "linear"]
 Merge = Literal["max", "mean"]
+WHOLE_NUMBERS = (torch.int32, torch.int64)
 UNTOUCHED = -1  # in a channel map: an input of the consumer that does not come from the producer
 
 
@@ -163,6 +163,37 @@ class FoldRecord:
     consumers: list[str]
     method: str
     figures: dict[str, float | int | str] = field(default_factory=dict)
+
+
+def numbers(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...]) -> Tensor:
+    """A stored tensor of real numbers. shape: None for a dimension of any size. Raises CheckpointError."""
+    found = _part(parts, name, shape)
+    if not found.is_floating_point():
+        raise CheckpointError(f"{name} has dtype {found.dtype}; it must be one of real numbers")
+    return found
+
+
+def indices(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...], low: int, end: int) -> Tensor:
+    """A stored tensor of whole numbers in [low, end). shape: None for a dimension of any size. Raises
+    CheckpointError."""
+    found = _part(parts, name, shape)
+    if found.dtype not in WHOLE_NUMBERS:
+        raise CheckpointError(f"{name} has dtype {found.dtype}; it must be one of whole numbers")
+    if found.numel() and not (low <= int(found.min()) and int(found.max()) < end):
+        raise CheckpointError(
+            f"{name} has numbers from {int(found.min())} to {int(found.max())}; they must be from {low} to {end - 1}"
+        )
+    return found
+
+
+def _part(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...]) -> Tensor:
+    if name not in parts:
+        raise CheckpointError(f"the tensor {name} is missing")
+    found = parts[name]
+    if found.ndim != len(shape) or any(s not in (None, n) for n, s in zip(found.shape, shape, strict=True)):
+        wanted = ", ".join("any" if s is None else str(s) for s in shape)
+        raise CheckpointError(f"{name} has shape {list(found.shape)}; it must be [{wanted}]")
+    return found
 
 
 class FoldEntry(TypedDict):

@@ -9,17 +9,15 @@ couplings; `Keep` cuts.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.base.errors import CheckpointError, InputError
-from compress.base.schema import fits
+from compress.base.errors import InputError
 from compress.model.convolution import is_convolution
 from compress.model.edits.changes import DATA, Applied, Change, change, changing
-from compress.model.edits.parts import indices
 
 OUTSIDE = -1  # the group of a channel that is in no group and always stays
 Role = Literal["producers", "between", "consumers"]
@@ -69,18 +67,6 @@ class Coupling:
             yield from ((role, member) for member in getattr(self, role))
 
 
-class KeepEntry(TypedDict):
-    """The JSON entry of a `Keep`; the group of every channel and the kept groups are tensors."""
-
-    edit: str
-    groups: int
-    producers: list[str]
-    between: list[str]
-    consumers: list[str]
-    numbers: list[Number]
-    unread: list[tuple[str, str]]
-
-
 @dataclass(frozen=True, eq=False)
 class Keep:
     """An edit: keeps the groups `kept` of a coupling, in ascending order, and removes the others."""
@@ -101,18 +87,11 @@ class Keep:
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
         """Cut the tensors of a block and the counts in its modules. Parameters stay the same objects.
 
-        Raises InputError, before any change, for a block whose layers have other widths.
+        Raises InputError, and undoes all changes, for a block whose layers have other widths.
         """
-        modules = {name: module.get_submodule(name) for name in {m.name for _, m in self.coupling.members()}}
-        for role, member in self.coupling.members():
-            width = _width(modules[member.name], role)
-            if width not in (None, len(member.group_of)):
-                raise InputError(f"{member.name} has {width} channels; the edit is for {len(member.group_of)}")
         with changing() as done:
             for role, member in self.coupling.members():
-                staying = self.staying(member)
-                cut = _cut_between if role == "between" else _cut_layer
-                done += cut(modules[member.name], staying, role)
+                done += take_channels(module, member.name, role, self.staying(member), len(member.group_of))
             for number in self.coupling.numbers:
                 after = number.each * len(self.kept)
                 done.append(change(module.get_submodule(number.module), number.attribute, after))
@@ -123,7 +102,7 @@ class Keep:
         return (torch.isin(member.group_of, self.kept) | (member.group_of == OUTSIDE)).nonzero().flatten()
 
     def entry(self) -> dict[str, Any]:
-        """A `KeepEntry`."""
+        """The names of the modules, and the numbers that count channels."""
         numbers = [{"module": n.module, "attribute": n.attribute, "each": n.each} for n in self.coupling.numbers]
         entry = {"edit": self.kind, "groups": self.coupling.groups, "numbers": numbers}
         entry |= {str(role): [member.name for member in getattr(self.coupling, role)] for role in ROLES}
@@ -136,27 +115,6 @@ class Keep:
             members: Sequence[Member] = getattr(self.coupling, role)
             found |= {f"{role}.{i}": member.group_of.clone().contiguous() for i, member in enumerate(members)}
         return found
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Keep":
-        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
-        fits(entry, KeepEntry, "an edit that keeps channels")
-        groups = entry["groups"]
-        members = {
-            str(role): tuple(
-                Member(name, indices(parts, f"{role}.{i}", (None,), OUTSIDE, groups))
-                for i, name in enumerate(entry[role])
-            )
-            for role in ROLES
-        }
-        numbers = tuple(Number(**number) for number in entry["numbers"])
-        unread = tuple((module, attribute) for module, attribute in entry["unread"])
-        coupling = Coupling(groups, **members, numbers=numbers, unread=unread)
-        kept = indices(parts, "kept", (None,), 0, groups)
-        try:
-            return cls(coupling, kept)
-        except InputError as error:
-            raise CheckpointError(str(error)) from None
 
 
 def dimension_of(layer: nn.Module, role: Role) -> int:
@@ -172,41 +130,28 @@ def number_of(layer: nn.Module, role: Role) -> str:
     return names[role == "consumers"]
 
 
-def _width(module: nn.Module, role: Role) -> int | None:
-    """The number of channels of a member; None for one in between, or without a weight."""
-    weight = module._parameters.get("weight")
-    if role == "between" or weight is None:
-        return None
-    return weight.shape[dimension_of(module, role)]
-
-
-def _cut_layer(layer: nn.Module, staying: Tensor, role: Role) -> list[Change]:
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    assert isinstance(weight, nn.Parameter)
-    done = [_cut(weight, dimension_of(layer, role), staying)]
-    if role == "producers" and bias is not None:
-        done.append(_cut(bias, 0, staying))
-    done.append(change(layer, number_of(layer, role), len(staying)))
-    return done
-
-
-def _cut_between(module: nn.Module, staying: Tensor, role: Role) -> list[Change]:
-    """Cut every tensor with an entry per channel, and every number that counts the channels."""
-    done: list[Change] = []
-    width = channels_between(module)
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        if tensor.ndim > 0 and tensor.shape[0] == width:
-            done.append(_cut(tensor, 0, staying))
-    for name, value in list(vars(module).items()):
-        if not name.startswith("_") and type(value) is int and value == width:
-            done.append(change(module, name, len(staying)))
-    return done
+def take_channels(block: nn.Module, name: str, role: Role, channels: Tensor, width: int) -> Iterator[Change]:
+    """Leave a module of a block these of its channels, in this order: the entries of its tensors and the numbers that
+    count them. Raises InputError for a module with another number of channels than `width`."""
+    module = block.get_submodule(name)
+    if role == "between":  # every tensor with an entry per channel, every number of them
+        tensors = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0]
+        places = [(tensor, 0) for tensor in tensors if len(tensor) == len(tensors[0])]
+        plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        counts = [name for name, value in plain.items() if type(value) is int and value == len(tensors[0])]
+    else:
+        places = [(module.get_parameter("weight"), dimension_of(module, role))]
+        if role == "producers" and getattr(module, "bias", None) is not None:
+            places.append((module.get_parameter("bias"), 0))
+        counts = [number_of(module, role)]
+    if other := [t.shape[dimension] for t, dimension in places if t.shape[dimension] != width]:
+        raise InputError(f"{name} has {other[0]} channels; the edit is for {width}")
+    for tensor, dimension in places:
+        taken = tensor.data.index_select(dimension, channels.to(tensor.device)).contiguous()
+        yield change(tensor, DATA, taken)
+    yield from (change(module, count, len(channels)) for count in counts)
 
 
 def channels_between(module: nn.Module) -> int:
     """The number of channels of a module that holds numbers per channel: the length of its first tensor."""
     return next(t.shape[0] for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0)
-
-
-def _cut(tensor: Tensor, dimension: int, staying: Tensor) -> Change:
-    return change(tensor, DATA, tensor.data.index_select(dimension, staying.to(tensor.device)).contiguous())

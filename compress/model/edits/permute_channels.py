@@ -12,13 +12,12 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from compress.base.errors import CheckpointError, InputError
 from compress.base.schema import fits
-from compress.model.edits.changes import DATA, Applied, Change, change, changing
-from compress.model.edits.keep_channels import ROLES, Role
-from compress.model.edits.parts import indices
+from compress.model.edits.changes import Applied, changing
+from compress.model.edits.folds import indices
+from compress.model.edits.keep_channels import ROLES, take_channels
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ class Permute:
         with changing() as done:
             for role in ROLES:
                 for each in getattr(self, role):
-                    done += _ordered(module.get_submodule(each.name), each, role)
+                    done += take_channels(module, each.name, role, each.order, len(each.order))
         return Applied(tuple(done))
 
     def entry(self) -> dict[str, Any]:
@@ -94,23 +93,3 @@ class Permute:
             return cls(**members)
         except InputError as error:
             raise CheckpointError(str(error)) from None
-
-
-def _ordered(module: nn.Module, given: ChannelOrder, role: Role) -> list[Change]:
-    """Reorder the tensors of a module. In a module in between, these are all tensors with an entry per channel."""
-    if role == "between":
-        tensors = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0]
-        return [_indexed(given, t, 0) for t in tensors if t.shape[0] == len(given.order)]
-    rows = 1 if isinstance(module, Conv1D) else 0
-    weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, nn.Parameter)
-    done = [_indexed(given, weight, rows if role == "producers" else 1 - rows)]
-    if role == "producers" and bias is not None:
-        done.append(_indexed(given, bias, 0))
-    return done
-
-
-def _indexed(given: ChannelOrder, tensor: Tensor, dimension: int) -> Change:
-    if tensor.shape[dimension] != len(given.order):
-        raise InputError(f"{given.name} has {tensor.shape[dimension]} channels; the edit is for {len(given.order)}")
-    return change(tensor, DATA, tensor.data.index_select(dimension, given.order.to(tensor.device)).contiguous())

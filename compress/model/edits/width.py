@@ -6,18 +6,16 @@ query rows of hidden / heads each, an MLP of four times the hidden size. The der
 they are coupled inside a block (`model.structure.couplings`).
 """
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from compress.base.errors import InputError, first_line
 from compress.model.edits.changes import DATA, Applied, Change, change, changing
-from compress.model.edits.configuration_search import Field, configs_of, facts_of
+from compress.model.edits.configuration_search import Field, configs_of, facts_of, model_of
 from compress.model.edits.keep_channels import Coupling, dimension_of, number_of
 from compress.model.layers import is_layer
 
@@ -96,7 +94,7 @@ def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]
     path = next((path for path, each in configs_of(config) if each is owner), ())
     field = getattr(owner, "attribute_map", {}).get(FIELD, FIELD)
     ours, also = facts_of(model), _as_wide(model, owner, path, field)
-    wider = facts_of(_made(model, *(Field(path, name, 2 * size) for name in (field, *also))))
+    wider = facts_of(_wider(model, *(Field(path, name, 2 * size) for name in (field, *also))))
     axes: dict[str, tuple[int, ...]] = {}
     numbers: list[tuple[str, str]] = []
     for (name, attribute), own in ours.items():
@@ -122,8 +120,8 @@ def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], f
     size, own = getattr(owner, field), {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def same(*names: str) -> bool:
-        made = _made(model, *(Field(path, name, 2 * size) for name in names))
-        return {name for name, _ in made.named_parameters(remove_duplicate=False)} == own
+        wider = _wider(model, *(Field(path, name, 2 * size) for name in names))
+        return {name for name, _ in wider.named_parameters(remove_duplicate=False)} == own
 
     if same(field):
         return ()
@@ -131,15 +129,10 @@ def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], f
     return next(((name,) for name in alike if same(field, name)), ())
 
 
-def _made(model: nn.Module, *fields: Field) -> nn.Module:
-    """The model, without weights, of the configuration with these numbers. Raises InputError where its class
-    refuses."""
-    config = copy.deepcopy(model.config)
-    for field in fields:
-        setattr(field.owner(config), field.name, field.value)
+def _wider(model: nn.Module, *fields: Field) -> nn.Module:
+    """`model_of` these fields. Raises InputError where its class refuses."""
     try:
-        with torch.device("meta"):
-            return type(model)(config)
+        return model_of(model, fields)
     except Exception as error:  # noqa: BLE001 - the class may refuse these numbers with any error
         raise InputError(
             f"no {type(model).__name__} has another {fields[0].name} ({first_line(error)}); leave hidden out"

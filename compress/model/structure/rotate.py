@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from compress.base.errors import CheckpointError, InputError
 from compress.model.calls import Call
 from compress.model.edits.changes import DATA, Applied, change, changing
-from compress.model.edits.folds import UNTOUCHED, Consumer, Fold, fold_entry, fold_parts, layer_at, read_fold
-from compress.model.edits.parts import numbers
+from compress.model.edits.folds import UNTOUCHED, Consumer, Fold, fold_entry, fold_parts, layer_at, numbers, read_fold
 from compress.model.layers import is_linear
 from compress.model.structure.excerpt import short_call, tried
 from compress.model.structure.hollow_forward import HollowOutputs, hollow_forward

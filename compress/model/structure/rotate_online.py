@@ -6,12 +6,11 @@ al. 2024, arXiv 2405.16406).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from compress.base.schema import fits
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.folds import Fold
 from compress.model.experts import Experts
@@ -19,13 +18,6 @@ from compress.model.layers import Layer, is_linear, layers_of, output_head
 from compress.model.online_rotation import input_rotation, rotate_input
 from compress.model.structure.streams import Stream
 from compress.weights.rotations.hadamard import rotated
-
-
-class OnlineEntry(TypedDict):
-    """The JSON of a `RotateOnline`."""
-
-    layer: str
-    block: int
 
 
 @dataclass(frozen=True)
@@ -55,12 +47,6 @@ class RotateOnline:
     def parts(self) -> dict[str, Tensor]:
         """No tensors: the size says all about the matrix."""
         return {}
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "RotateOnline":
-        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
-        fits(dict(entry), OnlineEntry, "an edit")
-        return cls(entry["layer"], entry["block"])
 
 
 def unreached(
