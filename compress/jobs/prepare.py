@@ -39,7 +39,7 @@ from compress.jobs.model_source import (
 )
 from compress.jobs.request import Request
 from compress.jobs.teachers import Teachers, check_tokens, fingerprints
-from compress.jobs.whole_model import CHANGED, check_structural, shrunk, undoing
+from compress.jobs.whole_model import CHANGED, check_structural, edit_whole_model, undo_on_failure
 from compress.model.buffers import stored_buffers
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.experts import Experts
@@ -61,8 +61,8 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     found = found_model(request.model, request.device, request.trust_remote_code)
     data = read_data(request, found, comm.world)
     data = replace(data, remarks=check_tokens(request.passes, found, data, request.trust_remote_code))
-    opened = shrunk(request, opened_model(found, request.dtype, comm), data, comm, reporter)
-    with undoing(opened, request.restore):
+    opened = edit_whole_model(request, opened_model(found, request.dtype, comm), data, comm, reporter)
+    with undo_on_failure(opened, request.restore):
         return _job(request, opened, data, place, comm, reporter)
 
 

@@ -49,7 +49,9 @@ def check_structural(request: Request) -> None:
         )
 
 
-def shrunk(request: Request, opened: OpenedModel, data: RunData, comm: Comm, reporter: Reporter) -> OpenedModel:
+def edit_whole_model(
+    request: Request, opened: OpenedModel, data: RunData, comm: Comm, reporter: Reporter
+) -> OpenedModel:
     """Edit the model as the passes say that do so. Every rank holds it as a whole until then."""
     structural, _ = restructuring_of(request.passes)
     done = Restructured()
@@ -71,7 +73,7 @@ def shrunk(request: Request, opened: OpenedModel, data: RunData, comm: Comm, rep
     return opened
 
 
-def undoing(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
+def undo_on_failure(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
     """Brings back what was edited of a model after a failure, or names its structure as changed."""
     if opened.cut is None:
         return nullcontext()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from compress.model.calls import without_data
+from compress.model.calls import removing, without_data
 from compress.weights.caches import SCALES
 
 # Names of the cache argument in the forwards of attentions.
@@ -114,11 +114,8 @@ def seeing_caches(seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) ->
         found = cache_argument(attention)
         assert found is not None
         handles.append(attention.register_forward_pre_hook(SeeCache(see, *found), with_kwargs=True))
-    try:
+    with removing(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def has_cache_format(attention: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from compress.base.errors import CompressError, InputError
-from compress.model.calls import evaluating
+from compress.model.calls import evaluating, removing
 from compress.model.edits.changes import DATA, Change, change, changing
 from compress.model.layers import Layer, is_layer
 
@@ -94,16 +94,16 @@ def fold_batch_norm(model: nn.Module, batch: Mapping[str, Any]) -> BatchNormFold
     with evaluating(model), torch.no_grad():
         before = _tensors(model(**batch))
         watch = _watch(model, batch)
-        found = _matches(model, watch)
+        result = _matches(model, watch)
         with changing() as done:
-            for name, layer in found.folded.items():
+            for name, layer in result.folded.items():
                 norm = model.get_submodule(name)
                 done += fold_into(Layer(layer, model.get_submodule(layer)), norm)
                 done += [change(parent, key, nn.Identity()) for parent, key in _places(model, norm)]
             problem = _difference(before, _tensors(model(**batch)))
             if problem is not None:
                 raise CompressError(f"folding batch norms would change the model's output {problem}; it is as it was")
-    return found
+    return result
 
 
 def fold_into(layer: Layer, norm: nn.Module) -> list[Change]:
@@ -136,12 +136,8 @@ def _watch(model: nn.Module, batch: Mapping[str, Any]) -> _Watch:
         elif isinstance(module, NORMS):
             hooks.append(module.register_forward_pre_hook(lambda _m, a, name=name: watch.norm_begins(name, a)))
             hooks.append(module.register_forward_hook(lambda _m, _a, _o: watch.norm_ends()))
-    try:
-        with watch:
-            output = model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removing(hooks), watch:
+        output = model(**batch)
     watch.note(output, "the model's output")
     return watch
 

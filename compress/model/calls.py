@@ -1,7 +1,7 @@
 """The data that goes through a model: batches, the calls of its blocks, and the inputs of its layers."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 from compress.base.errors import CompressError, InputError
 from compress.model.convolution import elements, samples
@@ -92,6 +93,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Removes hooks after the body."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Turns key-value caches off for the body: every block forward would fill them."""
     held = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]  # a decoder's own
@@ -130,28 +141,28 @@ def without_data(model: nn.Module) -> Iterator[FakeTensorMode]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with unmarked(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with keeping_attributes(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         logger.setLevel(level)
 
 
 @contextmanager
-def unmarked(model: nn.Module) -> Iterator[None]:
+def keeping_attributes(model: nn.Module) -> Iterator[None]:
     """Restores the attributes of a model's modules afterwards, and the entries of those that are dictionaries or lists.
     Parameters, modules and hooks are left to the body."""
     before = [(module, _attributes(module)) for module in model.modules()]
-    held = [(value, copy(value)) for _, found in before for value in found.values() if type(value) in (dict, list)]
+    held = [(value, copy(value)) for _, values in before for value in values.values() if type(value) in (dict, list)]
     try:
         yield
     finally:
         for value, entries in held:
             value.clear()
             (value.update if isinstance(value, dict) else value.extend)(entries)
-        for module, found in before:
-            for name in _attributes(module).keys() - found.keys():
+        for module, values in before:
+            for name in _attributes(module).keys() - values.keys():
                 del module.__dict__[name]
-            module.__dict__.update(found)
+            module.__dict__.update(values)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -189,7 +200,7 @@ class Arrival:
         return self.x_MK if full_M is None or not bool(full_M.any()) else self.x_MK[full_M]
 
 
-def paired(arrival: Arrival) -> Arrival:
+def pair_with_original(arrival: Arrival) -> Arrival:
     """The arrival beside the original's, or, where that gives the layer other tokens, beside itself."""
     if arrival.reference_MK is not None and arrival.reference_MK.shape == arrival.x_MK.shape:
         return arrival
@@ -207,7 +218,9 @@ class Arrivals:
         return self.walk()
 
 
-def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None, weight_M: Tensor | None = None) -> Arrival:
+def arrival_of(
+    layer: Layer, call: Call, x: Tensor, reference: Tensor | None, weight_M: Tensor | None = None
+) -> Arrival:
     """The arrival for a layer's input `x`. reference: the input of the same layer in the original model. weight_M: of
     the first rows of both; the others do not count (None: all rows count, but for padding).
 

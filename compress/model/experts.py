@@ -180,14 +180,14 @@ class SortedExperts(Experts):
 def gates(model: nn.Module) -> dict[str, nn.Module]:
     """{name: module} beside experts that weigh them: routers, and gates of shared experts. They stand next to a list of
     experts, and their weight has no more rows than there are experts."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         most = max(map(_experts_in, module.children()), default=0)
         for child_name, child in module.named_children() if most else ():
             weight = child._parameters.get("weight")
             if weight is not None and weight.ndim == 2 and len(weight) <= most:
-                found[f"{name}.{child_name}" if name else child_name] = child
-    return found
+                modules[f"{name}.{child_name}" if name else child_name] = child
+    return modules
 
 
 def _experts_in(module: nn.Module) -> int:

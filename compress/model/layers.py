@@ -226,13 +226,13 @@ def layers_of(block: nn.Module, block_name: str, convolutions: bool = False, exp
     registration order."""
     prefix = f"{block_name}." if block_name else ""
     wanted = is_layer if convolutions else is_linear
-    found: list[Layer] = []
+    result: list[Layer] = []
     for name, module in block.named_modules():
         if wanted(module):
-            found.append(Layer(prefix + name, module))
+            result.append(Layer(prefix + name, module))
         elif experts:
-            found += experts_of(module, prefix + name)
-    return found
+            result += experts_of(module, prefix + name)
+    return result
 
 
 def experts_of(module: nn.Module, name: str) -> list[Layer]:
@@ -291,12 +291,12 @@ def find_stacks(model: nn.Module, convolutions: bool | None = None) -> list[Stac
             (f"; {name} is an {type(m).__name__}: {ADVICE}" for name, m in model.named_modules() if is_whole(m)), ""
         )
         raise InputError(f"{type(model).__name__} has no {what} to compress{whole}")
-    found = list(_candidates(model, "", is_linear))
-    if not found and convolutions:
-        found = list(_candidates(model, "", is_layer))
+    lists = list(_candidates(model, "", is_linear))
+    if not lists and convolutions:
+        lists = list(_candidates(model, "", is_layer))
     stacks = [
         Stack(name, container, tuple((f"{name}.{i}", block) for i, block in enumerate(container)))
-        for name, container in found
+        for name, container in lists
     ]
     return stacks or [whole_model(model)]
 

@@ -41,14 +41,14 @@ def check_quick(patterns: Sequence[str], names: Sequence[str]) -> None:
 def patterns_of(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
     """Shell-style patterns that match exactly these layers. Layers whose names differ in numbers only share a pattern
     when all of them are meant; every other layer has its own."""
-    meant, found = set(layers), []
+    meant, words = set(layers), []
     for layer in layers:
         pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
         matched = {other for other in everything if matches(other, pattern)}
         word = pattern if matched <= meant else escape(layer)
-        if word not in found:
-            found.append(word)
-    return found
+        if word not in words:
+            words.append(word)
+    return words
 
 
 def ignoring(layers: Sequence[str], everything: Sequence[str]) -> str:

@@ -57,15 +57,15 @@ def repeated_names(model: nn.Module, blocks: Blocks) -> set[str]:
     """Full names of parameters and buffers of blocks that a checkpoint holds as tensors of earlier ones. A model of
     transformers keeps those that it does not tie, which would not be found otherwise."""
     ties, first = _ties(model), dict[object, str]()
-    found: set[str] = set()
+    repeated: set[str] = set()
     for block_name, block in blocks:
         prefix = f"{block_name}." if block_name else ""
         for name, what in _tensors(block):
             kept = first.setdefault(what, prefix + name)
             full = prefix + name
             if kept != full and (ties is None or ties.get(full, full) == ties.get(kept, kept)):
-                found.add(full)
-    return found
+                repeated.add(full)
+    return repeated
 
 
 def _tensors(block: nn.Module) -> Iterator[tuple[str, object]]:

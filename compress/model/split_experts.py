@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.experts import Expert, Experts, SortedExperts
+from compress.model.splitting.stand_in import linear_of
 
 # What transformers sets on every instance of a class of experts that it marks.
 MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
@@ -52,19 +53,19 @@ def split_experts(model: nn.Module, stored: Collection[str] | None = None) -> li
     The layers are views of the parameters that they replace, where these are stored as [outputs, inputs]; copies
     otherwise.
     """
-    found = [name for name, module in model.named_modules() if is_joined(module)]
+    fused = [name for name, module in model.named_modules() if is_joined(module)]
     numbered = None if stored is None else [match for each in stored if (match := NUMBERED.match(each)) is not None]
     if numbered is not None:
         apart = {match[1] for match in numbered}
         # Families that transformers renames have other names in front of the last.
         last = {name.rpartition(".")[2] for name in apart}
-        same = [name for name in found if name in apart]
-        found = same or [name for name in found if name.rpartition(".")[2] in last]
+        same = [name for name in fused if name in apart]
+        fused = same or [name for name in fused if name.rpartition(".")[2] in last]
     held = None if numbered is None else {match[2] for match in numbered}
     usual = leaves_of(model)
-    for name in found:
+    for name in fused:
         model.set_submodule(name, _split(model.get_submodule(name), _leaves(name, usual, held)))
-    return found
+    return fused
 
 
 def _leaves(name: str, usual: tuple[str, ...], held: set[str] | None) -> tuple[str, ...]:
@@ -136,12 +137,12 @@ def joins(model: nn.Module) -> bool:
 def leaves_of(model: nn.Module) -> tuple[str, ...]:
     """The names of an expert's layers (gate, up, down) on the hub: those from which transformers joins its
     parameters."""
-    found: dict[str, list[str]] = {}
+    leaves: dict[str, list[str]] = {}
     for step in loading_steps(model):
         if joins_experts(step):
             sources = [source.removesuffix(".weight") for source in step.source_patterns]
-            found[step.target_patterns[0].rpartition(".")[2]] = [source.rpartition(".")[2] for source in sources]
-    named = (*found.get("gate_up_proj", LEAVES[:2]), *found.get("down_proj", LEAVES[2:]))
+            leaves[step.target_patterns[0].rpartition(".")[2]] = [source.rpartition(".")[2] for source in sources]
+    named = (*leaves.get("gate_up_proj", LEAVES[:2]), *leaves.get("down_proj", LEAVES[2:]))
     return named if len(named) == len(LEAVES) else LEAVES
 
 
@@ -168,7 +169,9 @@ def _split(fused: Any, leaves: tuple[str, ...]) -> Experts:
         parts = _gate_and_up(inner, experts), _gate_and_up(inner_bias, experts)
         layers = [*zip(*parts, strict=True), (outer, outer_bias)]
         for leaf, (weight, bias) in zip(experts.leaves, layers, strict=True):
-            expert.add_module(leaf, _linear(weight, bias, first.requires_grad))
+            assert weight is not None
+            views = weight.contiguous(), None if bias is None else bias.contiguous()
+            expert.add_module(leaf, linear_of(*views, first.requires_grad))
         experts.add_module(str(i), expert)
     experts.train(fused.training)
     return experts
@@ -181,12 +184,3 @@ def _gate_and_up(whole: Tensor | None, experts: Experts) -> list[Tensor | None]:
     if whole is None:
         return [None, None]
     return list(whole.chunk(2)) if experts.is_concatenated else [whole[::2], whole[1::2]]
-
-
-def _linear(weight_NK: Tensor | None, bias: Tensor | None, trained: bool) -> nn.Linear:
-    assert weight_NK is not None
-    layer = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias is not None, device="meta", dtype=weight_NK.dtype)
-    layer.weight = nn.Parameter(weight_NK.contiguous(), trained)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.contiguous(), trained)
-    return layer

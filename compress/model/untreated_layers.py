@@ -13,7 +13,7 @@ UNASKED_CONVOLUTION = "convolution; --convolutions includes it (in Python convol
 UNASKED_EXPERTS = "fused experts: compress.split_experts(model) makes linear layers of those that transformers marks"
 
 
-def left_alone(
+def untreated_weights(
     model: nn.Module, treated: Collection[str], convolutions: bool, experts: Collection[str] | None = None
 ) -> dict[str, str]:
     """{name: reason} of every weight matrix that no pass treats.

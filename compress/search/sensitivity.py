@@ -47,7 +47,7 @@ from compress.jobs.request import Calibration, Request
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.model.online_rotation import input_rotation
-from compress.model.untreated_layers import left_alone
+from compress.model.untreated_layers import untreated_weights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
 from compress.search.candidate import Candidate, described
@@ -197,7 +197,7 @@ def _study(request: Request, first: Sequence[Pass], text: str | Tensor, reporter
 def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
     """Remarks for the user about the layers of a plan."""
     names = [layer.name for layers in plan.layers.values() for layer in layers]
-    reasons = {**left_alone(model, set(names), plan.convolutions), **plan.ignored}
+    reasons = {**untreated_weights(model, set(names), plan.convolutions), **plan.ignored}
     little = remark(achieved(model, names, (), reasons))
     return [*plan.notes, *remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
 

@@ -15,7 +15,7 @@ from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.keep_channels import Keep
 from compress.model.layers import find_stacks
 from compress.model.structure.couplings import find_couplings, why_not
-from compress.model.structure.dependence import NONE, joined, taken_apart
+from compress.model.structure.dependence import NONE, join_parts, take_apart
 from compress.model.structure.discovery import discover
 from compress.model.structure.rotate import Rotate, copies, widest
 from compress.model.structure.rotate import why_not as why_not_rotate
@@ -197,7 +197,7 @@ def test_parts_are_told_apart_by_what_they_reach():
         of_C = torch.randint(parts, (channels,), generator=generator)
         edges = of_K[:, None] == of_C
 
-        part_K, part_C = taken_apart(inputs_, lambda k, e=edges: e[k].any(0), lambda c, e=edges: e[:, c].any(1))
+        part_K, part_C = take_apart(inputs_, lambda k, e=edges: e[k].any(0), lambda c, e=edges: e[:, c].any(1))
         read, used = edges.any(1), edges.any(0)
         assert torch.equal(part_K == NONE, ~read)
         assert torch.equal(part_C == NONE, ~used)
@@ -207,7 +207,7 @@ def test_parts_are_told_apart_by_what_they_reach():
 
 def test_channels_that_any_reader_ties_are_joined():
     parts = [torch.tensor([0, 0, 1, NONE, 2]), torch.tensor([NONE, 4, 4, 5, NONE])]
-    assert joined(parts, 5).tolist() == [0, 0, 0, 3, 4]
+    assert join_parts(parts, 5).tolist() == [0, 0, 0, 3, 4]
 
 
 # --- what transformers makes of it -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from compress.model.layers import find_stacks
 from compress.model.structure.discovery import Finder, confirm, discover
 from compress.model.structure.excerpt import TOKENS, short_call
 from compress.model.structure.hollow_forward import codes, decode, exponents
-from compress.model.structure.producers import registered_twice
+from compress.model.structure.producers import repeated_parameters
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 VALUE = {"self_attn.v_proj": ["self_attn.o_proj"]}
@@ -336,9 +336,9 @@ def test_shared_weights_are_refused():
 
 def test_shared_parameters_are_found_however_they_are_shared():
     block, twice = Sandwich(True), Sandwich(False)
-    assert registered_twice(block) == {id(block.a.weight)}
-    assert registered_twice(nn.ModuleList([twice, twice])) == {id(p) for p in twice.parameters()}
-    assert registered_twice(twice) == set()
+    assert repeated_parameters(block) == {id(block.a.weight)}
+    assert repeated_parameters(nn.ModuleList([twice, twice])) == {id(p) for p in twice.parameters()}
+    assert repeated_parameters(twice) == set()
 
 
 class Functional(nn.Module):

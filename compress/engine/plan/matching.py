@@ -15,7 +15,7 @@ from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, 
 from compress.model.patterns import FORMS, check_quick, matches
 from compress.model.sharing import shared_parameters
 from compress.model.splitting.split_layers import ADVICE
-from compress.model.untreated_layers import left_alone
+from compress.model.untreated_layers import untreated_weights
 from compress.passes.protocol.base import Pass
 from compress.train.rounding.swapped_layers import Quantizing
 
@@ -143,7 +143,7 @@ def remarks_on_patterns(
     pattern that names nothing, and for one of `only` that names nothing that its pass could treat."""
     known = [*(layer.name for layer in layers), *ignored.reasons]
     example = next(iter(known), "")
-    others = {**{name: type(m).__name__ for name, m in parts_of(model)}, **left_alone(model, (), convolutions)}
+    others = {**{name: type(m).__name__ for name, m in parts_of(model)}, **untreated_weights(model, (), convolutions)}
     notes = []
     for pattern in ignored.patterns:
         if pattern not in ignored.matched:

@@ -23,7 +23,7 @@ from compress.model.layers import (
     treats_convolutions,
     whole_model,
 )
-from compress.model.untreated_layers import left_alone
+from compress.model.untreated_layers import untreated_weights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import (
     Decide,
@@ -117,7 +117,11 @@ class Plan:
         tables = {name for table in self.tables for name in (table.name, *table.shared)}
         treated = self.treated
         experts = {*treated, *self.ignored} if self.experts else None
-        found = {**left_alone(model, treated, self.convolutions, experts), **self.ignored, **matrices(self.beside)}
+        found = {
+            **untreated_weights(model, treated, self.convolutions, experts),
+            **self.ignored,
+            **matrices(self.beside),
+        }
         return {name: why for name, why in found.items() if name not in tables}
 
     @property

@@ -44,10 +44,10 @@ class Compensation:
                     others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
                     streams = Streams(streams.calls, streams.after(others, others).reference)
                     continue
-                solved, streams = self.adjusted(name, opened, streams, min(gone) < i)
+                solved, streams = self.refit(name, opened, streams, min(gone) < i)
             yield name, Refit(solved)
 
-    def adjusted(
+    def refit(
         self, name: str, opened: Opened, streams: Streams, solves: bool
     ) -> tuple[list[tuple[Layer, Tensor, Tensor | None]], Streams]:
         """The layers of an open block that make up for what went before it, with weights and biases in the dtypes that

@@ -1,9 +1,9 @@
 """The choice of the channels of the hidden state that stay: `solvers.hidden_width` on a whole model."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
 from compress.engine.residency import Local
-from compress.model.calls import Call, real_tokens
+from compress.model.calls import Call, real_tokens, removing
 from compress.model.edits.changes import DATA, Applied, change, changing
 from compress.model.edits.keep_channels import dimension_of
 from compress.model.edits.width import Width, narrow
@@ -49,7 +49,7 @@ class Narrowing:
 
     def squares(self, writing: bool = False) -> list[Tensor]:
         """[H] of each matrix that has the channels (of those that write them): the sum of squares of each channel."""
-        found, seen = [], set()
+        sums, seen = [], set()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, dims in self.width.axes.items():
             parameter, owner = parameters[name], self.model.get_submodule(name.rpartition(".")[0])
@@ -60,8 +60,8 @@ class Narrowing:
                 rows = is_layer(owner) and dimension == dimension_of(owner, "producers")
                 if not writing or rows or isinstance(owner, nn.Embedding):
                     values = parameter.data.double().movedim(dimension, 0).flatten(1)
-                    found.append(values.square().sum(1).cpu())
-        return found
+                    sums.append(values.square().sum(1).cpu())
+        return sums
 
     def by_writers(self, kept_N: Tensor) -> float:
         """One number for all norms."""
@@ -115,7 +115,8 @@ class Narrowing:
     def watch(self, norms: Mapping[str, nn.Module], see: See) -> None:
         """Run the model on its calls; `see` is told what each norm was given and returned."""
         for call in self.calls:
-            with _watched(norms, call, see):
+            hooks = [norm.register_forward_hook(partial(_show, see, name, call)) for name, norm in norms.items()]
+            with removing(hooks):
                 self.model(*call.args, **call.kwargs)
 
 
@@ -145,17 +146,8 @@ class Narrow:
         return {"of": self.width.size, "removed": gone, "scales": dict(self.scales)}
 
 
-@contextmanager
-def _watched(norms: Mapping[str, nn.Module], call: Call, see: See) -> Iterator[None]:
-    def of_norm(name: str) -> Any:
-        return lambda _, args, output: see(name, call, args[0], output)
-
-    hooks = [module.register_forward_hook(of_norm(name)) for name, module in norms.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _show(see: See, name: str, call: Call, norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    see(name, call, args[0], output)
 
 
 def offset_of(name: str, norm: nn.Module, size: int) -> float:

@@ -23,7 +23,7 @@ from compress.base.errors import CompressError
 from compress.engine.layer_versions import Versions
 from compress.engine.plan.batches import running
 from compress.engine.walk.products import Products
-from compress.model.calls import Arrival, Arrivals, Call, arrived, paired
+from compress.model.calls import Arrival, Arrivals, Call, arrival_of, pair_with_original
 from compress.model.experts import Calibration, calibrating, shown_now
 from compress.model.layers import Layer
 from compress.model.splitting.recurrent import is_step
@@ -144,8 +144,8 @@ class _Forwards:
             try:
                 here, *others = self._advance(runners, site)
                 other = None if not others or others[0] is None else others[0][0]
-                arrival = None if here is None else arrived(self.sites[site][0], call, here[0], other, here[1])
-                yield paired(arrival) if others and arrival is not None else arrival
+                arrival = None if here is None else arrival_of(self.sites[site][0], call, here[0], other, here[1])
+                yield pair_with_original(arrival) if others and arrival is not None else arrival
             finally:
                 if i not in self.waiting:
                     for runner in runners:

@@ -15,7 +15,7 @@ from compress.engine.layer_versions import Versions
 from compress.engine.plan.batches import running
 from compress.engine.walk.sites import BlockSites
 from compress.engine.walk.state import Run
-from compress.model.calls import Arrival, Arrivals, Call, arrived, paired
+from compress.model.calls import Arrival, Arrivals, Call, arrival_of, pair_with_original
 from compress.model.layers import Layer
 from compress.model.online_rotation import as_read
 from compress.passes.protocol.base import Pass
@@ -62,10 +62,10 @@ def arrivals_of(
             if not here:
                 yield None
                 continue
-            rows = [arrived(layer, call, x, None).x_MK for x in here]
-            others = None if other is None else [arrived(layer, call, x, None).x_MK for x in other]
+            rows = [arrival_of(layer, call, x, None).x_MK for x in here]
+            others = None if other is None else [arrival_of(layer, call, x, None).x_MK for x in other]
             arrival = Arrival(torch.cat(rows), torch.cat(others) if others else None)
-            yield paired(arrival) if reference else arrival
+            yield pair_with_original(arrival) if reference else arrival
 
     return Arrivals(walk)
 

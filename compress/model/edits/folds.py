@@ -176,14 +176,14 @@ def numbers(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...
 def indices(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...], low: int, end: int) -> Tensor:
     """A stored tensor of whole numbers in [low, end). shape: None for a dimension of any size. Raises
     CheckpointError."""
-    found = _part(parts, name, shape)
-    if found.dtype not in WHOLE_NUMBERS:
-        raise CheckpointError(f"{name} has dtype {found.dtype}; it must be one of whole numbers")
-    if found.numel() and not (low <= int(found.min()) and int(found.max()) < end):
+    values = _part(parts, name, shape)
+    if values.dtype not in WHOLE_NUMBERS:
+        raise CheckpointError(f"{name} has dtype {values.dtype}; it must be one of whole numbers")
+    if values.numel() and not (low <= int(values.min()) and int(values.max()) < end):
         raise CheckpointError(
-            f"{name} has numbers from {int(found.min())} to {int(found.max())}; they must be from {low} to {end - 1}"
+            f"{name} has numbers from {int(values.min())} to {int(values.max())}; they must be from {low} to {end - 1}"
         )
-    return found
+    return values
 
 
 def _part(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...]) -> Tensor:

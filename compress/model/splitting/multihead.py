@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
+from compress.model.splitting.stand_in import linear_of, take_attributes
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -32,20 +34,19 @@ class SplitAttention(nn.Module):
     @staticmethod
     def of(module: nn.MultiheadAttention) -> "SplitAttention":
         """The drop-in of a module. The layers are views of its weights."""
-        made = SplitAttention()
-        kept = {key: value for key, value in module.__dict__.items() if not key.startswith("_") or "hooks" in key}
-        made.__dict__.update({key: value for key, value in kept.items() if key not in ("bias_k", "bias_v")})
-        made._qkv_same_embed_dim = module._qkv_same_embed_dim
-        made.register_parameter("in_proj_weight", None)
-        made.register_parameter("in_proj_bias", None)
+        attention = SplitAttention()
+        attention._qkv_same_embed_dim = module._qkv_same_embed_dim
+        attention.register_parameter("in_proj_weight", None)
+        attention.register_parameter("in_proj_bias", None)
         for name in ("bias_k", "bias_v"):
-            made.register_parameter(name, module._parameters.get(name))
+            attention.register_parameter(name, module._parameters.get(name))
+        take_attributes(attention, module)
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         for name, weight, bias in zip(PROJECTIONS, _weights(module), biases, strict=True):
-            made.add_module(name, _linear(weight, bias))
+            attention.add_module(name, linear_of(weight, bias))
         out = module.out_proj
-        made.add_module("out_proj", _linear(out.weight, out.bias))
-        return made.train(module.training)
+        attention.add_module("out_proj", linear_of(out.weight, out.bias))
+        return attention.train(module.training)
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class SplitAttention(nn.Module):
     def _mask(self, padding_BS: Tensor | None, mask: Tensor | None, q_BHTD: Tensor, keys: int) -> Tensor | None:
         """A sum of masks for the scores, [B or 1, H or 1, T or 1, S]. The masks may not reach the keys that the module
         itself has added, which are never hidden."""
-        found: Tensor | None = None
+        total: Tensor | None = None
         heads = (
             None if mask is None else mask.unflatten(0, (-1, self.num_heads)) if mask.dim() == 3 else mask[None, None]
         )
@@ -108,8 +109,8 @@ class SplitAttention(nn.Module):
                 if not each.is_floating_point():  # True hides a key
                     hidden = torch.zeros_like(hidden).masked_fill(each, -torch.inf)
                 hidden = pad(hidden, (0, keys - hidden.shape[-1]))
-                found = hidden if found is None else found + hidden
-        return found
+                total = hidden if total is None else total + hidden
+        return total
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -120,16 +121,3 @@ def _weights(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
     if module._qkv_same_embed_dim:
         return cast(Tensor, module.in_proj_weight).chunk(3)
     return tuple(cast(Tensor, getattr(module, f"{name}_weight")) for name in PROJECTIONS)
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A linear layer with these parameters, or with views of them."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
-    layer.weight = _parameter(weight)
-    if bias is not None:
-        layer.bias = _parameter(bias)
-    return layer
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), tensor.requires_grad)

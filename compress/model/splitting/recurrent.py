@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from compress.base.errors import InputError
 from compress.model.experts import is_calibrating
+from compress.model.splitting.stand_in import linear_of, take_attributes
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
@@ -49,7 +50,7 @@ def _steps() -> Iterator[None]:
         _STEPPING.reset(token)
 
 
-def stepped(mode: str, of_input: Tensor, of_state: Tensor, state: State) -> State:
+def next_state(mode: str, of_input: Tensor, of_state: Tensor, state: State) -> State:
     """The next state, not projected. of_input, of_state: the products with x_t and h_(t-1), biases included."""
     if mode == "LSTM":
         i, f, g, o = (of_input + of_state).chunk(4, -1)
@@ -107,9 +108,10 @@ class Recurrent(nn.Module):
     def of(module: nn.RNNBase) -> "Recurrent":
         """The drop-in of a module; the layers hold its parameters."""
         made = Recurrent()
-        _take_over(made, module)
+        take_attributes(made, module)
+        made.kind = type(module)
         for name in _names(module.num_layers, module.bidirectional, bool(module.proj_size)):
-            made.add_module(name, _layer(module, f"weight_{name}", f"bias_{name}"))
+            made.add_module(name, _layer(module, name))
         return made.train(module.training)
 
     def flatten_parameters(self) -> None:
@@ -157,13 +159,13 @@ class Recurrent(nn.Module):
         widths = [self.proj_size or self.hidden_size, self.hidden_size][: 2 if self.mode == "LSTM" else 1]
         if hx is None:
             return tuple(x.new_zeros(count, batch, width) for width in widths)
-        given = tuple(hx) if self.mode == "LSTM" else (hx,)
-        given = tuple(part.unsqueeze(1) for part in given) if alone else given
-        for part, width in zip(given, widths, strict=True):
+        states = tuple(hx) if self.mode == "LSTM" else (hx,)
+        states = tuple(part.unsqueeze(1) for part in states) if alone else states
+        for part, width in zip(states, widths, strict=True):
             if part.shape != (count, batch, width):
                 wanted = (count, batch, width)
                 raise InputError(f"{self.kind.__name__}: expected a state of {wanted}, got {tuple(part.shape)}")
-        return given if order is None else tuple(part.index_select(1, order) for part in given)
+        return states if order is None else tuple(part.index_select(1, order) for part in states)
 
     def _direction(self, x: Tensor, state: State, name: str, steps: Timeline, reverse: bool) -> tuple[Tensor, State]:
         """(Outputs, last state) of one layer in one direction."""
@@ -186,7 +188,7 @@ class Recurrent(nn.Module):
             for t in reversed(range(count)) if reverse else range(count):
                 rows = len(of_input[t])
                 now = tuple(part[:rows] for part in state)
-                new = stepped(self.mode, of_input[t], hh(now[0]), now)
+                new = next_state(self.mode, of_input[t], hh(now[0]), now)
                 if keeps:
                     read["hh"][t], read["hr"][t] = now[0], new[0]
                 if hr is not None:
@@ -213,12 +215,13 @@ class RecurrentCell(nn.Module):
     def of(module: nn.RNNCellBase) -> "RecurrentCell":
         """The drop-in of a cell; the layers hold its parameters."""
         made = RecurrentCell()
-        _take_over(made, module)
+        take_attributes(made, module)
+        made.kind = type(module)
         made.mode = {nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}.get(
             cast(Any, type(module)), f"RNN_{getattr(module, 'nonlinearity', 'tanh').upper()}"
         )
         for name in ("ih", "hh"):
-            made.add_module(name, _layer(module, f"weight_{name}", f"bias_{name}"))
+            made.add_module(name, _layer(module, name))
         return made.train(module.training)
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
@@ -229,7 +232,7 @@ class RecurrentCell(nn.Module):
         else:
             state = tuple(hx) if parts > 1 else (hx,)
         of_input, hh = self.get_submodule("ih")(input), self.get_submodule("hh")
-        new = stepped(self.mode, of_input, hh(state[0]), state)
+        new = next_state(self.mode, of_input, hh(state[0]), state)
         return new if parts > 1 else new[0]
 
     def extra_repr(self) -> str:
@@ -244,21 +247,11 @@ def _names(layers: int, bidirectional: bool, projected: bool) -> list[str]:
     return [f"{read}_l{i}{direction}" for i in range(layers) for direction in directions for read in reads]
 
 
-def _take_over(made: Any, module: nn.Module) -> None:
-    """Give a drop-in the attributes and hooks of a module."""
-    kept = {key: value for key, value in module.__dict__.items() if not key.startswith("_") or "hooks" in key}
-    made.__dict__.update({**kept, "kind": type(module)})
-
-
-def _layer(module: nn.Module, weight: str, bias: str) -> nn.Linear:
-    """A linear layer with two parameters of a module."""
-    held, also = module._parameters[weight], module._parameters.get(bias)
-    assert held is not None
-    layer = nn.Linear(held.shape[1], held.shape[0], also is not None, device="meta", dtype=held.dtype)
-    layer.weight = held
-    if also is not None:
-        layer.bias = also
-    return layer
+def _layer(module: nn.Module, name: str) -> nn.Linear:
+    """The linear layer of a module's weight and bias of this name."""
+    weight = module._parameters[f"weight_{name}"]
+    assert weight is not None
+    return linear_of(weight, module._parameters.get(f"bias_{name}"))
 
 
 def _beside(new: State, state: State, rows: int) -> State:

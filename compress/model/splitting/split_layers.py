@@ -62,23 +62,23 @@ def split_layers(model: nn.Module, stored: Collection[str] | None = None) -> lis
 
     Raises InputError for a model that is such a module itself, and for one whose weights cannot be taken.
     """
-    found = {n: m for n, m in model.named_modules() if is_whole(m) and (stored is None or _holds(stored, n, m))}
-    if "" in found:
+    whole = {n: m for n, m in model.named_modules() if is_whole(m) and (stored is None or _holds(stored, n, m))}
+    if "" in whole:
         raise InputError(
             f"the model is itself an {type(model).__name__}, which cannot be replaced in place; put it into a module: "
             "torch.nn.Sequential(model)"
         )
-    for name, module in found.items():
+    for name, module in whole.items():
         if stored is None and (problem := why_not_split(module)) is not None:
             raise InputError(f"{name} {problem}")
         if (other := _also_read(model, module)) is not None:
             raise InputError(f"{name} shares its in_proj_weight with {other}; give each a weight of its own")
-    made = {module: _apart(module) for module in found.values()}
+    made = {module: _apart(module) for module in whole.values()}
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child in made:
                 parent._modules[key] = made[child]
-    return list(found)
+    return list(whole)
 
 
 def _apart(module: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.structure.dependence import NONE, Dependence, Wiring, dependence_of
 from compress.model.structure.excerpt import short_first, tried
 from compress.model.structure.half_cut import HalfCut
-from compress.model.structure.producers import Producer, registered_twice
+from compress.model.structure.producers import Producer, repeated_parameters
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
     shared: identities of parameters that modules outside the block also use; sharing inside is found here.
     Any error gives no couplings, with the reason.
     """
-    found = tried(
+    result = tried(
         block,
         short_first(call),
-        lambda exact_call: _CouplingSearch(block, exact_call, set(shared) | registered_twice(block)).found(),
+        lambda exact_call: _CouplingSearch(block, exact_call, set(shared) | repeated_parameters(block)).search(),
     )
-    return found if isinstance(found, Couplings) else Couplings((), (f"no couplings: {found}",))
+    return result if isinstance(result, Couplings) else Couplings((), (f"no couplings: {result}",))
 
 
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
@@ -93,15 +93,15 @@ class _CouplingSearch:
         self.unreached = [name for name in layers if name not in self.wiring.inputs]
         self.reasons |= dict.fromkeys(self.unreached, "was never called during the probe")
 
-    def found(self) -> Couplings:
+    def search(self) -> Couplings:
         """The couplings, and the reasons for layers without one."""
         fixed = dict(self.reasons)
         dependence = dependence_of(self.wiring, set(fixed))
         self.wiring.leaves.clear()
         couplings: list[Coupling] = []
-        for candidate in alike(dependence, self.wiring.watched.keys()):
+        for candidate in group_alike(dependence, self.wiring.watched.keys()):
             problem = self.unusable(candidate, fixed)
-            result = problem or HalfCut(self.block, self.call, self.wiring.producers, candidate).settled()
+            result = problem or HalfCut(self.block, self.call, self.wiring.producers, candidate).settle()
             if isinstance(result, Coupling):
                 couplings.append(result)
             else:
@@ -129,7 +129,7 @@ class _CouplingSearch:
         return None
 
 
-def alike(dependence: Dependence, between: Collection[str]) -> Iterator[Coupling]:
+def group_alike(dependence: Dependence, between: Collection[str]) -> Iterator[Coupling]:
     """Couplings whose groups are the components with equally many channels in the same places; without `numbers`."""
     places = [("producers", name, part) for name, part in dependence.produced.items()]
     places += [("between" if n in between else "consumers", n, part) for n, part in dependence.read.items()]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.calls import Call
-from compress.model.structure.hollow_forward import changed, given_output, hollow_forward
+from compress.model.structure.hollow_forward import changed_inputs, given_output, hollow_forward
 from compress.model.structure.producers import Producer
 
 NONE = -1  # for an input that depends on no producer, and for a channel in no component that can be removed
@@ -85,7 +85,7 @@ class Wiring:
                 found_C[self.places[name]] |= (slope != 0).reshape(-1, slope.shape[-1]).any(0).cpu()
         return found_C
 
-    def changed(self, reader: str, chosen_C: Tensor) -> Tensor:
+    def changed_inputs(self, reader: str, chosen_C: Tensor) -> Tensor:
         """Bool mask [K] of a reader's inputs that change when the chosen channels get other numbers."""
 
         def other(name: str, output: Tensor) -> Tensor:
@@ -94,15 +94,15 @@ class Wiring:
             return torch.where(chosen, instead, output)
 
         seen = hollow_forward(self.block, self.call, self.producers, other, watched=self.watched)
-        return changed(self.base, seen, {**self.producers, **self.watched})[reader].cpu()
+        return changed_inputs(self.base, seen, {**self.producers, **self.watched})[reader].cpu()
 
     def parts_of(self, reader: str) -> tuple[Tensor, Tensor]:
-        """`taken_apart` for a reader."""
+        """`take_apart` for a reader."""
         width = self.inputs[reader][0].shape[1]
-        return taken_apart(width, lambda k: self.reach(reader, k), lambda c: self.changed(reader, c))
+        return take_apart(width, lambda k: self.reach(reader, k), lambda c: self.changed_inputs(reader, c))
 
 
-def taken_apart(
+def take_apart(
     inputs: int, reach: Callable[[Tensor], Tensor], changed: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(The part of each input [K] of a reader, the part of each channel [C] that it reads); NONE for inputs and
@@ -184,13 +184,13 @@ def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
         known = next(alike, None)
         parts[name] = wiring.parts_of(name) if known is None else parts[known]
     # A watched module does not join components: a norm over the channels of one head, say, is used by all heads.
-    label_C = joined([part_C for name, (_, part_C) in parts.items() if name in wiring.producers], wiring.channels)
+    label_C = join_parts([part_C for name, (_, part_C) in parts.items() if name in wiring.producers], wiring.channels)
     label_C = torch.where(torch.isin(label_C, label_C[held_C]), NONE, label_C)
     read = {name: _labels(part_K, part_C, label_C) for name, (part_K, part_C) in parts.items()}
     return Dependence({name: label_C[place] for name, place in wiring.places.items()}, read)
 
 
-def joined(parts: list[Tensor], channels: int) -> Tensor:
+def join_parts(parts: list[Tensor], channels: int) -> Tensor:
     """The component [C] of each channel, named by the number of its first channel. Channels that lie in one part of any
     reader are of one component."""
     label_C = torch.arange(channels)

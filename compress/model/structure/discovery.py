@@ -40,7 +40,7 @@ from compress.model.structure.producers import (
     distance,
     powers_of_two,
     producers_of,
-    registered_twice,
+    repeated_parameters,
 )
 
 
@@ -100,20 +100,20 @@ def _guarded(
     """The result of `work` on a few tokens of the call, or on the whole call where the short one does not run or misses
     layers. Any error gives no folds, with the reason."""
     short = short_call(call)
-    found = None
+    discovery = None
     problem = ""
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
-                run = _Discoverer(block, exact_call, set(shared) | registered_twice(block))
-                found = work(run)
+                run = _Discoverer(block, exact_call, set(shared) | repeated_parameters(block))
+                discovery = work(run)
         except Exception as error:  # noqa: BLE001 - folds are an offer: a block that cannot be probed goes without
             said = str(error).strip().splitlines()
             problem = f"no folds: {type(error).__name__}{': ' + said[0] if said else ''}"
         else:
             if not run.unreached:
                 break
-    return found or Discovery((), (problem,))
+    return discovery or Discovery((), (problem,))
 
 
 class _Discoverer:
@@ -144,12 +144,12 @@ class _Discoverer:
                 folds.append(Fold(name, producer.kind, producer.channels, consumers))
             else:
                 rejected.append(f"{name}: {problem}")
-        return self.confirmed(folds, rejected)
+        return self.confirm_folds(folds, rejected)
 
     def confirm(self, folds: Sequence[Fold]) -> Discovery:
         if folds:
             self.run_original()
-        return self.confirmed(folds, [])
+        return self.confirm_folds(folds, [])
 
     def run(self) -> list[Tensor]:
         """The outputs of a full forward."""
@@ -209,7 +209,7 @@ class _Discoverer:
             consumers.append(Consumer(reader, channel_of_K))
         return tuple(consumers), None if consumers else "no linear layer reads it"
 
-    def confirmed(self, folds: Sequence[Fold], rejected: list[str]) -> Discovery:
+    def confirm_folds(self, folds: Sequence[Fold], rejected: list[str]) -> Discovery:
         """Keeps the folds whose parameters may be edited and that do not change the outputs."""
         candidates: list[Fold] = []
         for fold in folds:
@@ -221,18 +221,18 @@ class _Discoverer:
         # Tried apart: only norms that multiply by 1 + w need a tolerance.
         plus_one = [fold for fold in candidates if fold.kind == "norm_plus_one"]
         others = [fold for fold in candidates if fold.kind != "norm_plus_one"]
-        kept: list[Fold] = []
+        valid: list[Fold] = []
         for group, tolerance in ((others, 0.0), (plus_one, ROUNDING)):
             if not group or self.harm(group, tolerance) is None:
-                kept += group
+                valid += group
                 continue
             for fold in group:
                 harm = self.harm([fold], tolerance)
                 if harm is None:
-                    kept.append(fold)
+                    valid.append(fold)
                 else:
                     rejected.append(_refusal(fold, f"the block's output changes by {harm:.1e} of its largest value"))
-        return Discovery(tuple(sorted(kept, key=folds.index)), tuple(rejected), self.forwards, self.probes)
+        return Discovery(tuple(sorted(valid, key=folds.index)), tuple(rejected), self.forwards, self.probes)
 
     def unwritable(self, fold: Fold) -> str | None:
         """The reason why the parameters of a fold must not be edited; None where they may."""

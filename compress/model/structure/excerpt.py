@@ -51,15 +51,15 @@ def short_call(call: Call) -> Call:
     length = lead.shape[1] if has_tokens else 1
     if samples * length <= TOKENS:
         return call
-    kept, start = slice(0, max(1, TOKENS // max(1, length))), 0
+    rows, start = slice(0, max(1, TOKENS // max(1, length))), 0
     if has_tokens and call.tokens is not None:
         row = int(call.tokens.sum(1).argmax())  # the sample with the least padding, from its first real token on
-        kept, start = slice(row, row + 1), min(int(call.tokens[row].int().argmax()), max(0, length - TOKENS))
+        rows, start = slice(row, row + 1), min(int(call.tokens[row].int().argmax()), max(0, length - TOKENS))
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        result = value[kept] if value.ndim > 1 and samples > 1 and value.shape[0] == samples else value
+        result = value[rows] if value.ndim > 1 and samples > 1 and value.shape[0] == samples else value
         if length > TOKENS:
             dims = [1] if value is lead else range(1 if value.ndim > 1 else 0, value.ndim)
             for dim in dims:

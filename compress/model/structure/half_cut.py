@@ -31,7 +31,7 @@ class HalfCut:
         with for_now() as done:
             for member in coupling.consumers:
                 layer = layer_at(block, member.name)
-                done.append(change(layer.parameter, DATA, zeroed(layer, self.edit.staying(member))))
+                done.append(change(layer.parameter, DATA, zero_others(layer, self.edit.staying(member))))
             self.expected = self.run()
 
     def run(self) -> list[Tensor]:
@@ -69,7 +69,7 @@ class HalfCut:
             before.append(full[:, columns[name].to(full.device)] if name in columns else full)
         return distance(now, before)
 
-    def settled(self) -> Coupling | str:
+    def settle(self) -> Coupling | str:
         """The coupling with the attributes that count its groups, or the reason why it cannot be cut."""
         candidates = self.countable()
         subsets = (c for n in range(len(candidates) + 1) for c in combinations(candidates, n))
@@ -119,7 +119,7 @@ class HalfCut:
         ]
 
 
-def zeroed(layer: Layer, staying: Tensor) -> Tensor:
+def zero_others(layer: Layer, staying: Tensor) -> Tensor:
     """The stored weight of a layer with zeros for all inputs (channels of a convolution) except `staying`."""
     weight = layer.parameter.data
     dimension = 0 if layer.transposed else 1

@@ -176,18 +176,18 @@ def compare(
     return changes, None
 
 
-def changed(base: HollowOutputs, seen: HollowOutputs, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
+def changed_inputs(base: HollowOutputs, seen: HollowOutputs, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
     """{layer: bool mask [K] of the inputs that changed in any token of any call}. It shows any dependence, while
     `compare` accepts scales only."""
-    found: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
     for (name, index), before in base.inputs.items():
         rows = producers[name].rows(before.detach())
         after = seen.inputs.get((name, index))
         different_K = torch.ones_like(rows[0], dtype=torch.bool)
         if after is not None and after.shape == before.shape:
             different_K = (rows != producers[name].rows(after)).any(0)
-        found[name] = found[name] | different_K if name in found else different_K
-    return found
+        masks[name] = masks[name] | different_K if name in masks else different_K
+    return masks
 
 
 def codes(channels: int) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.model.calls import Batch, Call
+from compress.model.calls import Batch, Call, removing
 from compress.model.layers import Layer, is_linear
 from compress.model.structure.excerpt import short_call
 from compress.model.structure.hollow_forward import HollowOutputs, as_given, given_output, hollow_forward
@@ -63,25 +63,22 @@ class HollowModel:
             table.register_forward_hook(partial(stand_in, name), with_kwargs=True)
             for name, table in self.tables.items()
         ]
-        try:
+        with removing(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _multiplies_rows(table: nn.Embedding, args: Any, kwargs: Any) -> bool:
     """True for an embedding that returns its rows times one number: zeros of zeros, one number of ones."""
     if table.max_norm is not None:
         return False
-    before, found = table.weight.data, []
+    before, outputs = table.weight.data, []
     try:
         for value in (0.0, 1.0):
             table.weight.data = before.new_full((1, 1), value).expand_as(before)  # takes no memory
-            found.append(table.forward(*args, **kwargs))
+            outputs.append(table.forward(*args, **kwargs))
     finally:
         table.weight.data = before
-    zeros, ones = found
+    zeros, ones = outputs
     return bool((zeros == 0).all() and (ones == ones.flatten()[0]).all() and ones.flatten()[0] != 0)
 
 

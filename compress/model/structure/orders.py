@@ -43,12 +43,12 @@ class Places:
 
     def permuted(self, order_U: Tensor) -> Permute:
         """The edit that moves channel order[u] to the place of channel u."""
-        found: dict[Role, list[ChannelOrder]] = {role: [] for role in ROLES}
+        orders: dict[Role, list[ChannelOrder]] = {role: [] for role in ROLES}
         for (role, name), places_RU in self.of.items():
             order = torch.arange(self.widths[role, name])
             order[places_RU.flatten()] = places_RU[:, order_U].flatten()
-            found[role].append(ChannelOrder(name, order))
-        return Permute(*(tuple(found[role]) for role in ROLES))
+            orders[role].append(ChannelOrder(name, order))
+        return Permute(*(tuple(orders[role]) for role in ROLES))
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def find_orders(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Col
         if fold.kind == "linear" and not unfit(fold) and taken.isdisjoint(readers):
             offers += _of_fold(block, call, fold)
             taken |= readers
-    found: list[Places] = []
+    orders: list[Places] = []
     rejected: dict[str, str] = {}
     for places in offers:
         problem = why_not(block, call, places)
         if problem is None:
-            found.append(places)
+            orders.append(places)
         else:
             rejected |= dict.fromkeys(places.consumers, problem)
-    return Orders(tuple(found), rejected)
+    return Orders(tuple(orders), rejected)
 
 
 def why_not(block: nn.Module, call: Call, places: Places) -> str | None:

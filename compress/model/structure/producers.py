@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from compress.model.calls import removing
 from compress.model.convolution import geometry_of, is_convolution, output_sizes
 from compress.model.edits.changes import DATA, change, for_now
 from compress.model.edits.folds import Kind, divided_norm
@@ -59,7 +60,7 @@ class Producer:
         return x.movedim(axis, -1).reshape(-1, x.shape[axis])
 
 
-def registered_twice(model: nn.Module) -> set[int]:
+def repeated_parameters(model: nn.Module) -> set[int]:
     """Identities (`id`) of the parameters that have several names, be it as a part of one module that has several."""
     seen: set[int] = set()
     shared: set[int] = set()
@@ -86,20 +87,17 @@ def producers_of(block: nn.Module, run: Callable[[], Any]) -> dict[str, Producer
         for name, module in block.named_modules()
         if _may_be_norm(module)
     ]
-    try:
+    with removing(hooks):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found: dict[str, Producer] = {}
+    producers: dict[str, Producer] = {}
     for name, module in block.named_modules():
         kind = kinds.get(name)
         if is_linear(module) and "weight" in module._parameters:
-            found[name] = Producer(module, "linear", Layer(name, module).shape[0])
+            producers[name] = Producer(module, "linear", Layer(name, module).shape[0])
         elif kind is not None:
             assert isinstance(module.weight, Tensor)
-            found[name] = Producer(module, kind, module.weight.numel())
-    return found
+            producers[name] = Producer(module, kind, module.weight.numel())
+    return producers
 
 
 def _may_be_norm(module: nn.Module) -> bool:

@@ -43,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class RotateStream:
-    """An edit of a model: a hidden state in other coordinates (`rotated_stream` makes it). turns: of the weights of
+    """An edit of a model: a hidden state in other coordinates (`stream_rotation` makes it). turns: of the weights of
     embeddings and layers; uniform: norms with one gain for all channels; untied: heads that get their own weight."""
 
     kind: ClassVar[str] = "rotate-stream"
@@ -124,7 +124,7 @@ class RotateStream:
         return {name: part.cpu().clone().contiguous() for name, part in self.rotation.parts().items()}
 
 
-def rotated_stream(model: nn.Module, stream: Stream, rotation: Orthogonal) -> RotateStream:
+def stream_rotation(model: nn.Module, stream: Stream, rotation: Orthogonal) -> RotateStream:
     """The edit that rotates a hidden state. Raises InputError, which names the module, for shared weights that would
     have to turn in several ways, and for a norm's bias that has no place."""
     gains = {norm.name: gain_of(model, norm) for norm in stream.norms}

@@ -83,24 +83,24 @@ def find_streams(model: nn.Module, batch: Batch) -> FoundStreams:
         with torch.no_grad():
             hollow = HollowModel(model, batch)
             parts = parts_of(hollow)
-            found = [_stream(hollow, part, parts) for part in parts if len(_norms(hollow, part)) >= FEWEST_NORMS]
+            results = [_stream(hollow, part, parts) for part in parts if len(_norms(hollow, part)) >= FEWEST_NORMS]
     except Exception as error:  # noqa: BLE001 - a rotation is an offer: a model that cannot be tried goes without
         return FoundStreams(
             rejected=(f"it does not run without its weights: {type(error).__name__}: {first_line(error)}",)
         )
-    streams = tuple(each for each in found if isinstance(each, Stream))
-    reasons = tuple(dict.fromkeys(each for each in found if isinstance(each, str)))
-    return FoundStreams(streams, reasons if found else (NO_STREAM,))
+    streams = tuple(each for each in results if isinstance(each, Stream))
+    reasons = tuple(dict.fromkeys(each for each in results if isinstance(each, str)))
+    return FoundStreams(streams, reasons if results else (NO_STREAM,))
 
 
 def parts_of(hollow: HollowModel) -> list[StreamPart]:
     """The parts of a model, by the graph of one hollow forward."""
-    made: dict[Any, Node] = {}
+    writer_of: dict[Any, Node] = {}
     above: dict[Node, Node] = {}
 
     def leaf(name: str, output: Tensor) -> Tensor:
         copy = output.requires_grad_().clone()  # a leaf must not be changed in place
-        made[copy.grad_fn] = (name, "writes")
+        writer_of[copy.grad_fn] = (name, "writes")
         return copy
 
     def top(node: Node) -> Node:
@@ -121,8 +121,8 @@ def parts_of(hollow: HollowModel) -> list[StreamPart]:
                 above[top(owner[step])] = top(end)
                 continue
             owner[step] = end
-            if step in made:
-                above[top(made[step])] = top(end)
+            if step in writer_of:
+                above[top(writer_of[step])] = top(end)
             else:
                 todo += [each for each, _ in step.next_functions]
     parts: dict[Node, StreamPart] = {}
@@ -250,10 +250,10 @@ def _stream_norms(hollow: HollowModel, behind: Mapping[str, StreamPart]) -> tupl
         return y
 
     seen = hollow.forward(noted)
-    made = []
+    result = []
     for name, after in behind.items():
         inputs = [x for (reader, _), x in seen.inputs.items() if reader in after.readers]
         exact = all(any(torch.equal(x, y) for y in outputs[name]) for x in inputs)
         offset = 1.0 if hollow.producers[name].kind == "norm_plus_one" else 0.0
-        made.append(StreamNorm(name, offset, tuple(after.readers), exact))
-    return tuple(made)
+        result.append(StreamNorm(name, offset, tuple(after.readers), exact))
+    return tuple(result)

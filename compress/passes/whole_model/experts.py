@@ -61,7 +61,7 @@ class Tally:
         return self.norms / self.tokens.clamp(min=1)
 
 
-def observed(experts: Experts, tally: Tally, real_T: Tensor | None, *given: Tensor) -> Tensor:
+def watch_experts(experts: Experts, tally: Tally, real_T: Tensor | None, *given: Tensor) -> Tensor:
     """The output of `experts` for `given`; counts what each expert adds. real: the tokens that are no padding."""
 
     def see(expert: int, token: Tensor, outputs: Tensor, weights: Tensor) -> None:
@@ -143,7 +143,7 @@ def fewer_experts(share: float, whole: Whole) -> Iterator[tuple[str, Edit]]:
     def watch(block: nn.Module, call: Call) -> AbstractContextManager[None]:
         real_T = None if call.tokens is None else call.tokens.reshape(-1)
         seen: dict[nn.Module, Callable[..., Tensor]] = {
-            m: partial(observed, m, tallies[m], real_T) for m in block.modules() if isinstance(m, Experts)
+            m: partial(watch_experts, m, tallies[m], real_T) for m in block.modules() if isinstance(m, Experts)
         }
         return replaced_forwards(seen)
 
@@ -154,12 +154,12 @@ def fewer_experts(share: float, whole: Whole) -> Iterator[tuple[str, Edit]]:
         if not int(tally.tokens.sum()):
             raise CompressError(f"no calibration token reached {around}; give more calibration data")
         scores = tally.scores()
-        kept = experts_left(scores, routing, routing.staying(share))
-        gone = [i for i in range(routing.experts) if i not in kept]
+        staying = experts_left(scores, routing, routing.staying(share))
+        gone = [i for i in range(routing.experts) if i not in staying]
         unseen = sum(int(tally.tokens[i]) == 0 for i in gone)
         whole.note(
             f"structure: {around} goes on without {len(gone)} of {routing.experts} experts: "
             f"{', '.join(map(str, gone))}" + (f" ({unseen} of them got no token)" if unseen else "")
         )
         told = (("removed", gone), ("scores", scores.tolist()), ("tokens", tally.tokens.tolist()))
-        yield around, KeepExperts(own, tuple(kept), told)
+        yield around, KeepExperts(own, tuple(staying), told)

@@ -42,7 +42,7 @@ from compress.base.errors import InputError
 from compress.model.known_edits import Edit
 from compress.model.structure.rotate import Rotate
 from compress.model.structure.rotate_online import RotateOnline, unreached
-from compress.model.structure.rotate_stream import RotateStream, rotated_stream
+from compress.model.structure.rotate_stream import RotateStream, stream_rotation
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.stages import Restructure, Stage
@@ -107,7 +107,7 @@ class Rotation(Pass):
                 fits = ", ".join(str(size) for size in range(SMALLEST_BLOCK, width + 1) if width % size == 0)
                 raise InputError(f"rotate: blocks of {self.block} for {width} channels; blocks that fit: {fits}")
             try:
-                edit = rotated_stream(
+                edit = stream_rotation(
                     whole.model, stream, hadamard_rotation(width, generator, self.block, stream.keeps_ones)
                 )
             except InputError as error:
