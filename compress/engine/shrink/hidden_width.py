@@ -36,7 +36,7 @@ class Narrowing:
     residency: Local
     comm: Comm
 
-    def edit(self) -> "Narrow":
+    def edit(self) -> "NarrowHidden":
         """The edit that cuts the model."""
         with self.residency.open(self.model, keep=False), torch.no_grad():
             scores_H = by_weights(self.squares()) if self.weighed else self.activations()
@@ -45,7 +45,7 @@ class Narrowing:
             norms = self.width.norms(self.model)
             offsets = {name: offset_of(name, module, self.width.size) for name, module in norms.items()}
             scales = self.fitted(kept_N) if self.calls else dict.fromkeys(norms, self.by_writers(kept_N))
-        return Narrow(self.width, kept_N, scales, offsets)
+        return NarrowHidden(self.width, kept_N, scales, offsets)
 
     def squares(self, writing: bool = False) -> list[Tensor]:
         """[H] of each matrix that has the channels (of those that write them): the sum of squares of each channel."""
@@ -121,7 +121,7 @@ class Narrowing:
 
 
 @dataclass(frozen=True)
-class Narrow:
+class NarrowHidden:
     """An edit of a whole model: the channels `kept_N` of its hidden state stay, and what each norm multiplies by, its
     weight and an offset, is scaled."""
 

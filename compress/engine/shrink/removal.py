@@ -20,7 +20,7 @@ from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.compensation import Compensation
 from compress.engine.shrink.cuts import Cut, Removed
 from compress.engine.shrink.groups import Reading, choose
-from compress.engine.shrink.hidden_width import Narrow, Narrowing
+from compress.engine.shrink.hidden_width import NarrowHidden, Narrowing
 from compress.engine.shrink.removal_plan import RemovalPlan
 from compress.engine.walk.collect import collected
 from compress.engine.walk.forward import suspended_forward
@@ -83,7 +83,7 @@ class Removal:
             yield from Compensation(whole, self.p).edits(stack, captured, set(gone))
         yield "", Drop(stack.name, tuple(sorted(gone)))
 
-    def narrow(self, stacks: Sequence[Stack]) -> Narrow:
+    def narrow(self, stacks: Sequence[Stack]) -> NarrowHidden:
         """The edit that removes channels of the hidden state."""
         model = self.whole.model
         calls = self.whole.calls_of(whole_model(model))[0] if self.p.uses_data else []

@@ -89,7 +89,7 @@ def why_not(block: nn.Module, call: Call, places: Places) -> str | None:
     order = torch.arange(next(iter(places.of.values())).shape[1]).roll(1).flip(0)
 
     def change(exact: Call) -> float:
-        """How far the outputs are off in another order."""
+        """The largest relative difference of the outputs in another order."""
         with torch.no_grad(), repeatable(block):
             before = tensors_of(block(*exact.args, **exact.kwargs))
         with torch.no_grad(), repeatable(block), for_now() as done:
