@@ -14,7 +14,7 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Figure:
     """A value, and its standard error where one is known. token_error: the standard error as if tokens were
-    independent, as llama.cpp states it (`compress.evaluation.quality.quality`). interval: 95 %, of samples too small
+    independent, as llama.cpp states it (`compress.evaluation.quality.predictor`). interval: 95 %, of samples too small
     for 1.96 errors to either side."""
 
     value: float
@@ -107,7 +107,7 @@ class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
     sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
-    with its paired error; interval: 95 % of it (`compress.evaluation.tasks.paired_accuracy`). gained, lost: questions
+    with its paired error; interval: 95 % of it (`compress.evaluation.tasks.results`). gained, lost: questions
     that only one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric:
     lm-eval's name of `accuracy`, where it is another. accuracy_norm: choices by log-probability per character.
     perplexity: of the words that are asked for. truncated: questions whose context the window had no room for.

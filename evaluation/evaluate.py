@@ -14,12 +14,18 @@ from compress.base.errors import InputError
 from compress.base.progress import Counted, Reporter, Silent, tell_tokens
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
-from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
-from compress.evaluation.quality.language import Model, common_vocabulary, config_of, first_tokenizer, loaded, opened
+from compress.evaluation.provenance import circumstances, missing_of, name_model, run_of, size_of
+from compress.evaluation.quality.language import (
+    Model,
+    common_vocabulary,
+    config_of,
+    first_tokenizer,
+    load_predictor,
+    open_model,
+)
 from compress.evaluation.quality.noise import own_dtype
-from compress.evaluation.quality.overflow import watching
-from compress.evaluation.quality.predictor import predictor
-from compress.evaluation.quality.quality import measure
+from compress.evaluation.quality.overflow import watch_overflow
+from compress.evaluation.quality.predictor import measure, predictor
 from compress.evaluation.quality.reference_states import Note
 from compress.evaluation.quality.texts import Role, Text, gap, load_text
 from compress.evaluation.reference_model import Original
@@ -72,10 +78,6 @@ def _arithmetic(dtype: torch.dtype | Literal["stored"] | None, device: torch.dev
     return None if isinstance(dtype, str) else dtype
 
 
-def _tokenizer(given: Any, *models: Model | None) -> Any:
-    return first_tokenizer(*models) if given is None else given
-
-
 def evaluate(
     model: nn.Module | str | Path,
     *,
@@ -114,28 +116,26 @@ def evaluate(
     """
     target = find_device(device)
     work = _arithmetic(dtype, target)
-    ours = opened(model, trust_remote_code)
-    theirs = None if reference is None else opened(reference, trust_remote_code)
+    ours = open_model(model, trust_remote_code)
+    theirs = None if reference is None else open_model(reference, trust_remote_code)
     text = text if text is not None else [] if tasks else "demo"
     if noise_floor and (theirs is None or not len(text)):
         raise InputError("the noise floor is the reference's against itself on a text; give a reference and a text")
-    reporter, words = reporter or Silent(), partial(_tokenizer, tokenizer, ours, theirs)
+    reporter = reporter or Silent()
+
+    def words() -> Any:
+        return first_tokenizer(ours, theirs) if tokenizer is None else tokenizer
+
     prepared = _tasks(tasks, questions, words, ours, theirs)
     windows = {"length": length, "samples": samples, "stride": stride, "bos": bos}
     texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
     if not texts and prepared is None:
         raise InputError("text is an empty list; give one text or more")
-    original = partial(
-        Original,
-        texts=texts,
-        dtype=work,
-        device=target,
-        cache=cache,
-        tasks=prepared,
-        note=reporter.note,
-    )
-    work_on = partial(_evaluated, noise_floor=noise_floor, dtype=work, device=target, reporter=reporter)
-    return work_on(ours, None if theirs is None else original(theirs), texts, prepared)
+    how: dict[str, Any] = {"dtype": work, "device": target}
+    original = None
+    if theirs is not None:
+        original = Original(theirs, texts, cache=cache, tasks=prepared, note=reporter.note, **how)
+    return _evaluate(ours, original, texts, prepared, noise_floor=noise_floor, reporter=reporter, **how)
 
 
 def check_asked(
@@ -159,7 +159,7 @@ def check_asked(
     return [] if prepared is None else [task.fingerprint() for task in prepared.tasks]
 
 
-def _evaluated(
+def _evaluate(
     ours: Model,
     original: Original | None,
     texts: Sequence[Text],
@@ -176,13 +176,13 @@ def _evaluated(
     counted = Counted(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
     step = partial(counted, what="windows")
     floors = original.floors(vocabulary, step) if original is not None and noise_floor else None
-    network = loaded(ours, dtype, device)
+    network = load_predictor(ours, dtype, device)
     if texts:
         tokens = sum(span.end - span.begin for each in texts for span in each.windows.spans)
         tell_tokens(reporter, tokens / sum(len(each.windows.spans) for each in texts))
         counted(0, "windows" if counted.done else "")
-    with watching(network, own_dtype(ours)) as overflow:
-        results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    with watch_overflow(network, own_dtype(ours)) as overflow:
+        results = _measure(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
     seen = {"model": overflow} | ({} if original is None else {"reference": original.overflow})
     overflows = {f"{who} in float16": each.said for who, each in seen.items() if each.said is not None}
     for what, why in overflows.items():
@@ -190,7 +190,7 @@ def _evaluated(
     tell_tokens(reporter, 0)
     sensitive = None if original is None else original.sensitivity
     return Evaluation(
-        model=named(ours, network, size),
+        model=name_model(ours, network, size),
         texts=results,
         tasks=_answers(prepared, network, original, reporter),
         reference=None if original is None else original.name,
@@ -228,7 +228,7 @@ def _missing(
     return {**missing, "noise": floors} if isinstance(floors, str) else missing
 
 
-def _measured(
+def _measure(
     network: nn.Module,
     texts: Sequence[Text],
     vocabulary: int,

@@ -18,16 +18,16 @@ def read_evaluation(path: str | Path) -> Evaluation:
     file = regular(Path(path), "evaluation")
     if not file.exists():
         raise InputError(f"evaluation {str(path)!r} does not exist; `compress evaluate --json FILE` writes one")
-    found = parse_json(file)
-    given = found.get("format") if isinstance(found, dict) else None
+    content = parse_json(file)
+    given = content.get("format") if isinstance(content, dict) else None
     if given != FORMAT:
         raise CheckpointError(
             f"{file}: format is {given!r}; it must be {FORMAT}, as `compress evaluate --json` of this version writes it"
         )
-    fits(found, Evaluation, file)
-    if (far := next(_impossible(found), None)) is not None:
+    fits(content, Evaluation, file)
+    if (far := next(_impossible(content), None)) is not None:
         raise CheckpointError(f"{file}: {far}, which no evaluation finds; measure anew with `compress evaluate --json`")
-    value: Evaluation = built(found, Evaluation)
+    value: Evaluation = built(content, Evaluation)
     return value
 
 

@@ -1,6 +1,7 @@
 """The optional measurements of an evaluation: speed, memory and continuations of checkpoints, as they run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation, SizeResult, SpeedResult
 from compress.evaluation.quality.generations import beginnings, generate
-from compress.evaluation.speed.peak import peak_bytes
+from compress.evaluation.speed.memory import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed
 from compress.inference.load.loading import load
 from compress.model.calls import evaluating
@@ -40,7 +41,7 @@ class Asked:
 
 
 def with_asked(
-    found: Evaluation,
+    evaluation: Evaluation,
     model: str,
     *,
     reference: str | None,
@@ -54,54 +55,46 @@ def with_asked(
     reported."""
     missing, target = dict(NOT_ASKED), find_device(device)
 
-    def unmeasured(what: str, error: CompressError | InputError) -> None:
-        missing[what] = str(error)
-        reporter.note(f"{what} not measured: {error}")
+    @contextmanager
+    def measuring(what: str, note: str) -> Iterator[None]:
+        reporter.note(note)
+        try:
+            yield
+            del missing[what]
+        except (CompressError, InputError) as error:
+            missing[what] = str(error)
+            reporter.note(f"{what} not measured: {error}")
 
     if asked.memory:
-        reporter.note("measuring memory in processes of their own")
-        try:
-            found = _with_memory(found, model, reference, target, trust_remote_code)
-            del missing["peak memory"]
-        except (CompressError, InputError) as error:
-            unmeasured("peak memory", error)
+        with measuring("peak memory", "measuring memory in processes of their own"):
+            evaluation = _with_memory(evaluation, model, reference, target, trust_remote_code)
     if asked.speed or asked.continuations:
-        names = (model, reference if asked.beside is None or asked.continuations else None)
-        loaded = [None if name is None else _loaded(name, target, trust_remote_code) for name in names]
-        ours, theirs = loaded[0], loaded[1]
-        assert ours is not None
+        alone = asked.beside is not None and not asked.continuations
+        ours = _load(model, target, trust_remote_code)
+        theirs = None if reference is None or alone else _load(reference, target, trust_remote_code)
         with evaluating(ours), evaluating(ours if theirs is None else theirs):
             if asked.speed:
-                reporter.note("measuring speed")
-                try:
+                with measuring("speed", "measuring speed"):
                     how: dict[str, Any] = {"checkpoint": model, "trust_remote_code": trust_remote_code}
                     beside = None if asked.beside is not None else theirs
-                    speed = measure_speed(ours, beside, beside=asked.beside, **how)
-                    found = replace(found, speed=speed)
-                    del missing["speed"]
-                except (CompressError, InputError) as error:
-                    unmeasured("speed", error)
+                    evaluation = replace(evaluation, speed=measure_speed(ours, beside, beside=asked.beside, **how))
             if asked.continuations:
-                reporter.note("continuing prompts")
-                try:
+                with measuring("continuations", "continuing prompts"):
                     prompts = asked.prompts or _beginnings(model, text, trust_remote_code)
                     tokenizer = load_tokenizer(find_source(model, trust_remote_code))
-                    found = replace(found, generations=generate(ours, theirs, tokenizer, prompts))
-                    del missing["continuations"]
-                except (CompressError, InputError) as error:
-                    unmeasured("continuations", error)
-    return replace(found, missing={**found.missing, **missing})
+                    evaluation = replace(evaluation, generations=generate(ours, theirs, tokenizer, prompts))
+    return replace(evaluation, missing={**evaluation.missing, **missing})
 
 
 def speed_alone(model: str, device: str | torch.device | None = None, trust_remote_code: bool = False) -> SpeedResult:
     """The speed of a checkpoint by itself, to compare with that of others (`Asked.beside`). Raises InputError for a
     model that generates nothing."""
-    loaded = _loaded(model, find_device(device), trust_remote_code)
-    with evaluating(loaded):
-        return measure_speed(loaded, checkpoint=model, trust_remote_code=trust_remote_code)
+    network = _load(model, find_device(device), trust_remote_code)
+    with evaluating(network):
+        return measure_speed(network, checkpoint=model, trust_remote_code=trust_remote_code)
 
 
-def _loaded(name: str, device: torch.device, trusted: bool) -> nn.Module:
+def _load(name: str, device: torch.device, trusted: bool) -> nn.Module:
     return load(name, torch.float32 if device.type == "cpu" else None, device, trust_remote_code=trusted)
 
 
@@ -113,12 +106,12 @@ def _beginnings(model: str, text: str | Tensor, trusted: bool) -> list[str]:
 
 
 def _with_memory(
-    found: Evaluation, model: str, reference: str | None, device: torch.device, trusted: bool
+    evaluation: Evaluation, model: str, reference: str | None, device: torch.device, trusted: bool
 ) -> Evaluation:
     def sized(size: SizeResult | None, name: str) -> SizeResult | None:
         loading, running = peak_bytes(name, device, trusted)
         return None if size is None else replace(size, peak_load_bytes=loading, peak_run_bytes=running)
 
-    own = sized(found.size, model)
-    other = found.reference_size if reference is None else sized(found.reference_size, reference)
-    return replace(found, size=own, reference_size=other)
+    own = sized(evaluation.size, model)
+    other = evaluation.reference_size if reference is None else sized(evaluation.reference_size, reference)
+    return replace(evaluation, size=own, reference_size=other)

@@ -70,7 +70,7 @@ def push(
     for what, name in (("repository", repo), ("base model", base_model)):
         if name is not None and not HUB_ID.fullmatch(name):
             raise InputError(f"{what} {name!r}; give a name of the hub: owner/name, of letters, digits, '-', '_', '.'")
-    record = _checked(folder)
+    record = check_output(folder)
     names = sorted({*record["files"], RECORD} - {CARD})
     left = sorted(p.name for p in folder.iterdir() if p.name not in {*names, CARD} and not holds(p.name, names))
     card = _card(folder, record, repo, base_model)
@@ -79,7 +79,7 @@ def push(
     return made if dry_run else _upload(folder, made, private, message, overwrite)
 
 
-def _checked(folder: Path) -> dict[str, Any]:
+def check_output(folder: Path) -> dict[str, Any]:
     """The record of an output, all of whose files are as they were written."""
     if not is_checkpoint(folder):
         raise InputError(f"{str(folder)!r} is not what compress wrote (no {RECORD} of ours); give such a directory")
@@ -121,7 +121,7 @@ def _card_of_export(record: dict[str, Any], repo: str, base_model: str | None) -
     return "\n".join(lines) + "\n"
 
 
-def _upload(folder: Path, made: Push, private: bool, message: str, overwrite: bool) -> Push:
+def _upload(folder: Path, upload: Push, private: bool, message: str, overwrite: bool) -> Push:
     """Make the repository and the commit."""
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -129,23 +129,23 @@ def _upload(folder: Path, made: Push, private: bool, message: str, overwrite: bo
     if huggingface_hub.constants.is_offline_mode():
         raise InputError("HF_HUB_OFFLINE is set, and nothing can be uploaded; unset it, or look with --dry-run")
     hub = huggingface_hub.HfApi()
-    with _said(made.repo):
-        there = set(hub.list_repo_files(made.repo)) if hub.repo_exists(made.repo) else set()
+    with one_line_errors(upload.repo):
+        there = set(hub.list_repo_files(upload.repo)) if hub.repo_exists(upload.repo) else set()
         models = sorted(name for name in there if not seal.is_document(name))
         if models and not overwrite:
-            raise InputError(f"{made.repo} already holds {models[0]}; give another repository, or --overwrite")
-        removed = [name for name in models if name not in made.files]
-        hub.create_repo(made.repo, private=private, exist_ok=True)
-        content = {name: folder / name for name in made.files if name != CARD}
+            raise InputError(f"{upload.repo} already holds {models[0]}; give another repository, or --overwrite")
+        removed = [name for name in models if name not in upload.files]
+        hub.create_repo(upload.repo, private=private, exist_ok=True)
+        content = {name: folder / name for name in upload.files if name != CARD}
         changes = [CommitOperationAdd(name, str(path)) for name, path in content.items()]
-        changes.append(CommitOperationAdd(CARD, made.card.encode()))
+        changes.append(CommitOperationAdd(CARD, upload.card.encode()))
         changes += [CommitOperationDelete(name) for name in removed]
-        done = hub.create_commit(made.repo, changes, commit_message=message)
-    return Push(made.repo, made.files, made.card, made.left, removed, str(done.commit_url))
+        done = hub.create_commit(upload.repo, changes, commit_message=message)
+    return Push(upload.repo, upload.files, upload.card, upload.left, removed, str(done.commit_url))
 
 
 @contextmanager
-def _said(repo: str) -> Iterator[None]:
+def one_line_errors(repo: str) -> Iterator[None]:
     """Turns what the hub's client raises into one line."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 

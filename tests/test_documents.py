@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
-from commands import command, shorten_benchmarks
+from commands import command
 from documents import ROOT, Snippet, snippets
 from vision import conv_bn
 
@@ -102,7 +102,6 @@ def text(folder: Path) -> Path:
 @pytest.fixture
 def desk(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a reader: the texts, recipes and files that documents speak of."""
-    shorten_benchmarks(monkeypatch)
     text(tmp_path)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("results"))
     recipe = next(each.text for each in OTHERS if each.language == "yaml")

@@ -163,7 +163,7 @@ def test_the_sources_are_found() -> None:
         "compress",
         "compress.cli.main",
         "compress.kernels.layouts.words",
-        "compress.evaluation.quality.quality",
+        "compress.evaluation.quality.predictor",
     } <= NAMES
     assert "compress.weights.grid" in inside("compress.passes.gptq")
 

@@ -97,13 +97,13 @@ def end(record: "RunRecord", output: str, *, promised: bool, allowed: bool, firs
     too_little(saving, output, why(record))
 
 
-def end_of_export(made: "Exported", kind: str, output: str) -> None:
+def end_of_export(exported: "Exported", kind: str, output: str) -> None:
     """Leave with 1 where an export that is to save bytes has saved less than `LEAST`. kind: of the exporter."""
     from compress.checkpoint.byte_savings import Saving
 
-    saving = Saving(made.bytes_before, made.bytes)
+    saving = Saving(exported.bytes_before, exported.bytes)
     if saving.share < LEAST:
-        too_little(saving, output, f"{made.layers} layers are {kind}, and the others are stored as they were")
+        too_little(saving, output, f"{exported.layers} layers are {kind}, and the others are stored as they were")
 
 
 def too_little(saving: "Saving", output: str, reason: str) -> None:

@@ -63,7 +63,7 @@ class Card:
 
 def summary_of(name: str) -> str:
     """A method in one line: the first of its module's docstring."""
-    return _docstring(_parsed(PASSES[name].partition(":")[0])).partition("\n")[0]
+    return _docstring(parse(PASSES[name].partition(":")[0])).partition("\n")[0]
 
 
 def methods_that_write(aspect: str) -> list[str]:
@@ -86,14 +86,17 @@ def card_of(name: str) -> Card:
     module, _, kind = PASSES[name].partition(":")
     options: dict[str, Option] = {}
     for home, definition in reversed(_lineage(module, kind)):
-        for settled in _settled(definition):
-            options.pop(settled, None)
-        for option in _options(home, definition):
-            before = options.get(option.name)
-            if not option.meaning and before is not None:  # another default, and nothing more to say
-                option = replace(before, default=option.default)
-            options[option.name] = option
-    return Card(_docstring(_parsed(module)), tuple(options.values()))
+        for node in definition.body:  # what a class settles is no option any more
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("ClassVar"):
+                options.pop(ast.unparse(node.target), None)
+        for option, default, allowed, meaning in fields_of(home, definition):
+            assert default is not None, option  # every option has one
+            before, value = options.get(option), _value(home, default)
+            if not meaning and before is not None:  # another default, and nothing more to say
+                options[option] = replace(before, default=value)
+            else:
+                options[option] = Option(option, value, allowed, meaning)
+    return Card(_docstring(parse(module)), tuple(options.values()))
 
 
 def card_of_class(kind: "type[Pass]") -> Card:
@@ -101,24 +104,24 @@ def card_of_class(kind: "type[Pass]") -> Card:
     source, where there is one."""
     from compress.passes.protocol.recipe import options_of
 
-    said: dict[str, tuple[str, str]] = {}
+    words: dict[str, tuple[str, str]] = {}
     for each in reversed(kind.__mro__[:-1]):
         home, definition = _definition(each.__module__, each.__name__)
         if isinstance(definition, ast.ClassDef):
-            for name, _, allowed, meaning in _described(home, definition):
-                if meaning or name not in said:
-                    said[name] = allowed, meaning
+            for name, _, allowed, meaning in fields_of(home, definition):
+                if meaning or name not in words:
+                    words[name] = allowed, meaning
     options = []
     for name, field in options_of(kind).items():
         default = field.default if field.default_factory is MISSING else field.default_factory()
         shown = "required" if default is MISSING else default
-        options.append(Option(name, shown, *said.get(name, ("", ""))))
-    about = _docstring(_parsed(kind.__module__)) or (kind.__doc__ or "").strip()
+        options.append(Option(name, shown, *words.get(name, ("", ""))))
+    about = _docstring(parse(kind.__module__)) or (kind.__doc__ or "").strip()
     return Card(about, tuple(options))
 
 
 @cache
-def _parsed(module: str) -> ast.Module:
+def parse(module: str) -> ast.Module:
     spec = find_spec(module)
     assert spec is not None
     assert isinstance(spec.loader, InspectLoader)
@@ -145,7 +148,7 @@ def _lineage(module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
 
 def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
     """(module, statement) that gives a module's name its value; None for what Python brings."""
-    for node in _parsed(module).body:
+    for node in parse(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return module, node
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
@@ -157,14 +160,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
     return module, None
 
 
-def _options(module: str, definition: ast.ClassDef) -> Iterator[Option]:
-    """The fields of a dataclass that are options; every option has a default."""
-    for name, default, allowed, meaning in _described(module, definition):
-        assert default is not None, name
-        yield Option(name, _value(module, default), allowed, meaning)
-
-
-def _described(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, str, str]]:
+def fields_of(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None, str, str]]:
     """(Name, default, allowed values, meaning) of each field that is an option."""
     for node, below in zip(definition.body, [*definition.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation).startswith("ClassVar"):
@@ -180,13 +176,6 @@ def _described(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, ast
             allowed, _, text = text.partition(": ")
             allowed = BY_NAME if allowed == "SCHEMES" else allowed
         yield name, node.value, allowed, text[:1].lower() + text[1:]
-
-
-def _settled(definition: ast.ClassDef) -> Iterator[str]:
-    """Names that a class says a value for: what is an option of its bases is none of its own."""
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("ClassVar"):
-            yield ast.unparse(node.target)
 
 
 def _choices(module: str, annotation: ast.expr) -> str:

@@ -14,7 +14,7 @@ import click
 
 from compress.base.errors import CompressError, InputError, Terminated, first_line, why_not_written
 from compress.base.terminal import visible
-from compress.cli.start_line import announcing
+from compress.cli.start_line import announce
 
 GATE = 3  # an evaluation that fails a gate
 # Exit codes, as of a shell, for commands that were interrupted, ended by another signal (its number is added), or
@@ -34,19 +34,19 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            with announcing():
+            with announce():
                 command(*args, **kwargs)
             sys.stdout.flush()
         except BrokenPipeError:
-            unread()
+            leave_unread()
         except InputError as error:
             fail(str(error), 2)
         except CompressError as error:
-            fail(said(error), 1)
+            fail(message_of(error), 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {why_not_written(error)}", 1)
         except KeyboardInterrupt as error:
-            fail(said(error), BY_SIGNAL + error.number if isinstance(error, Terminated) else STOPPED)
+            fail(message_of(error), BY_SIGNAL + error.number if isinstance(error, Terminated) else STOPPED)
         except click.ClickException:
             raise
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
@@ -69,7 +69,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, of_device)) or SAID_OF_CPU in str(error)
 
 
-def unread() -> NoReturn:
+def leave_unread() -> NoReturn:
     """Leave without a word: the reader of standard output has gone."""
     print_nowhere()
     leave(UNREAD)
@@ -120,7 +120,7 @@ def _send_again(usual: Callable[[Any], object], lost: Any) -> None:
     timer.start()
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An exception's message, and the notes that were added to it on its way."""
     return "; ".join([str(error) or "stopped", *getattr(error, "__notes__", ())])
 

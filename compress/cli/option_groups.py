@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import click
 
-from compress.cli.options import overwrite_option
+from compress.cli.options import may_overwrite, remember, writable
 from compress.weights.number_formats import ALONE, LEVELS, WITH_INPUTS
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -20,6 +21,53 @@ def group(*options: Decorator) -> Decorator:
     return decorated
 
 
+def overwrite_option(about: str, exposed: bool = True) -> Decorator:
+    """--overwrite. about: what it replaces; exposed: the command itself takes it, too."""
+    words: dict[str, Any] = {"is_eager": True, "expose_value": exposed, "callback": may_overwrite}
+    return click.option("--overwrite", is_flag=True, help=about, **words)
+
+
+files_overwrite_option = overwrite_option("Replace existing files, also those that compress did not write.", False)
+
+
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
+)
+plugin_option = click.option(
+    "--plugin",
+    metavar="MODULE",
+    multiple=True,
+    expose_value=False,
+    callback=remember,
+    help="Import this module first, for formats that MODEL is stored in, or passes of a recipe. Repeatable.",
+)
+json_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=writable,
+    help="Write the figures as JSON ('-': standard output).",
+)
+device_option = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ... [default: a GPU if there is one]"
+)
+answer_options = group(json_option, files_overwrite_option, quiet_option)
+reading_options = group(trust_option, plugin_option, device_option, answer_options)
+working_options = group(trust_option, device_option, json_option, quiet_option)
+
+task_options = group(
+    click.option(
+        "--task",
+        "tasks",
+        multiple=True,
+        metavar="FILE",
+        help="Questions: a .jsonl file like PIQA's, HellaSwag's or LAMBADA's, or lm-eval:NAME. Repeatable.",
+    ),
+    click.option("--questions", type=int, help="Number of questions of each task: the first ones.  [default: all]"),
+)
 length_option = click.option(
     "--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"
 )

@@ -1,11 +1,11 @@
-"""Options that several commands share, their checks before the work begins, and its common start."""
+"""Checks of what options name before the work begins, its common start, and the files that it ends in."""
 
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,6 @@ def may_overwrite(context: click.Context, parameter: click.Parameter, value: boo
     """Keep the answer for `writable`, which is asked later: the option is eager."""
     context.meta[OVERWRITE] = value
     return value
-
-
-def overwrite_option(about: str, exposed: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """--overwrite. about: what it replaces; exposed: the command itself takes it, too."""
-    words: dict[str, Any] = {"is_eager": True, "expose_value": exposed, "callback": may_overwrite}
-    return click.option("--overwrite", is_flag=True, help=about, **words)
-
-
-files_overwrite_option = overwrite_option("Replace existing files, also those that compress did not write.", False)
 
 
 def writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -55,65 +46,13 @@ def writable(context: click.Context, parameter: click.Parameter, value: str | No
     return value
 
 
-quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
-trust_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
-)
 PLUGINS = "compress.plugins"
-WRITTEN = ("output", "run", "json_file", "html", "svg", "markdown", "spill")  # options
+WRITTEN = ("output", "run", "json_file", "markdown", "spill")  # options
 
 
 def remember(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> None:
     """Keep the modules for `begin`, which may fail as commands do."""
     context.meta[PLUGINS] = value
-
-
-plugin_option = click.option(
-    "--plugin",
-    metavar="MODULE",
-    multiple=True,
-    expose_value=False,
-    callback=remember,
-    help="Import this module first, for formats that MODEL is stored in, or passes of a recipe. Repeatable.",
-)
-json_option = click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    callback=writable,
-    help="Write the figures as JSON ('-': standard output).",
-)
-device_option = click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ... [default: a GPU if there is one]"
-)
-
-
-def html_option(about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """--html FILE: a page. about: the help."""
-    return click.option("--html", metavar="FILE", callback=writable, help=about)
-
-
-def task_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--task and --questions."""
-    task = click.option(
-        "--task",
-        "tasks",
-        multiple=True,
-        metavar="FILE",
-        help="Questions: a .jsonl file like PIQA's, HellaSwag's or LAMBADA's, or lm-eval:NAME. Repeatable.",
-    )
-    questions = click.option(
-        "--questions", type=int, help="Number of questions of each task: the first ones.  [default: all]"
-    )
-    return task(questions(command))
-
-
-def check_page(html: str | None) -> None:
-    """Refuse standard output for a page."""
-    if html == "-":
-        raise InputError("--html '-'; give a file")
 
 
 def given(name: str) -> bool:

@@ -71,12 +71,26 @@ class Pace:
         return "" if self.per_second is None else f"{self.per_second:,.{0 if self.per_second >= SLOW else 1}f} tokens/s"
 
 
-class Lines:
+class PacedReporter:
+    """A reporter whose pace is known."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+
+    def tokens(self, each: float) -> None:
+        self.pace.tokens = each
+
+    def verifies(self) -> None:
+        self.pace.verifies = True
+
+
+class Lines(PacedReporter):
     """A plain line per step on standard error, with the time left; of many steps, those that are ten seconds or a
     hundredth of the way behind the last that was said, and the final one."""
 
     def __init__(self, title: str) -> None:
-        self.title, self.pace, self.said = title, Pace(), False
+        super().__init__()
+        self.title, self.said = title, False
         self.last = (0, 0.0)
 
     def step(self, done: int, total: int, what: str) -> None:
@@ -90,12 +104,6 @@ class Lines:
             self.last = (done, time.monotonic())
         self.said = True
 
-    def tokens(self, each: float) -> None:
-        self.pace.tokens = each
-
-    def verifies(self) -> None:
-        self.pace.verifies = True
-
     def _due(self, done: int, total: int) -> bool:
         """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds."""
         before, at = self.last
@@ -106,9 +114,9 @@ class Lines:
         print(f"note: {visible(message)}", file=sys.stderr, flush=True)
 
     def outline(self, told: "Outline") -> None:
-        from compress.cli.forecasts import brief
+        from compress.cli.forecasts import brief_lines
 
-        for line in brief(told):
+        for line in brief_lines(told):
             print(visible(line), file=sys.stderr, flush=True)
 
 
@@ -130,12 +138,12 @@ class Speed(ProgressColumn):
         return Text(task.fields.get("speed") or "")
 
 
-class ProgressBar:
+class ProgressBar(PacedReporter):
     """A rich progress bar on standard error."""
 
     def __init__(self, title: str, progress: Progress) -> None:
+        super().__init__()
         self.progress, self.task, self.title = progress, progress.add_task(title, total=None), title
-        self.pace = Pace()
         self.at = (0, 0)
 
     def step(self, done: int, total: int, what: str) -> None:
@@ -148,16 +156,10 @@ class ProgressBar:
             self.progress.update(self.task, description=self.title)
         self.at = done, total
 
-    def tokens(self, each: float) -> None:
-        self.pace.tokens = each
-
-    def verifies(self) -> None:
-        self.pace.verifies = True
-
     def outline(self, told: "Outline") -> None:
-        from compress.cli.forecasts import brief
+        from compress.cli.forecasts import brief_lines
 
-        for line in brief(told):
+        for line in brief_lines(told):
             self.progress.console.print(visible(line), highlight=False)
 
     def note(self, message: str) -> None:

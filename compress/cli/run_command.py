@@ -23,16 +23,9 @@ from compress.cli.option_groups import (
     ignore_option,
     saving_options,
     training_option,
+    working_options,
 )
-from compress.cli.options import (
-    begin,
-    device_option,
-    given,
-    json_option,
-    quiet_option,
-    trust_option,
-    write_report,
-)
+from compress.cli.options import begin, given, write_report
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
@@ -76,10 +69,7 @@ run_options = group(
         help="Keep large tensors of the run in files of this folder: for a model whose blocks, statistics or "
         "calibration data take more than the memory at hand.",
     ),
-    trust_option,
-    device_option,
-    json_option,
-    quiet_option,
+    working_options,
 )
 
 
@@ -120,33 +110,33 @@ def run(
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
-            from compress.cli import run_results as show
+            from compress.cli.run_results import show_result
 
-            show.result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
+            show_result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
             if left is not None and left.exported is not None:
-                click.echo(visible(f"{engine} opens {output}: {', '.join(opened(left.output))}"))
+                click.echo(visible(f"{engine} opens {output}: {', '.join(weight_files(left.output))}"))
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
     if fsdp:
         leave(0)
 
 
-def opened(output: Path) -> list[str]:
+def weight_files(output: Path) -> list[str]:
     """The files with weights in a directory."""
     return sorted(path.name for path in output.iterdir() if path.suffix in (".gguf", ".onnx", ".safetensors"))
 
 
 def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a method: those chosen already, and what --set says."""
-    found = dict(chosen)
+    options = dict(chosen)
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
             raise InputError(f"--set {setting!r}; write NAME=VALUE")
         name = name.replace("-", "_")
-        if name in found:
-            raise InputError(f"option {name} is given twice ({found[name]!r} and {value!r}); give it once")
-        found[name] = value
-    return found
+        if name in options:
+            raise InputError(f"option {name} is given twice ({options[name]!r} and {value!r}); give it once")
+        options[name] = value
+    return options
 
 
 def check_unread(passes: Sequence["Pass"], who: str) -> None:

@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compress.base.terminal import console
@@ -11,7 +10,7 @@ from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.record import LayerRecord, RunRecord
 from compress.cli.byte_savings import headline
 from compress.evaluation.cost.size import measure_size
-from compress.evaluation.report.calibration import clipped
+from compress.evaluation.report.calibration import clipping_line
 from compress.evaluation.report.terminal import show
 from compress.jobs.job import Result
 from compress.train.loop.metrics import ends
@@ -21,54 +20,47 @@ ROUTED = "routed_tokens"
 BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """A finished run. model, output: its input, as a person named it, and its directory."""
-
-    record: RunRecord
-    verification: Mapping[str, Any] | None
-    model: str
-    output: str
-
-
-def result(made: Result, model: str, output: str) -> None:
+def show_result(result: Result, model: str, output: str) -> None:
     """Print the bytes before and after, then what was compressed, and at what loss. model, output: as a person named
     them."""
-    assert made.output is not None
-    console().print(headline(made.record, model, output), soft_wrap=True)
-    run = FinishedRun(made.record, made.verification, model, str(made.output))
-    show(*(line for maker in LINES for line in maker(run)))
+    assert result.output is not None
+    console().print(headline(result.record, model, output), soft_wrap=True)
+    show(*lines_of(result.record, model, str(result.output)), verification_line(result.verification))
 
 
-def of_structure(run: FinishedRun) -> Iterator[str]:
-    """The structure that is left."""
-    if run.record.structure is not None:
-        yield removed(run.record.structure)
-
-
-def of_coverage(run: FinishedRun) -> Iterator[str]:
-    """The share that was compressed, and bits per weight of it."""
-    if run.record.coverage is None:
-        return
-    yield f"compressed: {run.record.coverage}"
-    before, after = (measure_size(find_source(name)) for name in (run.model, run.output))
-    if after.compressed_weights:
-        given = before.bits_per_weight if before.compressed_weights else before.bits_per_parameter
-        yield f"bits per compressed weight: {given:.2f} -> {after.bits_per_weight:.2f}"
-
-
-def of_loss(run: FinishedRun) -> Iterator[str]:
-    """The mean output error of a layer beside that of a baseline."""
+def lines_of(record: RunRecord, model: str, output: str) -> Iterator[str]:
+    """A line for each fact. output: the directory."""
+    if record.structure is not None:
+        yield structure_line(record.structure)
+    if record.coverage is not None:
+        yield f"compressed: {record.coverage}"
+        before, after = (measure_size(find_source(name)) for name in (model, output))
+        if after.compressed_weights:
+            bits = before.bits_per_weight if before.compressed_weights else before.bits_per_parameter
+            yield f"bits per compressed weight: {bits:.2f} -> {after.bits_per_weight:.2f}"
     for key, baseline in BASELINES.items():
-        losses = [(r.figures["loss"], r.figures[key]) for r in run.record.layers if key in r.figures]
+        losses = [(r.figures["loss"], r.figures[key]) for r in record.layers if key in r.figures]
         if losses:
             own, plain = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
             yield f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}"
+    yield from expert_lines(record.layers)
+    yield from training_lines(record.training)
+    yield from zeros_line(record.layers)
+    if record.ranges:
+        yield clipping_line(record.ranges)
+    if caches := record.caches:
+        yield f"keys and values of {len(caches)} attentions: {next(iter(caches.values()))}"
+    layers = len({layer.name for layer in record.layers})  # several passes may have had a part in one
+    if layers or record.coverage is not None:
+        reasons = sorted(Counter(record.left_alone.values()).items())
+        alone = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        done = "trained" if record.coverage is None else "compressed"
+        yield f"{layers} layers {done} in {time_words(record)}; left alone: {alone or 'none'}"
 
 
-def of_experts(run: FinishedRun) -> Iterator[str]:
+def expert_lines(layers: Sequence[LayerRecord]) -> Iterator[str]:
     """The spread of the calibration's tokens over experts."""
-    counts = {r.name.rpartition(".")[0]: r.figures[ROUTED] for r in run.record.layers if ROUTED in r.figures}
+    counts = {r.name.rpartition(".")[0]: r.figures[ROUTED] for r in layers if ROUTED in r.figures}
     if not counts:
         return
     tokens = sorted((int(count), name) for name, count in counts.items())
@@ -81,66 +73,22 @@ def of_experts(run: FinishedRun) -> Iterator[str]:
         yield f"{none} experts got no token: they are decided by tokens of the others; give more calibration text"
 
 
-def of_training(run: FinishedRun) -> Iterator[str]:
-    """A line for each training."""
-    return trained(run.record.training)
-
-
-def of_masks(run: FinishedRun) -> Iterator[str]:
-    """The share of zeros."""
-    if zeros := pruned(run.record.layers):
-        yield zeros
-
-
-def of_ranges(run: FinishedRun) -> Iterator[str]:
-    """The values that calibrated ranges clip."""
-    if run.record.ranges:
-        yield clipped(run.record.ranges)
-
-
-def of_caches(run: FinishedRun) -> Iterator[str]:
-    """The format of the key-value cache."""
-    if caches := run.record.caches:
-        yield f"keys and values of {len(caches)} attentions: {next(iter(caches.values()))}"
-
-
-def of_layers(run: FinishedRun) -> Iterator[str]:
-    """The number of layers treated and left alone, and the time."""
-    record = run.record
-    layers = len({layer.name for layer in record.layers})  # several passes may have had a part in one
-    if layers or record.coverage is not None:
-        reasons = sorted(Counter(record.left_alone.values()).items())
-        alone = ", ".join(f"{count} {reason}" for reason, count in reasons)
-        done = "trained" if record.coverage is None else "compressed"
-        yield f"{layers} layers {done} in {spent(record)}; left alone: {alone or 'none'}"
-
-
-def of_verification(run: FinishedRun) -> Iterator[str]:
+def verification_line(seen: Mapping[str, Any] | None) -> str:
     """The result of the comparison in a fresh process."""
-    seen = run.verification
     if seen is None:
-        yield "not verified: run `compress verify` on the output"
-        return
+        return "not verified: run `compress verify` on the output"
     text = f"verified in a fresh process: {seen['layers']} layers bit for bit"
     loader = seen.get("loader", "default")
     if seen["transformers"] != "compared":
-        with_ = {"dequantize=True": "; it loads with CompressedTensorsConfig(dequantize=True)"}
-        yield f"{text}; transformers {seen['transformers']}{with_.get(loader, '')}"
-    elif seen.get("cache", "compared") != "compared":
-        yield f"{text}, logits in transformers equal; key-value cache {seen['cache']}"
-    else:
-        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
-        yield f"{text}, logits in transformers equal{how}"
+        dequantized = "; it loads with CompressedTensorsConfig(dequantize=True)" if loader == "dequantize=True" else ""
+        return f"{text}; transformers {seen['transformers']}{dequantized}"
+    if seen.get("cache", "compared") != "compared":
+        return f"{text}, logits in transformers equal; key-value cache {seen['cache']}"
+    how = "" if loader == "default" else f" (load it with CompressedTensorsConfig({loader}))"
+    return f"{text}, logits in transformers equal{how}"
 
 
-# Makers of lines, in the order in which they are printed.
-LINES: tuple[Callable[[FinishedRun], Iterator[str]], ...] = (
-    *(of_structure, of_coverage, of_loss, of_experts, of_training, of_masks),
-    *(of_ranges, of_caches, of_layers, of_verification),
-)
-
-
-def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def training_lines(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each training: its losses on held-out samples, before and after."""
     for history in histories:
         before, after = ends(history) or ({}, {})
@@ -151,7 +99,7 @@ def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"trained {steps} steps in {history['seconds']:.0f} s; {told}"
 
 
-def removed(structure: Mapping[str, Any]) -> str:
+def structure_line(structure: Mapping[str, Any]) -> str:
     """A line about the parameters that are left of a model that was edited as a whole, and the loss."""
     before, after = structure["before"], structure["after"]
     text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
@@ -166,19 +114,18 @@ def removed(structure: Mapping[str, Any]) -> str:
     return text
 
 
-def spent(record: RunRecord) -> str:
+def time_words(record: RunRecord) -> str:
     """The seconds of a run, and each activity's share of them."""
     shares = [f"{activity} {seconds / record.seconds:.0%}" for activity, seconds in record.spent.items()]
     return f"{record.seconds:.1f} s" + (f" ({', '.join(shares)})" if len(shares) > 1 and record.seconds > 0 else "")
 
 
-def pruned(layers: Sequence[LayerRecord]) -> str | None:
-    """A line about the share of zeros in the pruned layers; None where none was pruned."""
+def zeros_line(layers: Sequence[LayerRecord]) -> Iterator[str]:
+    """A line about the share of zeros in the pruned layers, where there are any."""
     masks = {layer.name: layer for layer in layers if "sparsity" in layer.figures}  # the last mask of each
     weights = sum(math.prod(layer.shape) for layer in masks.values())
-    if not weights:
-        return None
-    zero = sum(float(layer.figures["sparsity"]) * math.prod(layer.shape) for layer in masks.values())
-    patterns = {str(layer.figures.get("pattern", "")) for layer in masks.values()}
-    each = f", {', '.join(sorted(patterns))} in every layer" if len(patterns) == 1 and "" not in patterns else ""
-    return f"zero for good: {zero / weights:.1%} of {weights} weights in {len(masks)} layers{each}"
+    if weights:
+        zero = sum(float(layer.figures["sparsity"]) * math.prod(layer.shape) for layer in masks.values())
+        patterns = {str(layer.figures.get("pattern", "")) for layer in masks.values()}
+        each = f", {', '.join(sorted(patterns))} in every layer" if len(patterns) == 1 and "" not in patterns else ""
+        yield f"zero for good: {zero / weights:.1%} of {weights} weights in {len(masks)} layers{each}"

@@ -35,7 +35,7 @@ def stop(announcer: Announcer) -> None:
 
 
 @contextmanager
-def announcing() -> Iterator[None]:
+def announce() -> Iterator[None]:
     """Prints `LINE` where the body is the first to import a slow library, unless the running command is quiet. Of the
     processes of torchrun the first says it."""
     chosen = click.get_current_context().params

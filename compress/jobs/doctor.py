@@ -54,7 +54,7 @@ class Examination(NamedTuple):
 
 def examine(build: bool = False) -> Examination:
     """Look over this machine and its packages. build: compile kernels that are not there yet."""
-    unusable = list(imported("torch", "transformers"))
+    unusable = list(import_problems("torch", "transformers"))
     has = [flag for flag in (*X86, *ARM) if flag in cpu_flags()]
     system = f"{platform.system()} on {platform.machine()}"
     chip = {"name": cpu_name(), "system": system, "cores": usable_cores(), "instructions": has}
@@ -69,7 +69,7 @@ def examine(build: bool = False) -> Examination:
     return Examination(facts, [*unusable, *(found for _, findings in parts.values() for found in findings)])
 
 
-def imported(*names: str) -> Iterator[Observation]:
+def import_problems(*names: str) -> Iterator[Observation]:
     """A finding for each library that cannot be imported."""
     for name in names:
         try:
@@ -87,7 +87,9 @@ def packages() -> tuple[Facts, list[Observation]]:
     except metadata.PackageNotFoundError:
         said = "compress-models is not installed as a package, so versions of others were not checked"
         return facts, [Observation("packages", "missing", said, "pip install -e . in the checkout")]
-    facts |= {each.name: installed(each.name) for each in declared if any(applies(each, e) for e in ("", *EXTRAS))}
+    facts |= {
+        each.name: installed_version(each.name) for each in declared if any(applies(each, e) for e in ("", *EXTRAS))
+    }
     return facts, list(of_packages(declared))
 
 
@@ -109,13 +111,13 @@ def applies(each: Requirement, extra: str) -> bool:
 
 def why_wrong(each: Requirement) -> str | None:
     """The reason why a requirement is not met; None where it is."""
-    if (found := installed(each.name)) is None:
+    if (found := installed_version(each.name)) is None:
         return f"{each.name} is not installed"
     fits = each.specifier.contains(found, prereleases=True)
     return None if fits else f"{each.name} {found} is installed, and {each.specifier} needed"
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """The version of an installed package; None where it is not installed."""
     try:
         return metadata.version(name)
@@ -137,12 +139,14 @@ def kernels(build: bool) -> tuple[Facts, list[Observation]]:
 
 def of_kernels(reasons: tuple[str, ...], states: dict[str, str]) -> Iterator[Observation]:
     """Findings about compiled kernels. reasons: against building any on this machine. states: {library: state}."""
-    refused = [state for state in states.values() if state not in ("prebuilt", "there", "not yet", "off")]
+    failed: dict[str, list[str]] = {}
+    for name, state in states.items():
+        if state not in ("prebuilt", "there", "not yet", "off"):
+            failed.setdefault(state, []).append(name)
     if reasons:
         yield Observation("kernels", "slow", f"{'; '.join(reasons)}: torch computes in their place")
-    for reason in dict.fromkeys(refused):
-        names = ", ".join(name for name, state in states.items() if state == reason)
-        said = f"not compiled ({reason}), so that torch computes in their place: {names}"
+    for reason, names in failed.items():
+        said = f"not compiled ({reason}), so that torch computes in their place: {', '.join(names)}"
         yield Observation("kernels", "slow", said, "install g++ or clang++, then COMPRESS_CPU_KERNELS=retry")
     if waiting := sum(state == "not yet" for state in states.values()):
         said = f"{waiting} of {len(states)} not compiled yet (each once, when a model needs it)"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.evaluation.document import Evaluation, TaskResult
-from compress.evaluation.report.front import undominated
+from compress.evaluation.report.pareto import undominated
 
 FORMAT = 1
 

@@ -67,23 +67,23 @@ def kernel_rows(
     if not layers:
         raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
     embeddings = embeddings_of(source)
-    found = dtype or getattr(read_config(source), "dtype", None) or torch.float32
+    arithmetic = dtype or getattr(read_config(source), "dtype", None) or torch.float32
     model_of, rows = empty_model(source), []
     modules, place = dict(model_of.named_modules()), places_in(model_of)
     placed = {name: place(modules, name) for name in layers}
     known = {placed[name]: (stored.scheme, stored.shape) for name, stored in layers.items()}
-    apart = one_by_one(model_of, known, found, device)
+    apart = one_by_one(model_of, known, arithmetic, device)
     for name, stored in layers.items():
         scheme, (N, K) = stored.scheme, stored.shape
         if name in embeddings:
             rows.append(KernelRow(name, (N, K), str(scheme), dict.fromkeys(tokens, "rows looked up"), ()))
             continue
         layer = run_of(scheme)
-        routes = {M: layer.route(scheme, M, stored.shape, found, device) for M in tokens}
+        routes = {M: layer.route(scheme, M, stored.shape, arithmetic, device) for M in tokens}
         if placed[name] in apart:
             routes = {M: route_among(route, apart[placed[name]]) for M, route in routes.items()}
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
-        varying = layer.why_not_batch_invariant(scheme, K, found, device)
+        varying = layer.why_not_batch_invariant(scheme, K, arithmetic, device)
         kernels = {M: route.kernel for M, route in routes.items()}
         rows.append(KernelRow(name, (N, K), str(scheme), kernels, tuple(reasons), tuple(varying)))
     return rows

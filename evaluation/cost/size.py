@@ -1,17 +1,30 @@
-"""Bytes on disk and bits per weight, counted from the files of a checkpoint and nothing else."""
+"""Bytes on disk and bits per weight, and bytes by component, counted from the files of a checkpoint and nothing else.
+
+The components (codes, scales, embeddings and so on, down to the headers of files) add up to the bytes on disk exactly.
+A tensor belongs to one component: an embedding or head to `embeddings and head`, whatever its format; a part of a
+compressed layer to the component of that part; any other to the dense weights, if it has two dimensions or more, or to
+norms and the rest.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.files import RECORD
-from compress.checkpoint.read.compressed_layers import StoredCaches, stored_in
+from compress.checkpoint.read.compressed_layers import StoredCaches, StoredLayer, stored_in
 from compress.checkpoint.read.names import stored_name
+from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.checkpoint.write.coverage import percent
 from compress.checkpoint.write.manifest import read_record
+from compress.evaluation.document import Component, SizeResult
+from compress.weights.roles import Role
+from compress.weights.terms import named
 
 
 @dataclass(frozen=True)
@@ -89,9 +102,9 @@ def inspect_checkpoint(model: str) -> tuple[list[SizeRow], Size]:
     holders |= _cache_holders(caches)
     recorded = (source.path / RECORD).exists()
     record = read_record(source.path) if recorded else {"layers": [], "left_alone": {}}
-    made: dict[str, list[Mapping[str, Any]]] = {}  # each layer's records, in the order of the passes
+    records: dict[str, list[Mapping[str, Any]]] = {}  # each layer's records, in the order of the passes
     for layer in record["layers"]:
-        made.setdefault(stored_name(source, layer["name"]), []).append(layer)
+        records.setdefault(stored_name(source, layer["name"]), []).append(layer)
     alone = {stored_name(source, name): why for name, why in record["left_alone"].items()}
     parts: dict[str, list[TensorSize]] = {}
     for tensor in tensor_sizes(source):
@@ -108,15 +121,15 @@ def inspect_checkpoint(model: str) -> tuple[list[SizeRow], Size]:
         if stored is None:
             shape, holder = tensors[0].shape, name.removesuffix(".weight")
             remark = alone.get(holder) or alone.get(name, "")
-            if holder in made:
-                remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in made[holder])
-                remark = f"{remark}{_pruned(made[holder])}, stored dense{_losses(made[holder][-1], ': ')}"
+            if holder in records:
+                remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in records[holder])
+                remark = f"{remark}{_pruned(records[holder])}, stored dense{_losses(records[holder][-1], ': ')}"
             rows.append(
                 SizeRow(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark)
             )
             continue
         bits = 8 * total / math.prod(stored.shape)
-        remark = _loss(made.get(name, [])) if stored.shares is None else f"shares the codes of {stored.shares}"
+        remark = _loss(records.get(name, [])) if stored.shares is None else f"shares the codes of {stored.shares}"
         rows.append(SizeRow(name, stored.shape, str(stored.scheme), bits, total, remark))
     return sorted(rows, key=lambda row: _natural(row.name)), measure_size(source)
 
@@ -158,3 +171,83 @@ def _losses(layer: Mapping[str, Any], before: str) -> str:
         return ""
     said = [f"{word} {figures[key]:{form}}" for word, key, form in kept if isinstance(figures.get(key), int | float)]
     return before + ", ".join(said)
+
+
+TABLES, CACHE = "embeddings and head", "scales of the key-value cache"
+OTHERS, HEADERS = "norms, biases and other", "file headers"
+ORDER = (*Role, TABLES, CACHE, OTHERS, HEADERS)
+
+
+def part_kinds(stored: StoredLayer) -> dict[str, str]:
+    """{part: component} of a compressed layer's tensors, by the names that they have in the layer."""
+    found: dict[str, str] = {part: about.role or part for part, about in stored.scheme.parts(*stored.shape).items()}
+    for index, term in enumerate(stored.scheme.terms):
+        own = term.parts(*stored.shape).items()
+        found |= named(index, {part: f"{term.kind}: {part}" for part, about in own if about.role is None})
+    return {part: found[part] for part in stored.parts}
+
+
+def tables_of(source: Source) -> set[str]:
+    """Names of the embeddings and of the output head; none where transformers makes no model of it."""
+    try:
+        model: Any = empty_model(source)
+    except (InputError, CheckpointError):
+        return set()
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return names | {name for name, module in model.named_modules() if head is not None and module is head}
+
+
+def components(source: Source) -> list[Component]:
+    """Bytes by component, in a fixed order, without empty components; their sum is that of the weight files."""
+    stored, tables = stored_in(source), tables_of(source)
+    kinds = {
+        stored_layer.parts[part]: TABLES if name in tables else kind
+        for name, stored_layer in stored.layers.items()
+        for part, kind in part_kinds(stored_layer).items()
+    }
+    if stored.caches is not None:
+        kinds |= dict.fromkeys((t for each in stored.caches.scales.values() for t, _ in each.values()), CACHE)
+    sizes: dict[str, int] = {}
+    for tensor in tensor_sizes(source):
+        if tensor.name.rpartition(".")[0] in tables:
+            kind = TABLES
+        else:
+            kind = kinds.get(tensor.name) or (Role.DENSE if len(tensor.shape) > 1 else OTHERS)
+        sizes[kind] = sizes.get(kind, 0) + tensor.bytes
+    sizes[HEADERS] = sum(path.stat().st_size for path in set(source.weights.values())) - sum(sizes.values())
+    rank = {kind: i for i, kind in enumerate(ORDER)}
+    return [
+        Component(str(kind), sizes[kind])
+        for kind in sorted(sizes, key=lambda kind: rank.get(kind, ORDER.index(Role.RANGES)))
+    ]
+
+
+def nominal_bits(source: Source) -> float | None:
+    """Bits of a code, over the weights of all compressed layers; None where a layer is not codes on a grid, or not of
+    codes alone."""
+    layers = [stored for stored in stored_in(source).layers.values() if stored.shares is None]
+    weights, bits = 0, 0.0
+    for stored in layers:
+        codes = stored.scheme.codes
+        if codes is None:
+            return None
+        rows, columns = stored.shape
+        weights += rows * columns
+        bits += rows * columns * codes.code_bits
+    return bits / weights if weights else None
+
+
+def size_result(source: Source) -> SizeResult:
+    """The size of a checkpoint for an evaluation, without the memory that loading it takes."""
+    size = measure_size(source)
+    return SizeResult(
+        bytes=size.bytes,
+        components=components(source),
+        parameters=size.parameters,
+        compressed_parameters=size.compressed_weights,
+        bits_per_weight=size.bits_per_weight,
+        bits_per_parameter=size.bits_per_parameter,
+        nominal_bits_per_weight=nominal_bits(source),
+        cache=size.cache,
+    )

@@ -31,7 +31,7 @@ from compress.checkpoint.read.source import path_of
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.exact_intervals import difference_of, share_of
-from compress.evaluation.quality.language import Model, dense, opened
+from compress.evaluation.quality.language import Model, load_dense, open_model
 from compress.evaluation.quality.statistics import mean_of_independent
 from compress.model.calls import evaluating
 
@@ -75,11 +75,11 @@ def evaluate_classifier(
         raise InputError(f"{', '.join(map(str, sorted(counts)))} inputs with {len(labels)} labels; give one for each")
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
-    ours = opened(model, trust_remote_code)
-    theirs = None if reference is None else opened(reference, trust_remote_code)
+    ours = open_model(model, trust_remote_code)
+    theirs = None if reference is None else open_model(reference, trust_remote_code)
 
     def asked(who: Model) -> tuple[MeasuredModel, Tensor]:
-        network = dense(who, work, target)
+        network = load_dense(who, work, target)
         return MeasuredModel(who, network), _logits(network, inputs, len(labels), batch_size)
 
     model_measured, found_NC = asked(ours)
@@ -102,15 +102,15 @@ def read_labelled(source: str | Path) -> tuple[dict[str, Tensor], Tensor]:
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
-                found = {name: torch.from_numpy(file[name]) for name in file.files}
+                tensors = {name: torch.from_numpy(file[name]) for name in file.files}
         else:
-            found = load_file(path)
+            tensors = load_file(path)
     except Exception:  # noqa: BLE001 - numpy and zip raise anything
         raise InputError(f"{source} is damaged or holds no tensors; {FORM}") from None
-    labels = found.pop(LABELS, None)
-    if labels is None or not found:
-        raise InputError(f"{source} holds {', '.join([*found, *([] if labels is None else [LABELS])])}; {FORM}")
-    return found, labels
+    labels = tensors.pop(LABELS, None)
+    if labels is None or not tensors:
+        raise InputError(f"{source} holds {', '.join([*tensors, *([] if labels is None else [LABELS])])}; {FORM}")
+    return tensors, labels
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def _logits(network: Any, inputs: Tensor | Mapping[str, Tensor], count: int, row
     def moved(values: Tensor) -> Tensor:
         return values.to(parameter.device, parameter.dtype if values.is_floating_point() else values.dtype)
 
-    found = []
+    parts = []
     with evaluating(network):
         for first in range(0, count, rows):
             part = slice(first, first + rows)
@@ -132,8 +132,8 @@ def _logits(network: Any, inputs: Tensor | Mapping[str, Tensor], count: int, row
             logits = getattr(made, "logits", made)
             if not isinstance(logits, Tensor) or logits.ndim != 2:
                 raise InputError(f"{type(network).__name__} returns no logits [inputs, classes]; give a classifier")
-            found.append(logits.float().cpu())
-    logits_NC = torch.cat(found)
+            parts.append(logits.float().cpu())
+    logits_NC = torch.cat(parts)
     if not bool(torch.isfinite(logits_NC).all()):
         raise CompressError(f"{type(network).__name__} gives logits that are not finite numbers; it is damaged")
     return logits_NC

@@ -33,7 +33,7 @@ from compress.checkpoint.read.source import path_of
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
-from compress.evaluation.quality.language import Model, dense, first_tokenizer, opened
+from compress.evaluation.quality.language import Model, first_tokenizer, load_dense, open_model
 from compress.evaluation.quality.statistics import Values, spread
 from compress.model.calls import evaluating
 
@@ -70,7 +70,7 @@ class Encoder:
             raise InputError("the tokenizer has no padding token, which sentences of several lengths need; set one")
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
         device = next(self.network.parameters()).device
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         with evaluating(self.network), tokenizing(self.tokenizer, "the sentences", sentences):
             for first in range(0, len(order), BATCH):
                 part = [sentences[i] for i in order[first : first + BATCH]]
@@ -78,8 +78,8 @@ class Encoder:
                 hidden = getattr(self.network(**batch), "last_hidden_state", None)
                 if hidden is None:
                     raise InputError(f"{type(self.network).__name__} returns no last hidden states; give an encoder")
-                found.append(self._pooled(hidden, batch["attention_mask"]).float().cpu())
-        return torch.cat(found)[torch.tensor(order).argsort()]
+                parts.append(self._pooled(hidden, batch["attention_mask"]).float().cpu())
+        return torch.cat(parts)[torch.tensor(order).argsort()]
 
     def _pooled(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         if self.pooling == "cls":
@@ -135,15 +135,15 @@ def evaluate_encoder(
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
     reporter = reporter or Silent()
-    ours = opened(model, trust_remote_code)
-    theirs = None if reference is None else opened(reference, trust_remote_code)
+    ours = open_model(model, trust_remote_code)
+    theirs = None if reference is None else open_model(reference, trust_remote_code)
     words = tokenizer if tokenizer is not None else first_tokenizer(ours, theirs)
     sentences = list(dict.fromkeys(row[key] for row in rows for key in ("sentence1", "sentence2")))
     places = {sentence: i for i, sentence in enumerate(sentences)}
     at_P2 = np.array([[places[row["sentence1"]], places[row["sentence2"]]] for row in rows])
 
     def asked(who: Model) -> tuple[MeasuredModel, Tensor]:
-        network = dense(who, work, target)
+        network = load_dense(who, work, target)
         return MeasuredModel(who, network), Encoder(network, words, pooling).embeddings(sentences)
 
     model_measured, found_SD = asked(ours)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compress.base.errors import InputError, one_of
-from compress.evaluation.document import Evaluation, Figure, TaskResult
+from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.quality.classifiers import NAMES as CLASSES
 from compress.evaluation.quality.encoders import NAMES as EMBEDDINGS
 from compress.evaluation.quality.statistics import NAMES
@@ -36,21 +36,10 @@ WRITTEN = re.compile(r"\s*(.*?)\s*([<>]=?)\s*(.*?)\s*")
 OF_NOISE = re.compile(r"(?:(\S+)\s*\*\s*)?noise")
 OF_A_TASK = re.compile(r"tasks\.(.+)\.(\w+)")
 ANY = "*"
-# Names of a task's numbers in gates.
-OF_TASKS: dict[str, Callable[[TaskResult], Figure | float | None]] = {
-    "accuracy": lambda task: task.accuracy,
-    "difference": lambda task: task.difference,
-    "interval_low": lambda task: None if task.interval is None else task.interval[0],
-    "interval_high": lambda task: None if task.interval is None else task.interval[1],
-    "gained": lambda task: task.gained,
-    "lost": lambda task: task.lost,
-    "p_value": lambda task: task.p_value,
-    "p_adjusted": lambda task: task.p_adjusted,
-    "accuracy_norm": lambda task: task.accuracy_norm,
-    "difference_norm": lambda task: task.difference_norm,
-    "perplexity": lambda task: task.perplexity,
-    "log_perplexity_ratio": lambda task: task.log_perplexity_ratio,
-}
+OF_TASKS = (
+    *("accuracy", "difference", "interval_low", "interval_high", "gained", "lost", "p_value", "p_adjusted"),
+    *("accuracy_norm", "difference_norm", "perplexity", "log_perplexity_ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,15 +52,15 @@ class Gate:
     limit: float
     of_noise: bool = False
 
-    def broken(self, found: Evaluation) -> str | None:
+    def broken(self, evaluation: Evaluation) -> str | None:
         """The reason why an evaluation fails the gate, in a few words; None where it passes."""
         seen = False
-        for value, floor, where in _values(found, self.figure):
+        for value, floor, where in _values(evaluation, self.figure):
             seen = True
             if value is None:
-                return f"{self.figure} was not measured{where}: {_why_not(found, self.figure)}"
+                return f"{self.figure} was not measured{where}: {_why_not(evaluation, self.figure)}"
             if self.of_noise and floor is None:
-                why = found.missing.get("noise", "it was not asked for (--noise-floor)")
+                why = evaluation.missing.get("noise", "it was not asked for (--noise-floor)")
                 return f"the noise floor of {self.figure} was not measured{where}: {why}"
             limit = self.limit * floor if self.of_noise and floor is not None else self.limit
             if math.isnan(value) or math.isnan(limit):
@@ -79,7 +68,7 @@ class Gate:
             if COMPARISONS[self.comparison](value, limit):
                 beside = f", the noise floor {floor:.6g}" if self.of_noise else ""
                 return f"{self.figure} is {value:.6g}{where}{beside}"
-        return None if seen else f"{self.figure} was not measured: {_why_not(found, self.figure)}"
+        return None if seen else f"{self.figure} was not measured: {_why_not(evaluation, self.figure)}"
 
 
 def parse_gate(text: str) -> Gate:
@@ -102,9 +91,9 @@ def parse_gate(text: str) -> Gate:
     return Gate(text.strip(), match[1], match[2], limit, noise is not None)
 
 
-def broken_gates(found: Evaluation, gates: Sequence[Gate]) -> list[str]:
+def broken_gates(evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
     """A line for each gate that an evaluation fails."""
-    reasons = ((gate, gate.broken(found)) for gate in gates)
+    reasons = ((gate, gate.broken(evaluation)) for gate in gates)
     return [f"gate {gate.text!r} failed: {reason}" for gate, reason in reasons if reason is not None]
 
 
@@ -116,54 +105,55 @@ def _number(word: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _values(found: Evaluation, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
+def _values(evaluation: Evaluation, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
     """(value, noise floor, text or task) of a figure, wherever it was measured. A value or floor of None was not
     measured."""
     if figure in SIZES:
-        if found.size is not None:
-            yield float(getattr(found.size, figure)), None, ""
+        if evaluation.size is not None:
+            yield float(getattr(evaluation.size, figure)), None, ""
         return
     if figure in GAPS:
-        measured = found.gap.get(figure.removeprefix("gap."))
+        measured = evaluation.gap.get(figure.removeprefix("gap."))
         if measured is not None:
             yield measured.value, None, ""
         return
     if match := OF_A_TASK.fullmatch(figure):
-        yield from _of_tasks(found, match[1], match[2])
+        yield from _of_tasks(evaluation, match[1], match[2])
         return
-    for text in found.texts:
+    for text in evaluation.texts:
         if text.role == "held-out" and figure in text.figures:
             floor = (text.noise or {}).get(figure)
             yield text.figures[figure].value, None if floor is None else floor.value, f" on {text.name}"
-    others = [(each.figures, each.name) for each in found.embeddings]
-    others += [(each.figures, each.name) for each in found.classifications]
+    others = [(each.figures, each.name) for each in evaluation.embeddings]
+    others += [(each.figures, each.name) for each in evaluation.classifications]
     for figures, name in others:
         if figure in figures:
             yield figures[figure].value, None, f" on {name}"
 
 
-def _of_tasks(found: Evaluation, name: str, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
+def _of_tasks(evaluation: Evaluation, name: str, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
     """As `_values`, for a number of the task with a name, or of all tasks."""
-    for task in found.tasks:
+    for task in evaluation.tasks:
         if name in (ANY, task.name):
-            value = OF_TASKS[figure](task)
+            end = ("interval_low", "interval_high").index(figure) if figure.startswith("interval") else None
+            value = getattr(task, figure) if end is None else None if task.interval is None else task.interval[end]
             yield value.value if isinstance(value, Figure) else value, None, f" on {task.name}" if name == ANY else ""
 
 
-def _why_not(found: Evaluation, figure: str) -> str:
+def _why_not(evaluation: Evaluation, figure: str) -> str:
     if figure in SIZES:
-        return found.missing.get("size", "there is no size")
+        return evaluation.missing.get("size", "there is no size")
     if match := OF_A_TASK.fullmatch(figure):
-        names = [task.name for task in found.tasks]
+        names = [task.name for task in evaluation.tasks]
         if match[1] not in (ANY, *names):
             return f"no task is called {match[1]!r}; there are {', '.join(names)}" if names else "no task was given"
-        return found.missing.get("reference", f"the task has no {match[2]}") if names else "no task was given"
-    if figure in GAPS and all(text.role == "held-out" for text in found.texts):
+        return evaluation.missing.get("reference", f"the task has no {match[2]}") if names else "no task was given"
+    if figure in GAPS and all(text.role == "held-out" for text in evaluation.texts):
         return "no calibration text was given"
-    if figure in EMBEDDINGS and not found.embeddings:
+    if figure in EMBEDDINGS and not evaluation.embeddings:
         return "no pairs of sentences were given"
-    if figure in CLASSES and not found.classifications:
+    if figure in CLASSES and not evaluation.classifications:
         return "no labelled inputs were given"
-    if figure in NAMES and not found.texts:
+    if figure in NAMES and not evaluation.texts:
         return "no text was given"
-    return found.missing.get("reference", "it is not defined on this text")
+    return evaluation.missing.get("reference", "it is not defined on this text")

@@ -44,12 +44,16 @@ def generate(
 
     Raises InputError for models that generate nothing, and for prompts that leave no room in the context.
     """
-    found = []
+    generations = []
     for prompt in prompts:
-        said = [None if each is None else _continued(each, tokenizer, prompt, tokens) for each in (model, reference)]
-        assert said[0] is not None
-        found.append(Generation(prompt, said[0], said[1], None if said[1] is None else parting(said[0], said[1])))
-    return found
+        texts = [
+            None if each is None else continue_prompt(each, tokenizer, prompt, tokens) for each in (model, reference)
+        ]
+        assert texts[0] is not None
+        generations.append(
+            Generation(prompt, texts[0], texts[1], None if texts[1] is None else parting(texts[0], texts[1]))
+        )
+    return generations
 
 
 def parting(first: str, second: str) -> int | None:
@@ -61,7 +65,7 @@ def parting(first: str, second: str) -> int | None:
 
 
 @torch.no_grad()
-def _continued(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+def continue_prompt(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
     if not getattr(model, "can_generate", lambda: False)():
         raise InputError(f"{type(model).__name__} does not generate text; continuations are of decoders")
     with tokenizing(tokenizer, "the prompt", [prompt]):

@@ -16,7 +16,7 @@ from compress.model.vocabulary import common_tokens
 Model = nn.Module | Source
 
 
-def opened(model: nn.Module | str | Path, trusted: bool) -> Model:
+def open_model(model: nn.Module | str | Path, trusted: bool) -> Model:
     """A model in memory, or a checkpoint, opened once for all that is asked of it."""
     return model if isinstance(model, nn.Module) else find_source(str(model), trusted)
 
@@ -34,7 +34,7 @@ def first_tokenizer(*models: Model | None) -> Any:
     return tokenizer_of(next((model for model in models if isinstance(model, Source)), None))
 
 
-def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
+def load_dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The network of a model. A checkpoint's weights are dequantized, which is exact, unless inputs are quantized too:
     only codes can show the effect of that. A model in memory is returned unchanged."""
     if not isinstance(model, Source):
@@ -44,9 +44,9 @@ def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
     return load_source(model, dtype, device, dequantize=bool(layers) and weights_only)
 
 
-def loaded(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
+def load_predictor(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
     """A network that predicts the next token. Raises InputError for one that predicts none."""
-    network = dense(model, dtype, device)
+    network = load_dense(model, dtype, device)
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network

@@ -36,7 +36,7 @@ class Largest:
 
 
 @contextmanager
-def watching(network: nn.Module, stored: torch.dtype | None) -> Iterator[Largest]:
+def watch_overflow(network: nn.Module, stored: torch.dtype | None) -> Iterator[Largest]:
     """Watch a model inside the context, if it is stored in float16 and computed in a wider dtype."""
     seen = Largest()
     wide = next(network.parameters()).dtype != torch.float16

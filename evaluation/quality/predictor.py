@@ -1,18 +1,25 @@
-"""A language model's predictions, a few tokens at a time: its last hidden states, and logits made of them in chunks.
+"""A language model's predictions of a text, beside its original's on the same windows.
 
-Where the head of a model is found and checked (`compress.train.objective.heads`), its forward makes no logits: of [B,
-L, V] values there is never more than a chunk. Where it is not, logits are made by the forward, of all tokens of a
-batch.
+`windows` has the protocol, `statistics` the figures and their errors. Logits are computed and compared in float32, so
+that the KL of a token has an error of about 1e-7 nats.
+
+Where the head of a model is found and checked (`compress.train.objective.heads`), its forward makes no logits: they are
+made of the last hidden states in chunks, and of [B, L, V] values there is never more than a chunk. Where it is not,
+logits are made by the forward, of all tokens of a batch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from compress.base.errors import CompressError
+from compress.evaluation.document import Band, Figure, Histogram
+from compress.evaluation.quality.statistics import by_confidence, figures_of, kl_histogram
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.train.objective.heads import OutputHead, output_head
 
@@ -21,7 +28,7 @@ FORWARD_TOKENS = 2**13  # of the windows of one forward, at least one window
 PROBED = 8  # tokens by which a head is checked
 
 
-class Says(Protocol):
+class Predictions(Protocol):
     """A source of predictions to compare: states of a batch's predicted tokens [P, D], and logits [C, V] of some of
     them."""
 
@@ -48,13 +55,13 @@ class Predictor:
         network: Any = self.network
         ids_BL = batch.ids_BL.to(next(network.parameters()).device)
         if self.head is None:
-            found = network(input_ids=ids_BL).logits
+            hidden = network(input_ids=ids_BL).logits
         else:
             taken: list[Tensor] = []
             with self.head.replaced(taken.append):
                 network(input_ids=ids_BL)
-            (found,) = taken
-        return found[batch.scored_BL.to(found.device)]
+            (hidden,) = taken
+        return hidden[batch.scored_BL.to(hidden.device)]
 
     @torch.no_grad()
     def logits(self, states_CD: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ def predictor(network: nn.Module, windows: Windows) -> Predictor:
 
 
 @torch.no_grad()
-def compared(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor) -> Iterator[tuple[str, Tensor]]:
+def compare_tokens(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name, value per token) for each figure stored, float64 on the CPU, from log-probabilities of the model and the
     reference."""
     at = targets_C.to(log_q_CV.device).unsqueeze(-1)
@@ -98,8 +105,10 @@ def compared(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor) -> It
     yield "kl", kl_C.clamp(min=0).cpu()
 
 
-def chunked(model: Says, reference: Says | None, batch: Batch, vocabulary: int) -> Iterator[dict[str, Tensor]]:
-    """`compared` for a batch, chunk by chunk."""
+def compare_chunks(
+    model: Predictions, reference: Predictions | None, batch: Batch, vocabulary: int
+) -> Iterator[dict[str, Tensor]]:
+    """`compare_tokens` for a batch, chunk by chunk."""
     states, expected = model.states(batch), None if reference is None else reference.states(batch)
     targets_P = batch.targets
     tokens = max(1, CHUNK_VALUES // vocabulary)
@@ -113,5 +122,49 @@ def chunked(model: Says, reference: Says | None, batch: Batch, vocabulary: int) 
             log_p = functional.log_softmax(theirs, -1).to(logits.device)
             del theirs
         log_q = functional.log_softmax(logits, -1)
-        yield dict(compared(log_q, log_p, targets_P[part]))
+        yield dict(compare_tokens(log_q, log_p, targets_P[part]))
         del logits, log_q, log_p
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Figures of one model on some windows, by name (`statistics`); those against a reference are absent where none was
+    given."""
+
+    figures: dict[str, Figure]
+    by_confidence: list[Band] = field(default_factory=list)
+    kl_histogram: Histogram | None = None
+
+
+def measure(
+    model: Predictions,
+    windows: Windows,
+    vocabulary: int,
+    reference: Predictions | None = None,
+    step: Callable[[int], None] = lambda windows: None,
+    narrow: bool = False,
+) -> Quality:
+    """Evaluate a model on the windows of a text. step(n) is called after every batch of n windows. narrow: computed in
+    float16, whose range may be too small.
+
+    A few numbers are stored per token, never its distribution. Raises CompressError for logits that are not numbers.
+    """
+    values: dict[str, list[torch.Tensor]] = {}
+    stretches = []
+    for batch in windows.batches(max(1, FORWARD_TOKENS // windows.length)):
+        for chunk in compare_chunks(model, reference, batch, vocabulary):
+            for name, values_C in chunk.items():
+                values.setdefault(name, []).append(values_C)
+        stretches.append(batch.stretch_P)
+        step(len(batch.ids_BL))
+    tokens = {name: torch.cat(parts).numpy() for name, parts in values.items()}
+    for name, whose in (("surprisal", "the model"), ("reference_surprisal", "the reference")):
+        if name in tokens and not np.isfinite(tokens[name]).all():
+            why = "in float16, whose range ends at 65504; measure it in a wider --dtype" if narrow else "it is damaged"
+            raise CompressError(f"{whose} gives logits that are not finite numbers on this text: {why}")
+    stretch_N = torch.cat(stretches).numpy()
+    figures = figures_of(tokens, stretch_N)
+    if reference is None:
+        return Quality(figures)
+    bands = by_confidence(tokens["reference_top"], tokens["kl"], stretch_N)
+    return Quality(figures, bands, kl_histogram(tokens["kl"]))

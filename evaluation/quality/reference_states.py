@@ -32,7 +32,7 @@ from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.scratch import Scratch
 from compress.evaluation.quality.overflow import Largest
-from compress.evaluation.quality.predictor import Predictor, Says, logits_by
+from compress.evaluation.quality.predictor import Predictions, Predictor, logits_by
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.kernels.cache import cache_directory
 from compress.kernels.private_folders import why_not_believed
@@ -73,7 +73,7 @@ def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
     return folder() / f"{fingerprint(key)}.json"
 
 
-class Kept:
+class CachedStates:
     """Replays cached states. Raises CheckpointError where they are damaged."""
 
     def __init__(self, place: Path, windows: Windows, head: OutputHead) -> None:
@@ -104,7 +104,7 @@ class Kept:
         return logits_by(self.head, states_CD)
 
 
-def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | None:
+def read_states(place: Path, windows: Windows, head: OutputHead, note: Note) -> CachedStates | None:
     """The cached states of a reference; None where there are none, or with a note where they are damaged."""
     if not place.exists():
         return None
@@ -112,7 +112,7 @@ def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | 
         if (why := not_believed(place, place.with_suffix(".states"))) is not None:
             note(f"what was kept of the reference is made anew: {why}")
             return None
-        return Kept(place, windows, head)
+        return CachedStates(place, windows, head)
     except (CheckpointError, OSError) as error:
         note(f"what was kept of the reference is damaged and made anew ({error})")
         return None
@@ -123,7 +123,7 @@ def not_believed(*places: Path) -> str | None:
     return next((why for place in places if place.exists() and (why := why_not_believed(place)) is not None), None)
 
 
-class Keeping:
+class StatesWriter:
     """Passes on a model's states and writes them to the cache, with what is seen of its overflow meanwhile. A disk
     error is noted, and ends only the writing."""
 
@@ -181,9 +181,9 @@ class Keeping:
 
 
 @contextmanager
-def keeping(asked: Predictor, place: Path, overflow: Largest, note: Note) -> Iterator[Says]:
+def keep_states(asked: Predictor, place: Path, overflow: Largest, note: Note) -> Iterator[Predictions]:
     """A model whose states are cached, once everything inside the context has succeeded."""
-    says = Keeping(asked, place, overflow, note)
+    says = StatesWriter(asked, place, overflow, note)
     try:
         yield says
         says.finish()

@@ -104,13 +104,13 @@ def exponential(mean: Figure) -> Figure:
 def spread(name: str, values_N: Values, stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
     """Mean, extremes and percentiles of a value per token."""
     ordered = np.sort(values_N)
-    found = {f"{name}_mean": mean_of(values_N, stretch_N), f"{name}_max": Figure(float(ordered[-1]))}
+    figures = {f"{name}_mean": mean_of(values_N, stretch_N), f"{name}_max": Figure(float(ordered[-1]))}
     for word, share in PERCENTILES.items():
         value = float(np.quantile(ordered, share))
         below = (values_N <= value).astype(np.float64)
         error, token_error = (_of_value(ordered, share, error) for error in standard_errors(below, stretch_N))
-        found[f"{name}_{word}"] = Figure(value, error, token_error)
-    return {**found, f"{name}_min": Figure(float(ordered[0]))}
+        figures[f"{name}_{word}"] = Figure(value, error, token_error)
+    return {**figures, f"{name}_min": Figure(float(ordered[0]))}
 
 
 def _of_value(ordered: Values, share: float, error: float | None) -> float | None:
@@ -142,28 +142,28 @@ def figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> di
 def _figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
     """The figures of `figures_of`, without Student's intervals."""
     x_N = tokens["surprisal"]
-    found = {"perplexity": exponential(mean_of(x_N, stretch_N))}
+    figures = {"perplexity": exponential(mean_of(x_N, stretch_N))}
     if "reference_surprisal" not in tokens:
-        return found
+        return figures
     y_N = tokens["reference_surprisal"]
-    found["reference_perplexity"] = exponential(mean_of(y_N, stretch_N))
-    found["log_perplexity_ratio"] = mean_of(x_N - y_N, stretch_N)
-    found["perplexity_ratio"] = exponential(found["log_perplexity_ratio"])
-    one, other = found["perplexity"].value, found["reference_perplexity"].value
+    figures["reference_perplexity"] = exponential(mean_of(y_N, stretch_N))
+    figures["log_perplexity_ratio"] = mean_of(x_N - y_N, stretch_N)
+    figures["perplexity_ratio"] = exponential(figures["log_perplexity_ratio"])
+    one, other = figures["perplexity"].value, figures["reference_perplexity"].value
     if math.isfinite(one) and math.isfinite(other):
         errors = standard_errors(one * x_N - other * y_N, stretch_N)
-        found["perplexity_difference"] = Figure(one - other, *errors)
+        figures["perplexity_difference"] = Figure(one - other, *errors)
     together = correlation(x_N, y_N, stretch_N)
-    found |= {} if together is None else {"correlation": together}
-    found |= spread("kl", tokens["kl"], stretch_N)
+    figures |= {} if together is None else {"correlation": together}
+    figures |= spread("kl", tokens["kl"], stretch_N)
     delta_N = np.exp(-x_N) - np.exp(-y_N)
-    found |= spread("delta_p", delta_N, stretch_N)
+    figures |= spread("delta_p", delta_N, stretch_N)
     square = mean_of(delta_N * delta_N, stretch_N)
     rms = math.sqrt(square.value)
     of_root = [None if e is None else e / (2 * rms) if rms else 0.0 for e in (square.error, square.token_error)]
-    found["delta_p_rms"] = Figure(rms, of_root[0], of_root[1])
-    found["same_top"] = mean_of(tokens["same_top"], stretch_N)
-    return found
+    figures["delta_p_rms"] = Figure(rms, of_root[0], of_root[1])
+    figures["same_top"] = mean_of(tokens["same_top"], stretch_N)
+    return figures
 
 
 def by_confidence(top_N: Values, kl_N: Values, stretch_N: NDArray[np.int64]) -> list[Band]:

@@ -15,8 +15,8 @@ from compress.data.documents import TOKEN_FORMATS, read_documents
 from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenized
 from compress.data.tokens import checked_ids
 from compress.evaluation.document import Figure, TextResult
-from compress.evaluation.quality.quality import Quality
-from compress.evaluation.quality.windows import Windows, rows_of, strided
+from compress.evaluation.quality.predictor import Quality
+from compress.evaluation.quality.windows import Windows, overlapping_windows, row_windows
 from compress.model.vocabulary import check_common
 
 Role = Literal["held-out", "calibration"]
@@ -39,7 +39,7 @@ class Text:
         check_common(self.windows.ids_N, self.name, shared)
         return replace(self, shared=shared)
 
-    def result(self, found: Quality, noise: dict[str, Figure] | None) -> TextResult:
+    def result(self, quality: Quality, noise: dict[str, Figure] | None) -> TextResult:
         """The figures on the text, with its description."""
         windows = self.windows
         return TextResult(
@@ -52,10 +52,10 @@ class Text:
             length=windows.length,
             stride=windows.stride,
             tokens=windows.predicted,
-            figures=found.figures,
+            figures=quality.figures,
             noise=noise,
-            by_confidence=found.by_confidence,
-            kl_histogram=found.kl_histogram,
+            by_confidence=quality.by_confidence,
+            kl_histogram=quality.kl_histogram,
         )
 
 
@@ -74,7 +74,7 @@ def load_text(
     if stride is None:
         tokens = load_tokens(source, tokenizer, config, what=role, length=length, samples=samples, bos=bos)
         begun = tokens.bos is not None and bool(tokens.bos.before_windows)
-        return Text(tokens.source, role, rows_of(tokens.ids, begun, tokens.before_rows), tokens.notes)
+        return Text(tokens.source, role, row_windows(tokens.ids, begun, tokens.before_rows), tokens.notes)
     check_windows(length, samples)
     if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
         name = "a token tensor" if isinstance(source, Tensor) else source
@@ -96,7 +96,7 @@ def load_text(
     check_context(source, min(wanted, len(ids_N)), config)
     skipped = before.before_rows if len(documents.rows) > 1 else None
     notes = (*documents.said_of_fields(role), *documents.said_of_empty(role))
-    return Text(source, role, strided(ids_N, wanted, stride, samples, skipped), notes)
+    return Text(source, role, overlapping_windows(ids_N, wanted, stride, samples, skipped), notes)
 
 
 def gap(texts: list[TextResult]) -> dict[str, Figure]:

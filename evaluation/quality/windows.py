@@ -109,14 +109,16 @@ class Windows:
                 first += int(scored_BL.sum())
 
 
-def rows_of(ids_BL: Tensor, begun: bool = False, skipped: int | None = None) -> Windows:
+def row_windows(ids_BL: Tensor, begun: bool = False, skipped: int | None = None) -> Windows:
     """Every row of ids [B, L] as a window that shares nothing with the others."""
     count, length = ids_BL.shape
     spans = tuple(Span(i * length, (i + 1) * length, length - 1) for i in range(count))
     return Windows(ids_BL.reshape(-1), spans, length, length, begun, skipped)
 
 
-def strided(ids_N: Tensor, length: int, stride: int, samples: int | None = None, skipped: int | None = None) -> Windows:
+def overlapping_windows(
+    ids_N: Tensor, length: int, stride: int, samples: int | None = None, skipped: int | None = None
+) -> Windows:
     """Overlapping windows over all of a text of two tokens or more; of them at most `samples`, spread evenly."""
     spans, done = [], 0
     for begin in range(0, len(ids_N), stride):

@@ -31,36 +31,34 @@ def card_of_run(run: ReportedRun, name: str | None = None, place: str = "PATH", 
 
 
 def as_card(
-    article: Article, found: Evaluation, own_words: bool, place: str = "PATH", base_model: str | None = None
+    article: Article, evaluation: Evaluation, own_words: bool, place: str = "PATH", base_model: str | None = None
 ) -> str:
     """The whole file. own_words: True for a checkpoint that only `compress.load` can read, not transformers. place:
     where the snippet loads it from. base_model: the original's name on the hub, where the reference has none."""
     front = yaml.safe_dump(
-        front_matter(article.name, found, own_words, base_model), sort_keys=False, allow_unicode=True
+        front_matter(article.name, evaluation, own_words, base_model), sort_keys=False, allow_unicode=True
     )
     lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
-    if found.reference is not None:
-        lines += [
-            f"Compressed from {plain(wording.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
-            "",
-        ]
+    if evaluation.reference is not None:
+        original = plain(wording.name(evaluation.reference.name))
+        lines += [f"Compressed from {original}: {plain(article.recipe) or 'see below'}.", ""]
     lines += ["## Use", "", "```python", *_snippet(own_words, place), "```", ""]
     return "\n".join([*lines, *body(article, 2)]).rstrip("\n") + "\n"
 
 
-def front_matter(name: str, found: Evaluation, own_words: bool, base_model: str | None = None) -> dict[str, Any]:
+def front_matter(name: str, evaluation: Evaluation, own_words: bool, base_model: str | None = None) -> dict[str, Any]:
     """The metadata that the hub reads. The base model is included where its name is a name of the hub."""
     front: dict[str, Any] = {"library_name": "compress" if own_words else "transformers"}
-    base = base_model or ("" if found.reference is None else found.reference.name)
+    base = base_model or ("" if evaluation.reference is None else evaluation.reference.name)
     if HUB_ID.fullmatch(base):
         front |= {"base_model": base, "base_model_relation": "quantized"}
-    kind = next((task for end, task in PIPELINES.items() if found.model.architecture.endswith(end)), None)
+    kind = next((task for end, task in PIPELINES.items() if evaluation.model.architecture.endswith(end)), None)
     if kind is not None:
         front["pipeline_tag"] = kind
-    front["tags"] = ["compress", *_tags(found.recipe)]
-    text = held_out(found)
+    front["tags"] = ["compress", *_tags(evaluation.recipe)]
+    text = held_out(evaluation)
     if text is not None:
-        front["model-index"] = [{"name": name, "results": _results(found, text, kind)}]
+        front["model-index"] = [{"name": name, "results": _results(evaluation, text, kind)}]
     return front
 
 
@@ -76,7 +74,7 @@ def _tags(recipe: Mapping[str, Any] | None) -> list[str]:
     return list(dict.fromkeys(tags))
 
 
-def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict[str, Any]]:
+def _results(evaluation: Evaluation, text: TextResult, kind: str | None) -> list[dict[str, Any]]:
     """Figures in the form of a model index: on the text, and of every task."""
     metrics = [
         {"type": kind_of, "value": float(f"{figure.value:.6g}")}
@@ -85,7 +83,7 @@ def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict
     ]
     task = {"type": kind or "other"}
     results = [{"task": task, "dataset": {"name": wording.name(text.name), "type": "text"}, "metrics": metrics}]
-    for each in found.tasks:
+    for each in evaluation.tasks:
         accuracy = [{"type": "accuracy", "value": float(f"{each.accuracy.value:.6g}")}]
         results.append(
             {"task": task, "dataset": {"name": wording.name(each.name), "type": each.kind}, "metrics": accuracy}

@@ -28,7 +28,7 @@ class ReportTable:
     figures.
 
     faint: rows of less interest. strong: rows of most interest, bold on a terminal. folded: hidden until opened.
-    title: one line. links: for each row the anchor of its picture, empty where it has none.
+    title: one line.
     """
 
     kind: ClassVar[str] = "table"
@@ -40,7 +40,6 @@ class ReportTable:
     faint: frozenset[int] = frozenset()
     strong: frozenset[int] = frozenset()
     folded: bool = False
-    links: Sequence[str] = ()
 
     def is_words(self, column: int) -> bool:
         """True for a column of words, which are aligned to the left."""
@@ -49,14 +48,12 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """svg: drawn by `compress.evaluation.report.drawing`. title: the subject; caption: how to read it. anchor: target
-    of links from rows of tables."""
+    """svg: drawn by `compress.evaluation.report.drawing`. title: the subject; caption: how to read it."""
 
     kind: ClassVar[str] = "picture"
     title: str
     svg: str
     caption: str = ""
-    anchor: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from compress.evaluation.document import Evaluation, Figure, SpeedResult
 from compress.evaluation.report import facts, wording
-from compress.evaluation.report.content import Block, Report, ReportTable, Section, Words
+from compress.evaluation.report.content import Report, ReportTable, Section, Words
 from compress.evaluation.report.layer_map import last_of_each, value_of
 from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
@@ -19,7 +19,7 @@ def differences(first: ReportedRun, second: ReportedRun) -> Report:
     """The report of two runs."""
     a, b = first.evaluation, second.evaluation
     names = wording.name(first.name), wording.name(second.name)
-    parts = [
+    sections = [
         _quality(a, b, names),
         _size(a, b, names),
         _tasks(a, b, names),
@@ -27,36 +27,39 @@ def differences(first: ReportedRun, second: ReportedRun) -> Report:
         _layers(a, b, names),
         _recipes(a, b, names),
     ]
-    return Report(f"{names[0]} and {names[1]}", _said(a, b, names), [], [part for part in parts if part is not None])
+    return Report(f"{names[0]} and {names[1]}", _verdict(a, b, names), [], [each for each in sections if each])
 
 
-def _said(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
+def _verdict(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
     """Changes from the first run to the second, in a sentence or two."""
-    said = []
+    sentences = []
     if a.bytes is not None and b.bytes is not None:
         more = b.bytes - a.bytes
         size = f"{'larger' if more > 0 else 'smaller'} by {wording.data(abs(more))} ({_signed(100 * more / a.bytes)} %)"
-        said.append(f"{names[1]} is {size if more else 'as large'}.")
-    if alike(a, b):
-        for key, called in (("perplexity", "Its perplexity"), ("kl_mean", "Its KL to the original")):
-            pair = _pair(a, b, key)
-            if pair is not None:
-                said.append(f"{called} is {wording.number(pair[1].value)} instead of {wording.number(pair[0].value)}.")
-    return " ".join(said) or "Nothing of these runs can be compared."
+        sentences.append(f"{names[1]} is {size if more else 'as large'}.")
+    figures = _shared_figures(a, b) if alike(a, b) else {}
+    for key, subject in (("perplexity", "Its perplexity"), ("kl_mean", "Its KL to the original")):
+        if key in figures:
+            one, other = (wording.number(each.value) for each in figures[key])
+            sentences.append(f"{subject} is {other} instead of {one}.")
+    return " ".join(sentences) or "Nothing of these runs can be compared."
 
 
 def alike(a: Evaluation, b: Evaluation) -> bool:
     """True where the first texts of two evaluations are the same tokens in the same windows."""
-    texts = held_out(a), held_out(b)
-    if texts[0] is None or texts[1] is None:
+    one, other = held_out(a), held_out(b)
+    if one is None or other is None:
         return False
-    protocols = [(text.sha256, text.length, text.stride) for text in texts if text is not None]
-    return protocols[0] == protocols[1]
+    return (one.sha256, one.length, one.stride) == (other.sha256, other.length, other.stride)
 
 
-def _pair(a: Evaluation, b: Evaluation, key: str) -> tuple[Figure, Figure] | None:
-    found = [None if text is None else text.figures.get(key) for text in (held_out(a), held_out(b))]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
+def _shared_figures(a: Evaluation, b: Evaluation) -> dict[str, tuple[Figure, Figure]]:
+    """{name: its value in both} of the figures of two texts, in the order in which they are shown."""
+    one, other = held_out(a), held_out(b)
+    if one is None or other is None:
+        return {}
+    shared = (key for key in wording.LABELS if key in one.figures and key in other.figures)
+    return {key: (one.figures[key], other.figures[key]) for key in shared}
 
 
 def _signed(value: float, digits: int = 3) -> str:
@@ -64,55 +67,49 @@ def _signed(value: float, digits: int = 3) -> str:
 
 
 def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
-    if held_out(a) is None or held_out(b) is None:
-        missing = [name for name, each in zip(names, (a, b), strict=True) if held_out(each) is None]
+    missing = [name for name, each in zip(names, (a, b), strict=True) if held_out(each) is None]
+    if missing:
         return Section("Quality", [Words(f"{wording.NOT_MEASURED}: {', '.join(missing)}", "warning")])
-    blocks: list[Block] = []
-    if not alike(a, b):
-        blocks.append(Words("The two were measured on different texts: their figures do not compare.", "warning"))
-    rows = []
-    for key in [*wording.LABELS]:
-        pair = _pair(a, b, key)
-        if pair is not None:
-            scale = wording.scale_of(key)[0]
-            moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else wording.NONE
-            rows.append((wording.label_of(key), *(wording.figure_words(key, each) for each in pair), moved))
-    blocks.append(ReportTable(("figure", *names, "difference"), rows))
-    blocks.append(Words("Errors are each run's own; of a difference on the same text they are smaller.", "note"))
-    return Section("Quality", blocks)
+    comparable, rows = alike(a, b), []
+    for key, pair in _shared_figures(a, b).items():
+        moved = _signed(wording.scale_of(key)[0] * (pair[1].value - pair[0].value)) if comparable else wording.NONE
+        rows.append((wording.label_of(key), *(wording.figure_words(key, each) for each in pair), moved))
+    warning = Words("The two were measured on different texts: their figures do not compare.", "warning")
+    note = Words("Errors are each run's own; of a difference on the same text they are smaller.", "note")
+    return Section("Quality", [*([] if comparable else [warning]), _table("figure", names, rows), note])
+
+
+def _table(head: str, names: tuple[str, str], rows: list[tuple[str, ...]], moved: str = "difference") -> ReportTable:
+    return ReportTable((head, *names, moved), rows)
 
 
 def _size(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
-    sizes = a.size, b.size
-    if sizes[0] is None or sizes[1] is None:
+    one, other = a.size, b.size
+    if one is None or other is None:
         return Section("Size", [Words(wording.NOT_MEASURED, "warning")])
-    rows = [("weight files", *(f"{s.bytes:,}" for s in sizes if s), f"{sizes[1].bytes - sizes[0].bytes:+,}")]
-    held = [{part.name: part.bytes for part in s.components} for s in sizes if s]
-    for name in dict.fromkeys([*held[0], *held[1]]):
-        first, second = held[0].get(name, 0), held[1].get(name, 0)
-        rows.append((wording.name(name), f"{first:,}", f"{second:,}", f"{second - first:+,}"))
-    for field, called in (
-        ("bits_per_weight", "bits per compressed weight"),
-        ("bits_per_parameter", "bits per parameter"),
-    ):
-        first, second = (getattr(s, field) for s in sizes)
-        rows.append((called, f"{first:.3f}", f"{second:.3f}", f"{second - first:+.3f}"))
-    return Section("Size, bytes", [ReportTable(("", *names, "difference"), rows)])
+    first, second = (
+        {"weight files": s.bytes} | {wording.name(p.name): p.bytes for p in s.components} for s in (one, other)
+    )
+    pairs = {name: (first.get(name, 0), second.get(name, 0)) for name in dict.fromkeys([*first, *second])}
+    rows: list[tuple[str, ...]] = [(name, f"{x:,}", f"{y:,}", f"{y - x:+,}") for name, (x, y) in pairs.items()]
+    for label, per in (("compressed weight", "weight"), ("parameter", "parameter")):
+        x, y = getattr(one, f"bits_per_{per}"), getattr(other, f"bits_per_{per}")
+        rows.append((f"bits per {label}", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}"))
+    return Section("Size, bytes", [_table("", names, rows)])
+
+
+def _compared(label: str, one: Figure, other: Figure, scale: float = 1.0, unit: str = "") -> tuple[str, ...]:
+    figures = (wording.with_error(each, scale, unit) for each in (one, other))
+    return (label, *figures, _signed(scale * (other.value - one.value)))
 
 
 def _tasks(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | None:
-    first, second = ({task.name: task for task in each.tasks} for each in (a, b))
+    second = {(task.name, task.sha256): task.accuracy for task in b.tasks}
+    shared = [task for task in a.tasks if (task.name, task.sha256) in second]
     rows = [
-        (
-            wording.name(name),
-            wording.with_error(first[name].accuracy, 100, " %"),
-            wording.with_error(second[name].accuracy, 100, " %"),
-            _signed(100 * (second[name].accuracy.value - first[name].accuracy.value)),
-        )
-        for name in first
-        if name in second and first[name].sha256 == second[name].sha256
+        _compared(wording.name(task.name), task.accuracy, second[task.name, task.sha256], 100, " %") for task in shared
     ]
-    return Section("Tasks", [ReportTable(("task", *names, "points"), rows)]) if rows else None
+    return Section("Tasks", [_table("task", names, rows, "points")]) if rows else None
 
 
 def _speed(a: SpeedResult | None, b: SpeedResult | None, names: tuple[str, str]) -> Section | None:
@@ -120,60 +117,48 @@ def _speed(a: SpeedResult | None, b: SpeedResult | None, names: tuple[str, str])
         return None
     if (a.device, a.threads) != (b.device, b.threads):
         return Section("Speed", [Words("Measured on different machines: speeds do not compare.", "warning")])
-    rows = []
-    for field, called in (
-        ("prefill", "prompt, tokens/s"),
-        ("decode", "decoding, tokens/s"),
-        ("first_token_ms", "first token, ms"),
-    ):
-        first, second = (getattr(each.model, field) for each in (a, b))
-        rows.append(
-            (called, wording.with_error(first), wording.with_error(second), _signed(second.value - first.value))
-        )
-    return Section("Speed", [ReportTable(("", *names, "difference"), rows)])
+    rows = [
+        _compared("prompt, tokens/s", a.model.prefill, b.model.prefill),
+        _compared("decoding, tokens/s", a.model.decode, b.model.decode),
+        _compared("first token, ms", a.model.first_token_ms, b.model.first_token_ms),
+    ]
+    return Section("Speed", [_table("", names, rows)])
 
 
 def _layers(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | None:
-    losses = []
-    for each in (a, b):
-        layers = {} if each.run is None else last_of_each(each.run.layers)
-        losses.append({name: loss for name, layer in layers.items() if (loss := value_of(layer, "loss")) is not None})
-    both = [name for name in losses[0] if name in losses[1]]
-    if not both:
+    first, second = (_losses(each) for each in (a, b))
+    if first.keys().isdisjoint(second):
         return None
-    ratios = {name: max(losses[1][name], LEAST) / max(losses[0][name], LEAST) for name in both}
-    moved = [name for name in both if losses[0][name] != losses[1][name]]
-    if not moved:
-        return Section("Layers", [Words("The error of every layer that both have is the same.", "note")])
-    first = sorted(moved, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
-    rows = [
-        (
-            wording.name(name),
-            wording.share(losses[0][name]),
-            wording.share(losses[1][name]),
-            f"{ratios[name]:.2f} times",
-        )
+    ratios = {
+        name: max(second[name], LEAST) / max(first[name], LEAST)
         for name in first
+        if name in second and first[name] != second[name]
+    }
+    if not ratios:
+        return Section("Layers", [Words("The error of every layer that both have is the same.", "note")])
+    most = sorted(ratios, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
+    rows: list[tuple[str, ...]] = [
+        (wording.name(name), wording.share(first[name]), wording.share(second[name]), f"{ratios[name]:.2f} times")
+        for name in most
     ]
-    return Section("Layers whose error moved most", [ReportTable(("layer", *names, "by"), rows)])
+    return Section("Layers whose error moved most", [_table("layer", names, rows, "by")])
+
+
+def _losses(run: Evaluation) -> dict[str, float]:
+    """{layer: its error} of a run."""
+    layers = {} if run.run is None else last_of_each(run.run.layers)
+    return {name: loss for name, layer in layers.items() if (loss := value_of(layer, "loss")) is not None}
 
 
 def _recipes(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     if a.recipe is None or b.recipe is None:
         return Section("Recipes", [Words("Of a run without a record no recipe is known.", "note")])
-    flat = dict(_flat(a.recipe)), dict(_flat(b.recipe))
-    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if _at(flat[0], key) != _at(flat[1], key)]
-    rows = [(wording.name(key), *(wording.name(_at(each, key)) for each in flat)) for key in keys]
-    said = [facts.recipe_words(each) for each in (a, b)]
-    blocks: list[Block] = [Words(f"{names[0]}: {said[0]}. {names[1]}: {said[1]}.")]
-    blocks.append(
-        ReportTable(("option", *names), rows, names=3) if rows else Words("They have the same options.", "note")
-    )
-    return Section("Recipes", blocks)
-
-
-def _at(flat: Mapping[str, Any], key: str) -> str:
-    return str(flat.get(key, wording.NONE))
+    flat = [{key: str(value) for key, value in _flat(recipe)} for recipe in (a.recipe, b.recipe)]
+    values = {key: [each.get(key, wording.NONE) for each in flat] for key in dict.fromkeys([*flat[0], *flat[1]])}
+    rows = [(wording.name(key), *map(wording.name, pair)) for key, pair in values.items() if pair[0] != pair[1]]
+    words = [facts.recipe_words(each) for each in (a, b)]
+    options = ReportTable(("option", *names), rows, names=3) if rows else Words("They have the same options.", "note")
+    return Section("Recipes", [Words(f"{names[0]}: {words[0]}. {names[1]}: {words[1]}."), options])
 
 
 def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:

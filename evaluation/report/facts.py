@@ -1,7 +1,7 @@
 """Sections on a run beside its quality: size, speed, layers left alone, verification, provenance."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from compress.evaluation.document import Evaluation, Figure, RunResult, SizeResult, SpeedResult, Timing
@@ -16,45 +16,39 @@ CALLED = {"modified": "changed since that commit", "device_type": "kind of devic
 SHOWN = 6  # names of layers in a row
 
 
-def size(found: Evaluation) -> Section:
+def _bits(value: float | None) -> str:
+    return wording.NONE if value is None else f"{value:.3f}"
+
+
+# (row, its words of a size, whether the original has a word of its own)
+SIZE_ROWS: tuple[tuple[str, Callable[[SizeResult], str], bool], ...] = (
+    ("weight files", lambda size: wording.data(size.bytes), True),
+    ("parameters", lambda size: wording.count(size.parameters), True),
+    ("of them compressed", lambda size: wording.share(size.compressed_parameters / max(1, size.parameters)), True),
+    ("bits per compressed weight, measured", lambda size: _bits(size.bits_per_weight), False),
+    ("bits of a code alone", lambda size: _bits(size.nominal_bits_per_weight), False),
+    ("bits per parameter, whole model", lambda size: _bits(size.bits_per_parameter), True),
+    ("peak memory to load", lambda size: wording.data(size.peak_load_bytes), True),
+    ("peak memory to run", lambda size: wording.data(size.peak_run_bytes), True),
+)
+
+
+def size(evaluation: Evaluation) -> Section:
     """Bytes by component, beside the original's."""
-    own, other = found.size, found.reference_size
+    own, other = evaluation.size, evaluation.reference_size
     if own is None:
-        why = found.missing.get("size", "the model was in memory")
+        why = evaluation.missing.get("size", "the model was in memory")
         return Section("Size", [Words(f"{wording.NOT_MEASURED}: {why}", "warning")])
     rows = [
-        ("weight files", wording.data(own.bytes), _data(other, "bytes")),
-        ("parameters", wording.count(own.parameters), _count(other, "parameters")),
-        ("of them compressed", _part(own), wording.NONE if other is None else _part(other)),
-        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), wording.NONE),
-        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), wording.NONE),
-        ("bits per parameter, whole model", _bits(own, "bits_per_parameter"), _bits(other, "bits_per_parameter")),
+        (label, words(own), words(other) if beside and other is not None else wording.NONE)
+        for label, words, beside in SIZE_ROWS
     ]
     if own.cache is not None:
-        rows.append(("keys and values", wording.clean(own.cache), "as they are"))
-    rows.append(("peak memory to load", wording.data(own.peak_load_bytes), _data(other, "peak_load_bytes")))
-    rows.append(("peak memory to run", wording.data(own.peak_run_bytes), _data(other, "peak_run_bytes")))
+        rows.insert(-2, ("keys and values", wording.clean(own.cache), "as they are"))
     blocks: list[Block] = [ReportTable(("", "this model", "original"), rows)]
     if own.components:
         blocks += [_bars(own, other), _components(own, other)]
     return Section("Size", blocks)
-
-
-def _data(found: SizeResult | None, field: str) -> str:
-    return wording.NONE if found is None else wording.data(getattr(found, field))
-
-
-def _count(found: SizeResult | None, field: str) -> str:
-    return wording.NONE if found is None else wording.count(getattr(found, field))
-
-
-def _bits(found: SizeResult | None, field: str) -> str:
-    value = None if found is None else getattr(found, field)
-    return wording.NONE if value is None else f"{value:.3f}"
-
-
-def _part(found: SizeResult) -> str:
-    return wording.share(found.compressed_parameters / max(1, found.parameters))
 
 
 def _components(own: SizeResult, other: SizeResult | None) -> ReportTable:
@@ -106,12 +100,12 @@ def _block(x: float, y: float, width: float, height: float, shade: float, inside
     return f'<rect {place} class="main" fill-opacity="{shade:.2f}">{inside}</rect>'
 
 
-def speed(found: Evaluation) -> Section:
+def speed(evaluation: Evaluation) -> Section:
     """Tokens per second, and the kernels that computed them."""
-    measured = found.speed
+    measured = evaluation.speed
     if measured is None:
         return Section(
-            "Speed", [Words(f"{wording.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")]
+            "Speed", [Words(f"{wording.NOT_MEASURED}: {evaluation.missing.get('speed', 'it was not asked for')}")]
         )
     threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     where = f"{measured.device}, {threads}, {measured.dtype}"
@@ -172,58 +166,55 @@ def verification(run: RunResult) -> Section:
     seen = run.verification
     if seen is None:
         return Section("Verification", [Words("Not verified: run `compress verify` on the directory.", "warning")])
-    said = [f"{seen.get('layers', 'no')} layers bit for bit as the run decided, in a fresh process."]
+    sentences = [f"{seen.get('layers', 'no')} layers bit for bit as the run decided, in a fresh process."]
     if seen.get("transformers") == "compared":
         difference = seen.get("logits_max_difference")
-        said.append(f"transformers loads it ({seen.get('loader')}) with logits that differ by at most {difference}.")
+        sentences.append(
+            f"transformers loads it ({seen.get('loader')}) with logits that differ by at most {difference}."
+        )
     else:
-        said.append(f"transformers: {seen.get('transformers')}.")
+        sentences.append(f"transformers: {seen.get('transformers')}.")
     if "cache" in seen:
-        said.append(f"Key-value cache: {seen['cache']}.")
-    return Section("Verification", [Words(wording.clean(" ".join(said)))])
+        sentences.append(f"Key-value cache: {seen['cache']}.")
+    return Section("Verification", [Words(wording.clean(" ".join(sentences)))])
 
 
-def missing(found: Evaluation) -> Section | None:
+def missing(evaluation: Evaluation) -> Section | None:
     """Measurements that are missing, with reasons."""
-    rows = [(wording.name(what), wording.clean(why)) for what, why in found.missing.items()]
+    rows = [(wording.name(what), wording.clean(why)) for what, why in evaluation.missing.items()]
     return Section("Not measured", [ReportTable(("what", "why"), rows, names=2)]) if rows else None
 
 
-def provenance(found: Evaluation) -> Section:
+def provenance(evaluation: Evaluation) -> Section:
     """The origin of the model and of its figures."""
-    rows = [("model", _named(found.model.name, found.model.fingerprint))]
-    rows.append(
-        ("architecture", f"{found.model.architecture}, {found.model.parameters:,} parameters, {found.model.dtype}")
-    )
-    if found.reference is not None:
-        rows.append(("original", _named(found.reference.name, found.reference.fingerprint)))
-    if found.run is not None:
-        rows += [("made by", found.run.command or "not recorded")]
-        if found.run.seconds is not None:
-            rows.append(
-                ("in", f"{found.run.seconds:.1f} s, at most {wording.data(found.run.peak_memory_bytes)} of memory")
-            )
-        if found.run.calibration is not None:
-            rows.append(("calibrated on", _pairs(found.run.calibration)))
-    for text in found.texts:
-        rows.append(("evaluated on", f"{text.name}, sha256 of the tokens {text.sha256[:16]}"))
-    clean = [(wording.name(key), wording.clean(value)) for key, value in rows] + known(found.provenance)
+    model, reference, run = evaluation.model, evaluation.reference, evaluation.run
+    rows = [("model", _named(model.name, model.fingerprint))]
+    rows.append(("architecture", f"{model.architecture}, {model.parameters:,} parameters, {model.dtype}"))
+    if reference is not None:
+        rows.append(("original", _named(reference.name, reference.fingerprint)))
+    if run is not None:
+        rows.append(("made by", run.command or "not recorded"))
+        if run.seconds is not None:
+            rows.append(("in", f"{run.seconds:.1f} s, at most {wording.data(run.peak_memory_bytes)} of memory"))
+        if run.calibration is not None:
+            rows.append(("calibrated on", _pairs(run.calibration)))
+    rows += [("evaluated on", f"{each.name}, sha256 of the tokens {each.sha256[:16]}") for each in evaluation.texts]
+    clean = [(wording.name(key), wording.clean(value)) for key, value in rows] + fact_rows(evaluation.provenance)
     blocks: list[Block] = [ReportTable(("", ""), clean, names=2)]
-    if found.recipe is not None:
-        steps = found.recipe.get("passes")
-        told = [(f"step {i}", wording.clean(json.dumps(step))) for i, step in enumerate(steps or [found.recipe], 1)]
-        blocks.append(
-            ReportTable(("", "every option"), told, "The recipe, every option spelled out", names=2, folded=True)
-        )
+    if evaluation.recipe is not None:
+        steps = evaluation.recipe.get("passes") or [evaluation.recipe]
+        options = [(f"step {i}", wording.clean(json.dumps(step))) for i, step in enumerate(steps, 1)]
+        title = "The recipe, every option spelled out"
+        blocks.append(ReportTable(("", "every option"), options, title, names=2, folded=True))
     return Section("Where this comes from", blocks)
 
 
-def known(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Facts as rows of a table, without unknown ones."""
     return [
         (wording.name(CALLED.get(key, key)), wording.clean(said))
         for key, value in facts.items()
-        if (said := _said(value))
+        if (said := fact_words(value))
     ]
 
 
@@ -231,19 +222,19 @@ def _named(name: str, fingerprint: str | None) -> str:
     return name if fingerprint is None else f"{name} (sha256 {fingerprint[:16]})"
 
 
-def _said(value: Any) -> str:
+def fact_words(value: Any) -> str:
     """A fact in words; empty where there is none."""
     if isinstance(value, Mapping):
         return _pairs(value)
     if isinstance(value, list | tuple):
-        return ", ".join(map(_said, value))
+        return ", ".join(map(fact_words, value))
     if isinstance(value, float):
         return f"{value:g}"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else "" if value is None else str(value)
 
 
 def _pairs(value: Mapping[str, Any]) -> str:
-    known = {key: _said(each) for key, each in value.items()}
+    known = {key: fact_words(each) for key, each in value.items()}
     return ", ".join(f"{key} {said[:16] if key == 'sha256' else said}" for key, said in known.items() if said)
 
 
@@ -251,9 +242,9 @@ def _pairs(value: Mapping[str, Any]) -> str:
 TRAINED = ("train", "reconstruct")
 
 
-def recipe_words(found: Evaluation) -> str:
+def recipe_words(evaluation: Evaluation) -> str:
     """The steps of a recipe in a line: each method with its scheme."""
-    steps = (found.recipe or {}).get("passes")
+    steps = (evaluation.recipe or {}).get("passes")
     if not isinstance(steps, list) or not steps:
         return ""
     return " + ".join(_step(step) for step in steps if isinstance(step, dict) and step)

@@ -11,7 +11,7 @@ from compress.evaluation.report.content import Block, Picture, ReportTable, Sect
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label
 
 WORST = 10
-LEFT, TOP, FOOT = 52.0, 26.0, 34.0
+LEFT, TOP, FOOT = 52.0, 26.0, 2.0
 ROW, LEAST_ROW, MOST_HEIGHT = 20.0, 7.0, 640.0
 FAINTEST = 0.06  # opacity of the smallest value
 MOST_LETTERS = 9  # of a kind above its column
@@ -105,8 +105,8 @@ def heat_map(values: Mapping[str, float], about: Mapped) -> Picture:
     for i, kind in enumerate(kinds):
         x = LEFT + (i + 0.5) * width
         if turned and width >= 10:
-            said = wording.name(_short(kind, kinds))[:MOST_LETTERS]
-            marks.append(f'<g transform="rotate(-60 {x:.1f} {top - 8:.1f})">{label(x, top - 8, said)}</g>')
+            tooltip = wording.name(_short(kind, kinds))[:MOST_LETTERS]
+            marks.append(f'<g transform="rotate(-60 {x:.1f} {top - 8:.1f})">{label(x, top - 8, tooltip)}</g>')
         elif not turned:
             marks.append(label(x, TOP - 8, wording.name(_short(kind, kinds)), "middle"))
     shown = 1 if height >= 12 else math.ceil(12 / height)
@@ -117,28 +117,16 @@ def heat_map(values: Mapping[str, float], about: Mapped) -> Picture:
         row, kind = place_of(name)
         x, y = LEFT + kinds.index(kind) * width, top + rows.index(row) * height
         shade = depth.place(value) if value > 0 else 0.0
-        said = hover(f"{wording.name(name)}: {about.said(value, 3)}")
+        tooltip = hover(f"{wording.name(name)}: {about.said(value, 3)}")
         marks.append(
             f'<rect x="{x + 0.75:.1f}" y="{y + 0.75:.1f}" width="{max(1.0, width - 1.5):.1f}" rx="2" '
-            f'height="{height - 1.5:.1f}" class="main" fill-opacity="{shade:.2f}">{said}</rect>'
+            f'height="{height - 1.5:.1f}" class="main" fill-opacity="{shade:.2f}">{tooltip}</rect>'
         )
-    bottom = top + len(rows) * height
-    marks += _legend(depth, about, bottom + 12)
-    drawn = inline(f"{about.what} of {len(values)} layers, by block and kind", bottom + FOOT, marks)
-    return Picture(about.title, drawn, f"{about.caption} The stronger the colour, the larger, on a logarithmic scale.")
-
-
-def _legend(depth: Axis, about: Mapped, y: float) -> list[str]:
-    marks, steps, width = [], 12, 10.0
-    for i in range(steps):
-        shade = FAINTEST + (1 - FAINTEST) * i / (steps - 1)
-        x = LEFT + 62 + i * width
-        marks.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="9" class="main" fill-opacity="{shade:.2f}"/>'
-        )
-    marks.append(label(LEFT + 56, y + 9, about.said(depth.low, 2), "end"))
-    marks.append(label(LEFT + 68 + steps * width, y + 9, about.said(depth.high, 2)))
-    return marks
+    drawn = inline(f"{about.what} of {len(values)} layers, by block and kind", top + len(rows) * height + FOOT, marks)
+    ends = f"from {about.said(depth.low, 2)} to {about.said(depth.high, 2)}"
+    return Picture(
+        about.title, drawn, f"{about.caption} The stronger the colour, the larger: {ends}, by the logarithm."
+    )
 
 
 def _number(block: str) -> str:
@@ -169,20 +157,24 @@ def worst(layers: Mapping[str, LayerRecord], losses: Mapping[str, float]) -> Rep
 
 def _health(layers: Mapping[str, LayerRecord]) -> list[Block]:
     """Remarkable facts about the layers' health, a line each."""
-    said = []
+    sentences = []
     dead = {name: n for name, each in layers.items() if (n := value_of(each, "dead_channels"))}
     if dead:
         most = max(dead, key=lambda name: dead[name])
-        said.append(f"Input channels that are always zero: in {len(dead)} layers, most in {most}, {dead[most]:.0f}.")
+        sentences.append(
+            f"Input channels that are always zero: in {len(dead)} layers, most in {most}, {dead[most]:.0f}."
+        )
     damps = {damp for each in layers.values() if (damp := value_of(each, "damp")) is not None}
     if len(damps) > 1:
-        said.append(f"Damping went from {min(damps):g} to {max(damps):g}: some Hessians needed more to be inverted.")
+        sentences.append(
+            f"Damping went from {min(damps):g} to {max(damps):g}: some Hessians needed more to be inverted."
+        )
     for side in ("input", "output"):
         cut = {name: c for name, each in layers.items() if (c := value_of(each, f"{side}_clipped")) is not None}
         if cut and max(cut.values()) > 0:
             most = max(cut, key=lambda name: cut[name])
-            said.append(f"Most clipped {side}: {most}, {wording.share(cut[most])} of its values.")
-    return [Words(" ".join(wording.name(each) for each in said))] if said else []
+            sentences.append(f"Most clipped {side}: {most}, {wording.share(cut[most])} of its values.")
+    return [Words(" ".join(wording.name(each) for each in sentences))] if sentences else []
 
 
 def every(layers: Mapping[str, LayerRecord]) -> ReportTable:
@@ -199,10 +191,6 @@ def every(layers: Mapping[str, LayerRecord]) -> ReportTable:
 def _cell(value: float | None, how: str) -> str:
     if value is None:
         return wording.NONE
-    return (
-        wording.share(value)
-        if how == "share"
-        else wording.count(int(value))
-        if how == "count"
-        else wording.number(value)
-    )
+    if how == "count":
+        return wording.count(int(value))
+    return wording.share(value) if how == "share" else wording.number(value)

@@ -32,12 +32,12 @@ def as_html(report: Report) -> str:
     environment = Environment(
         loader=FileSystemLoader(HOME),
         autoescape=True,
-        finalize=seen,
+        finalize=without_controls,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable, "coded": coded}
+    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable, "coded": with_code}
     template = environment.get_template(TEMPLATE)
     return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"
 
@@ -47,17 +47,17 @@ def write_page(path: Path, report: Report) -> None:
     write_named(path, as_html(report))
 
 
-def seen(value: object) -> object:
+def without_controls(value: object) -> object:
     """Text without invisible control characters; markup and other values unchanged."""
     return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def breakable(text: str) -> Markup:
     """A name that may go on in the next line behind a dot, a slash or an underscore, escaped."""
-    return Markup(re.sub(r"(?<!<)([._/])(?=[^\W\d])", r"\1<wbr>", str(coded(text))))
+    return Markup(re.sub(r"(?<!<)([._/])(?=[^\W\d])", r"\1<wbr>", str(with_code(text))))
 
 
-def coded(text: str) -> Markup:
+def with_code(text: str) -> Markup:
     """Escaped text, with words between backticks as code."""
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(clean(text)))))
 

@@ -1,7 +1,6 @@
 """Quality against bytes, over runs: which of them nothing beats in both, and a picture of it.
 
-Compared are runs that were measured
-alike: on the same tokens, against the same reference.
+Compared are runs that were measured alike: on the same tokens, against the same reference.
 """
 
 import math
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from compress.evaluation.document import Figure
 from compress.evaluation.report import wording
 from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, padded, rule, tick
-from compress.evaluation.report.front import undominated
 from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
 
@@ -30,6 +28,15 @@ class Point:
     recipe: str
     bytes: int
     figure: Figure
+
+
+def undominated(places: Sequence[tuple[float, float]]) -> set[int]:
+    """Indices of the pairs that no other is at most as large as in both figures and smaller in one; of equals all."""
+
+    def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
+        return a != b and a[0] <= b[0] and a[1] <= b[1]
+
+    return {i for i, place in enumerate(places) if not any(beats(other, place) for other in places)}
 
 
 def front(points: Sequence[Point]) -> set[int]:
@@ -63,16 +70,16 @@ def _finite(figure: Figure | None) -> bool:
 
 def points_of(runs: Sequence[ReportedRun], key: str, recipes: Sequence[str]) -> list[Point]:
     """The runs of `comparable` as points."""
-    made = []
+    points = []
     for run, recipe in zip(runs, recipes, strict=True):
         text, size = held_out(run.evaluation), run.evaluation.size
         assert text is not None
         assert size is not None
-        made.append(Point(run.name, recipe, size.bytes, text.figures[key]))
-    return made
+        points.append(Point(run.name, recipe, size.bytes, text.figures[key]))
+    return points
 
 
-def drawn(points: Sequence[Point], key: str) -> str:
+def draw_front(points: Sequence[Point], key: str) -> str:
     """The picture: bytes to the right, the figure upwards, each logarithmic where it spans much."""
     unit = 1 << (10 * min(3, int(math.log2(max(p.bytes for p in points)) // 10)))
     sizes = [point.bytes / unit for point in points]
@@ -96,7 +103,7 @@ def drawn(points: Sequence[Point], key: str) -> str:
         said = f"{wording.name(point.name)}\n{point.recipe}\n{figures}"
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" class="{style}"/>'
         circles.append(f"<g>{hover(said)}{bar}{circle}</g>")
-        labels += _named(point.name, x, y, taken, "on strong" if i in best else "on")
+        labels += place_label(point.name, x, y, taken, "on strong" if i in best else "on")
     about = f"{len(points)} runs by bytes and {dict(MEASURES)[key]}; {len(best)} of them on the front"
     return inline(about, HEIGHT, [*marks, *reversed(circles), *labels])  # the front over the others
 
@@ -137,10 +144,10 @@ def _stairs(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return made
 
 
-def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]], style: str) -> list[str]:
+def place_label(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]], style: str) -> list[str]:
     """A label beside a point where there is room for it; none where there is not (the table has all names)."""
-    said = wording.name(name)
-    width = (STRONG if "strong" in style else LETTER) * len(said)
+    text = wording.name(name)
+    width = (STRONG if "strong" in style else LETTER) * len(text)
     places = [
         (x + 7, y - 7, "start", x + 7),
         (x + 9, y + 14, "start", x + 9),
@@ -154,5 +161,5 @@ def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float,
         inside = box[0] >= LEFT and box[2] <= WIDE - 2 and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
         if inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
             taken.append(box)
-            return [label(at, base, said, anchor, style)]
+            return [label(at, base, text, anchor, style)]
     return []

@@ -1,6 +1,5 @@
 """The quality of a run: figures with their intervals, KL by confidence, tasks, and continuations side by side."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
@@ -11,24 +10,23 @@ from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label,
 from compress.evaluation.report.verdict import outcome, points
 
 HEIGHT, LEFT, BOTTOM, TOP = 200.0, 56.0, 38.0, 12.0
-LEAST = 1e-12
 
 
-def section(found: Evaluation) -> Section:
+def section(evaluation: Evaluation) -> Section:
     """Figures on every text; missing measurements are named."""
     blocks: list[Block] = []
-    if not found.texts and not found.embeddings and not found.classifications:
-        why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
+    if not evaluation.texts and not evaluation.embeddings and not evaluation.classifications:
+        why = evaluation.missing.get("quality", evaluation.missing.get("texts", "no text was given"))
         blocks.append(Words(f"{wording.NOT_MEASURED}: {why}", "warning"))
-    for text in found.texts:
+    for text in evaluation.texts:
         blocks += of_text(text)
-    for pairs in found.embeddings:
+    for pairs in evaluation.embeddings:
         said = f"{wording.count(pairs.pairs)} pairs of {wording.count(pairs.sentences)} sentences"
         blocks.append(_figures(pairs.figures, f"{wording.name(pairs.name)}: {said}"))
-    for inputs in found.classifications:
+    for inputs in evaluation.classifications:
         said = f"{wording.count(inputs.inputs)} inputs of {wording.count(inputs.classes)} classes"
         blocks.append(_figures(inputs.figures, f"{wording.name(inputs.name)}: {said}"))
-    gap = calibration_gap(found.texts)
+    gap = calibration_gap(evaluation.texts)
     if gap is not None:
         blocks.append(gap)
     return Section("Quality", blocks)
@@ -50,17 +48,17 @@ def of_text(text: TextResult) -> list[Block]:
     columns: tuple[str, ...] = ("figure", "value ± standard error", "95 % interval")
     columns = (*columns, "noise floor") if text.noise is not None else columns
     title = f"{wording.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
-    said = (
+    sentence = (
         f"{wording.count(text.tokens)} tokens predicted in {wording.count(text.windows)} windows of {text.length}"
         f"{'' if text.stride == text.length else f', {text.stride} apart'}: {wording.clean(text.protocol)}."
     )
     if text.windows == 1:
-        said += " Of a single window no standard error is known: too little text to tell models apart."
+        sentence += " Of a single window no standard error is known: too little text to tell models apart."
     elif text.windows < FEW_WINDOWS:
-        said += f" Intervals are Student's t of {text.windows} windows."
+        sentence += f" Intervals are Student's t of {text.windows} windows."
     if text.noise is not None:
-        said += " The noise floor is the original against itself, rounded to its own dtype."
-    blocks: list[Block] = [ReportTable(columns, [_row(text, key) for key in main], title), Words(said, "note")]
+        sentence += " The noise floor is the original against itself, rounded to its own dtype."
+    blocks: list[Block] = [ReportTable(columns, [_row(text, key) for key in main], title), Words(sentence, "note")]
     if others:
         blocks.append(
             ReportTable(columns, [_row(text, key) for key in others], "More figures of this text", folded=True)
@@ -68,7 +66,7 @@ def of_text(text: TextResult) -> list[Block]:
     if text.kl_histogram is not None and any(text.kl_histogram.counts):
         blocks.append(_histogram(text.kl_histogram))
     if text.by_confidence:
-        blocks += _confidence(text.by_confidence)
+        blocks.append(_confidence(text.by_confidence))
     return blocks
 
 
@@ -82,18 +80,18 @@ def _row(text: TextResult, key: str) -> tuple[str, ...]:
     return (*row, wording.NONE if floor is None else wording.figure_words(key, floor))
 
 
-def _histogram(found: Histogram) -> Picture:
+def _histogram(histogram: Histogram) -> Picture:
     """A histogram of the tokens' KL; the axis to the right has powers of ten."""
-    across = Axis(found.edges[0], found.edges[-1], LEFT, WIDE - 8)
-    up = Axis(0, max(found.counts), HEIGHT - BOTTOM, TOP)
-    total, marks = sum(found.counts), []
+    across = Axis(histogram.edges[0], histogram.edges[-1], LEFT, WIDE - 8)
+    up = Axis(0, max(histogram.counts), HEIGHT - BOTTOM, TOP)
+    total, marks = sum(histogram.counts), []
     for value in up.ticks()[1:]:
         y = up.place(value)
         marks += [rule(LEFT, y, WIDE - 8, y), label(LEFT - 6, y + 4, f"{value:,.0f}", "end")]
-    for i, count in enumerate(found.counts):
-        x, y = across.place(found.edges[i]), up.place(count)
-        width = max(0.8, across.place(found.edges[i + 1]) - x - 1)
-        ends = f"{10 ** found.edges[i]:.1e} to {10 ** found.edges[i + 1]:.1e}"
+    for i, count in enumerate(histogram.counts):
+        x, y = across.place(histogram.edges[i]), up.place(count)
+        width = max(0.8, across.place(histogram.edges[i + 1]) - x - 1)
+        ends = f"{10 ** histogram.edges[i]:.1e} to {10 ** histogram.edges[i + 1]:.1e}"
         said = hover(f"{count:,} tokens ({wording.share(count / total)}) with KL {ends}")
         box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
         marks.append(f'<rect {box} class="main">{said}</rect>')
@@ -107,9 +105,8 @@ def _histogram(found: Histogram) -> Picture:
     )
 
 
-def _confidence(bands: Sequence[Band]) -> list[Block]:
+def _confidence(bands: Sequence[Band]) -> ReportTable:
     """Mean KL where the original was sure, and where it was not."""
-    measured = [band for band in bands if band.kl_mean is not None and math.isfinite(band.kl_mean.value)]
     rows = [
         (
             f"{wording.share(band.low)} to {wording.share(band.high)}",
@@ -118,32 +115,9 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
         )
         for band in bands
     ]
-    columns = ("probability of the first choice", "tokens", "KL, mean")
-    table = ReportTable(columns, rows, "KL by the original's confidence", folded=bool(measured))
-    if not measured:
-        return [table]
-    ends = [wording.bounds(band.kl_mean) or (band.kl_mean.value,) * 2 for band in measured if band.kl_mean is not None]
-    across = Axis(0, 1, LEFT, WIDE - 8)
-    up = Axis(0, max(LEAST, *(high for _, high in ends)), HEIGHT - BOTTOM, TOP)
-    marks = []
-    for value in up.ticks()[1:]:
-        marks += [rule(LEFT, up.place(value), WIDE - 8, up.place(value))]
-        marks += [label(LEFT - 6, up.place(value) + 4, f"{value:.3g}", "end")]
-    for band, (low, high) in zip(measured, ends, strict=True):
-        assert band.kl_mean is not None
-        x, y, width = across.place(band.low), up.place(band.kl_mean.value), across.place(band.high)
-        middle = (x + width) / 2
-        said = hover(f"{rows[bands.index(band)][0]}: KL {wording.with_error(band.kl_mean)}, {band.tokens:,} tokens")
-        box = f'height="{HEIGHT - BOTTOM - y:.1f}" class="main" fill-opacity=".55"'
-        marks.append(f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{max(1.0, width - x - 2):.1f}" {box}>{said}</rect>')
-        marks.append(rule(middle, up.place(max(low, 0)), middle, up.place(high), "bar"))
-    marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
-    for value in (0, 0.25, 0.5, 0.75, 1):
-        marks.append(tick(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %"))
-    marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "probability that the original gave its first choice", "middle"))
-    about = "mean KL by the original's confidence"
-    caption = "Mean KL of the tokens on which the original was so sure; lines are 95 % intervals."
-    return [Picture("KL by the original's confidence", inline(about, HEIGHT, marks), caption), table]
+    return ReportTable(
+        ("probability of the first choice", "tokens", "KL, mean"), rows, "KL by the original's confidence"
+    )
 
 
 def calibration_gap(texts: Sequence[TextResult]) -> ReportTable | None:
@@ -159,59 +133,46 @@ def calibration_gap(texts: Sequence[TextResult]) -> ReportTable | None:
     )
 
 
-def tasks(found: Sequence[TaskResult]) -> Section | None:
-    """Accuracy beside the original's, on the same questions."""
-    if not found:
-        return None
-    rows = []
-    for task in found:
-        p = task.p_adjusted if task.p_adjusted is not None else task.p_value
-        flips = wording.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}"
-        rows.append(
-            (
-                wording.name(task.name),
-                wording.count(task.questions),
-                wording.with_error(task.accuracy, 100, " %"),
-                wording.with_error(task.reference_accuracy, 100, " %"),
-                points(task.difference).removesuffix(" points"),
-                wording.NONE if task.interval is None else _span(task.interval),
-                flips,
-                wording.NONE if p is None else f"{p:.2g}",
-                outcome(task),
-            )
-        )
-    columns = (
-        "task",
-        "questions",
-        "accuracy",
-        "original",
-        "difference, points",
-        "95 % of it",
-        "gained / lost",
-        "p",
-        "",
+TASK_COLUMNS = ("questions", "accuracy", "original", "difference, points", "95 % of it", "gained / lost", "p", "")
+
+
+def task_cells(task: TaskResult) -> tuple[str, ...]:
+    """Accuracy beside the original's on the same questions, in words, for `TASK_COLUMNS`."""
+    p = task.p_adjusted if task.p_adjusted is not None else task.p_value
+    low, high = (100 * end for end in task.interval or (0.0, 0.0))
+    return (
+        wording.count(task.questions),
+        wording.with_error(task.accuracy, 100, " %"),
+        wording.with_error(task.reference_accuracy, 100, " %"),
+        points(task.difference).removesuffix(" points"),
+        wording.NONE if task.interval is None else f"{low:+.2f} to {high:+.2f}",
+        wording.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}",
+        wording.NONE if p is None else f"{p:.2g}",
+        outcome(task),
     )
+
+
+def tasks(results: Sequence[TaskResult]) -> Section | None:
+    """Accuracy beside the original's, on the same questions."""
+    if not results:
+        return None
+    rows = [(wording.name(task.name), *task_cells(task)) for task in results]
     note = (
         "Both models answer the same questions. Gained and lost are questions that only one of them got right; p is "
         "McNemar's exact test, after Holm over all tasks where there are several. Intervals of few questions are exact "
         "(Clopper-Pearson, and of a difference from the questions that only one of the two got right)."
     )
-    return Section("Tasks", [ReportTable(columns, rows), Words(note, "note")])
+    return Section("Tasks", [ReportTable(("task", *TASK_COLUMNS), rows), Words(note, "note")])
 
 
-def _span(interval: tuple[float, float]) -> str:
-    low, high = (100 * end for end in interval)
-    return f"{low:+.2f} to {high:+.2f}"
-
-
-def generations(found: Sequence[Generation]) -> Section | None:
+def generations(continuations: Sequence[Generation]) -> Section | None:
     """Continuations side by side, from the place where they diverge."""
-    if not found:
+    if not continuations:
         return None
     blocks: list[Block] = [
         Words("Greedy continuations. What both say stands plain, what each says alone is marked.", "note")
     ]
-    for each in found:
+    for each in continuations:
         cut = _cut(each)
         rest = None if each.reference is None else wording.clean(each.reference[cut:])
         blocks.append(

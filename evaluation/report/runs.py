@@ -11,7 +11,7 @@ from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.source import Source, find_source, path_of
-from compress.evaluation.cost.components import size_result
+from compress.evaluation.cost.size import size_result
 from compress.evaluation.document import Evaluation, Named
 from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.provenance import run_of
@@ -79,7 +79,7 @@ def _of_directory(path: Path) -> Evaluation:
     source = find_source(str(path))
     recipe, run = run_of(source)
     if not (path / EVALUATION).exists():
-        model = named(source)
+        model = name_checkpoint(source)
         size = size_result(source)
         return Evaluation(model, [], recipe=recipe, size=size, run=run, missing={"quality": NO_EVALUATION})
     found = _read(path / EVALUATION)
@@ -92,8 +92,8 @@ def _of_directory(path: Path) -> Evaluation:
 def _read(path: Path) -> Evaluation:
     """An evaluation whose histograms can be drawn. Raises CheckpointError, naming the file, for one whose histograms
     cannot."""
-    found = read_evaluation(path)
-    for i, text in enumerate(found.texts):
+    evaluation = read_evaluation(path)
+    for i, text in enumerate(evaluation.texts):
         drawn = text.kl_histogram
         if drawn is None:
             continue
@@ -102,10 +102,10 @@ def _read(path: Path) -> Evaluation:
             raise CheckpointError(
                 f"{path}: texts[{i}].kl_histogram must have counts of 0 or more, and edges that rise, one more of them"
             )
-    return found
+    return evaluation
 
 
-def named(source: Source) -> Named:
+def name_checkpoint(source: Source) -> Named:
     """A checkpoint as an evaluation names it."""
     architectures = source.config.get("architectures") or ["unknown"]
     dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "unknown")

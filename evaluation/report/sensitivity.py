@@ -17,15 +17,15 @@ ESTIMATE = Mapped(
 )
 
 
-def section(found: Evaluation, stored: bool = True) -> Section | None:
+def section(evaluation: Evaluation, stored: bool = True) -> Section | None:
     """The section on sensitivity; None where it was not measured. stored: include the formats that this run chose."""
-    measured = found.sensitivity
+    measured = evaluation.sensitivity
     if measured is None or not measured.units:
         return None
-    name = nearest(measured, None if found.size is None else found.size.bits_per_weight)
+    name = nearest(measured, None if evaluation.size is None else evaluation.size.bits_per_weight)
     values = {unit.name: unit.fisher[name] for unit in measured.units if name in unit.fisher}
     values = {unit: value for unit, value in values.items() if math.isfinite(value)}
-    records = last_of_each(found.run.layers) if stored and found.run is not None else {}
+    records = last_of_each(evaluation.run.layers) if stored and evaluation.run is not None else {}
     blocks: list[Block] = [Words(_conditions(measured, name), "note")]
     if values:
         blocks += [heat_map(values, ESTIMATE), worst(measured, values, records)]

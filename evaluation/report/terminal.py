@@ -14,20 +14,20 @@ def show(*blocks: ReportTable | str) -> None:
     """Print tables and sentences on standard output, from top to bottom."""
     out = console()
     for block in blocks:
-        out.print(drawn(block) if isinstance(block, ReportTable) else block)
+        out.print(rich_table(block) if isinstance(block, ReportTable) else block)
 
 
-def drawn(block: ReportTable) -> rich.table.Table:
+def rich_table(block: ReportTable) -> rich.table.Table:
     """A table for rich. Cells too wide for their column are folded; columns of short names stay whole. A row whose
     first cell is empty belongs to the row above; where there are such rows, rules separate the groups."""
-    made = rich.table.Table(title=block.title or None, title_justify="left")
+    drawn = rich.table.Table(title=block.title or None, title_justify="left")
     for i, heading in enumerate(block.columns):
         side: Literal["left", "right"] = "left" if block.is_words(i) else "right"
         whole = side == "left" and all(len(row[i]) <= SHORT for row in block.rows)
-        made.add_column(heading, justify=side, overflow="fold", no_wrap=whole)
+        drawn.add_column(heading, justify=side, overflow="fold", no_wrap=whole)
     grouped = any(row and not row[0] for row in block.rows)
     for i, row in enumerate(block.rows):
         if grouped and i and row[0]:
-            made.add_section()
-        made.add_row(*row, style="bold" if i in block.strong else "dim" if i in block.faint else None)
-    return made
+            drawn.add_section()
+        drawn.add_row(*row, style="bold" if i in block.strong else "dim" if i in block.faint else None)
+    return drawn

@@ -18,14 +18,17 @@ FEW_QUESTIONS = 100  # below, a task is named with their number
 UNCLEAR = 0.1  # width of a difference's interval, from which on the task has too few questions
 
 
-def held_out(found: Evaluation) -> TextResult | None:
+def held_out(evaluation: Evaluation) -> TextResult | None:
     """The text behind the first figures: the first held-out one, or else the first."""
-    return next((text for text in found.texts if text.role == "held-out"), found.texts[0] if found.texts else None)
+    return next(
+        (text for text in evaluation.texts if text.role == "held-out"),
+        evaluation.texts[0] if evaluation.texts else None,
+    )
 
 
-def change(found: Evaluation) -> Figure | None:
+def change(evaluation: Evaluation) -> Figure | None:
     """The change of perplexity, as a share of the reference's, with its paired error."""
-    text = held_out(found)
+    text = held_out(evaluation)
     ratio = None if text is None else text.figures.get("log_perplexity_ratio")
     if ratio is None or not math.isfinite(ratio.value):
         return None
@@ -57,40 +60,50 @@ def at_floor(text: TextResult) -> bool:
     return kl.value - floor.value <= wording.Z95 * error
 
 
-def smaller(found: Evaluation) -> float | None:
+def smaller(evaluation: Evaluation) -> float | None:
     """The reference's bytes over the model's; None where either is not known."""
-    if found.size is None or found.reference_size is None or not found.size.bytes:
+    if evaluation.size is None or evaluation.reference_size is None or not evaluation.size.bytes:
         return None
-    return found.reference_size.bytes / found.size.bytes
+    return evaluation.reference_size.bytes / evaluation.size.bytes
 
 
-def verdict(found: Evaluation) -> str:
+def verdict(evaluation: Evaluation) -> str:
     """One to five short sentences."""
-    said = [*_size(found), *_perplexity(found), *_divergence(found), *_tasks(found.tasks), *_speed(found)]
+    said = [
+        *_size(evaluation),
+        *_perplexity(evaluation),
+        *_divergence(evaluation),
+        *_tasks(evaluation.tasks),
+        *_speed(evaluation),
+    ]
     return " ".join(said) or "Nothing was measured."
 
 
-def _size(found: Evaluation) -> list[str]:
-    if found.size is None:
+def _size(evaluation: Evaluation) -> list[str]:
+    if evaluation.size is None:
         return []
-    times, bits = smaller(found), f"{found.size.bits_per_weight:.2f} bits per compressed weight"
+    times, bits = smaller(evaluation), f"{evaluation.size.bits_per_weight:.2f} bits per compressed weight"
     if times is None:
-        bits = bits if found.size.compressed_parameters else f"{found.size.bits_per_parameter:.2f} bits per parameter"
-        return [f"{wording.data(found.size.bytes)} on disk, {bits}."]
+        bits = (
+            bits
+            if evaluation.size.compressed_parameters
+            else f"{evaluation.size.bits_per_parameter:.2f} bits per parameter"
+        )
+        return [f"{wording.data(evaluation.size.bytes)} on disk, {bits}."]
     if times < 1:
-        return [f"{1 / times:.2f} times as large as the original ({wording.data(found.size.bytes)})."]
-    assert found.reference_size is not None
-    bits = f", {bits}" if found.size.compressed_parameters else ""
-    before, after = (wording.data(size.bytes) for size in (found.reference_size, found.size))
+        return [f"{1 / times:.2f} times as large as the original ({wording.data(evaluation.size.bytes)})."]
+    assert evaluation.reference_size is not None
+    bits = f", {bits}" if evaluation.size.compressed_parameters else ""
+    before, after = (wording.data(size.bytes) for size in (evaluation.reference_size, evaluation.size))
     return [f"{times:.2f} times smaller: {after} instead of {before}{bits}."]
 
 
-def _perplexity(found: Evaluation) -> list[str]:
-    text, moved = held_out(found), change(found)
+def _perplexity(evaluation: Evaluation) -> list[str]:
+    text, moved = held_out(evaluation), change(evaluation)
     own = None if text is None else text.figures.get("perplexity")
     if text is None or own is None:
-        others = [*_encoded(found), *_classified(found)]
-        return others if others or found.tasks else ["Quality was not measured."]
+        others = [*encoder_sentences(evaluation), *classifier_sentences(evaluation)]
+        return others if others or evaluation.tasks else ["Quality was not measured."]
     reference = text.figures.get("reference_perplexity")
     if reference is None or moved is None:
         return [f"Perplexity {wording.with_error(own)}{sample(text)}; there is no original to hold it against."]
@@ -104,30 +117,30 @@ def _perplexity(found: Evaluation) -> list[str]:
     return [f"Perplexity is {by} {more}: {pair}{sample(text)}."]
 
 
-def _encoded(found: Evaluation) -> Iterator[str]:
+def encoder_sentences(evaluation: Evaluation) -> Iterator[str]:
     """Sentences on an encoder's correlation with people's scores of pairs of sentences."""
-    for pairs in found.embeddings:
+    for pairs in evaluation.embeddings:
         own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
         beside = "" if moved is None else f", the original's {wording.number(own.value - moved.value, 3)}"
         said = f"Spearman's correlation with people's scores of {wording.count(pairs.pairs)} pairs"
         yield f"{said} {wording.with_error(own)}{beside}."
 
 
-def _classified(found: Evaluation) -> Iterator[str]:
+def classifier_sentences(evaluation: Evaluation) -> Iterator[str]:
     """Sentences on a classifier's accuracy, and on its agreement with the original."""
-    for inputs in found.classifications:
+    for inputs in evaluation.classifications:
         figures = inputs.figures
-        said = [
+        parts = [
             f"Right on {wording.with_error(figures['accuracy'], 100, ' %')} of {wording.count(inputs.inputs)} inputs"
         ]
         if "accuracy_difference" in figures:
-            said.append(f"{points(figures['accuracy_difference'])} beside the original")
-            said.append(f"the same class for {wording.share(figures['agreement'].value)}")
-        yield ", ".join(said) + "."
+            parts.append(f"{points(figures['accuracy_difference'])} beside the original")
+            parts.append(f"the same class for {wording.share(figures['agreement'].value)}")
+        yield ", ".join(parts) + "."
 
 
-def _divergence(found: Evaluation) -> list[str]:
-    text = held_out(found)
+def _divergence(evaluation: Evaluation) -> list[str]:
+    text = held_out(evaluation)
     kl = None if text is None else text.figures.get("kl_mean")
     if text is None or kl is None:
         return []
@@ -147,21 +160,23 @@ def _tasks(tasks: list[TaskResult]) -> list[str]:
     moved = [task for task in paired if significant(task)]
     unclear = [task for task in paired if task not in moved and too_few(task)]
     others = [task for task in paired if task not in moved and task not in unclear]
-    made = []
+    sentences = []
     if moved:
-        said = ", ".join(f"{_named(task)} {points(task.difference)}" for task in moved)
+        names = ", ".join(f"{task_name(task)} {points(task.difference)}" for task in moved)
         rest = f"; {f'{len(others)} others' if len(others) > 1 else 'the other'} within noise" if others else ""
-        made.append(f"Tasks beyond noise: {said}{rest}.")
+        sentences.append(f"Tasks beyond noise: {names}{rest}.")
     elif others:
-        one = f"{_named(others[0])} does not differ from the original beyond noise."
-        made.append(one if len(others) == 1 else f"No task of {len(others)} differs from the original beyond noise.")
+        one = f"{task_name(others[0])} does not differ from the original beyond noise."
+        sentences.append(
+            one if len(others) == 1 else f"No task of {len(others)} differs from the original beyond noise."
+        )
     if unclear:
-        said = ", ".join(f"{wording.name(task.name)} ({wording.count(task.questions)})" for task in unclear)
-        made.append(f"Too few questions to tell: {said}.")
-    return made
+        names = ", ".join(f"{wording.name(task.name)} ({wording.count(task.questions)})" for task in unclear)
+        sentences.append(f"Too few questions to tell: {names}.")
+    return sentences
 
 
-def _named(task: TaskResult) -> str:
+def task_name(task: TaskResult) -> str:
     """A task, with the number of its questions where they are few."""
     few = task.questions < FEW_QUESTIONS
     return f"{wording.name(task.name)} ({wording.count(task.questions)} questions)" if few else wording.name(task.name)
@@ -196,8 +211,8 @@ def points(difference: Figure | None) -> str:
     return f"{sign}{wording.with_error(difference, 100)} points"
 
 
-def _speed(found: Evaluation) -> list[str]:
-    speed = found.speed
+def _speed(evaluation: Evaluation) -> list[str]:
+    speed = evaluation.speed
     if speed is None:
         return []
     own = f"Decodes {wording.number(speed.model.decode.value, 3)} tokens/s on {wording.name(speed.device)}"
@@ -206,16 +221,20 @@ def _speed(found: Evaluation) -> list[str]:
     return [f"{own}, {speed.model.decode.value / speed.reference.decode.value:.2f} times the original's speed."]
 
 
-def tiles(found: Evaluation) -> list[Tile]:
+def tiles(evaluation: Evaluation) -> list[Tile]:
     """The headline figures."""
-    made = []
-    if found.size is not None:
-        times = smaller(found)
+    shown = []
+    if evaluation.size is not None:
+        times = smaller(evaluation)
         detail = (
             "" if times is None else f"{times:.2f} times smaller" if times >= 1 else f"{1 / times:.2f} times larger"
         )
-        made.append(Tile("size", wording.data(found.size.bytes), detail or f"{found.size.bits_per_parameter:.2f} bits"))
-    text, moved = held_out(found), change(found)
+        shown.append(
+            Tile(
+                "size", wording.data(evaluation.size.bytes), detail or f"{evaluation.size.bits_per_parameter:.2f} bits"
+            )
+        )
+    text, moved = held_out(evaluation), change(evaluation)
     figures = {} if text is None else text.figures
     if "perplexity" in figures:
         noise = "" if moved is None or not in_noise(moved) else ", within noise"
@@ -224,16 +243,16 @@ def tiles(found: Evaluation) -> list[Tile]:
             detail = "one window: too little text to tell"
         elif text is not None:
             detail += sample(text)
-        made.append(Tile("perplexity", wording.number(figures["perplexity"].value), detail))
+        shown.append(Tile("perplexity", wording.number(figures["perplexity"].value), detail))
     if "kl_mean" in figures:
         error = figures["kl_mean"].error
         detail = "nats per token" if error is None else f"± {error:.1g} nats per token"
-        made.append(Tile("KL to the original", wording.number(figures["kl_mean"].value, 3), detail))
+        shown.append(Tile("KL to the original", wording.number(figures["kl_mean"].value, 3), detail))
     if "same_top" in figures:
-        made.append(Tile("same first choice", wording.share(figures["same_top"].value), "of the tokens"))
-    if found.speed is not None:
-        own, other = found.speed.model.decode, found.speed.reference
+        shown.append(Tile("same first choice", wording.share(figures["same_top"].value), "of the tokens"))
+    if evaluation.speed is not None:
+        own, other = evaluation.speed.model.decode, evaluation.speed.reference
         times = None if other is None or not other.decode.value else own.value / other.decode.value
         detail = "tokens/s, one sequence" if times is None else f"tokens/s, {times:.2f} times the original's"
-        made.append(Tile("decoding", wording.number(own.value, 3), detail))
-    return made
+        shown.append(Tile("decoding", wording.number(own.value, 3), detail))
+    return shown

@@ -50,11 +50,6 @@ class GenerationTimer:
         self.rewind()
         self.prefill()
 
-    def cache_bytes(self) -> int:
-        """Bytes of the keys and values, once there are any."""
-        held = [t for layer in self.cache.layers for t in (layer.keys, layer.values) if t is not None]
-        return sum(tensor.nbytes for tensor in held)
-
     def capture(self) -> None:
         """Make `run_step` the replay of a CUDA graph, where there is a GPU and the model allows it."""
         if self.device.type != "cuda":

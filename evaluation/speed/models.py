@@ -4,13 +4,12 @@ A result is one variant at one batch size:
 
     kernels             what multiplies in prefill, and in decode, by the weights of the compressed layers
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
-    layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
+    layer_error         of the worst layer, over what is allowed (`inference.check.dense_twin.compared`), in a prefill
+                        and a step; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
-    share               of what is possible, `speed.ceilings`: weights and cache moved once, the products of
-                        the blocks' linear layers computed; attention and the head's products are left out
 
 On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
-round, as in `speed.timing`.
+round.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,21 +22,19 @@ from torch import nn
 from compress.base.errors import CompressError, InputError
 from compress.base.progress import Reporter
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.speed import check, decoder, dense, memory
-from compress.evaluation.speed.ceilings import INT8, CallCost, achieved, measure_ceilings
+from compress.evaluation.speed import decoder, memory
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.options import ModelOptions
 from compress.evaluation.speed.report import SpeedReport
 from compress.evaluation.speed.timing import summary
+from compress.inference.check.dense_twin import compared
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.inference.layers.linear import QuantLinear
 from compress.inference.load.assembly import fuse
 from compress.inference.load.loading import load
 from compress.kernels import workspace
 
 Build = Callable[[], nn.Module]
-# Tokens over which logits are compared.
-COMPARED = 32
+SAMPLED = 16  # tokens of a product that are compared
 STORED = "compressed"
 DEFAULT_SCHEMES = (decoder.DENSE, "w4a16", "w8a8")  # of a shape; the dense model comes first
 
@@ -57,14 +54,11 @@ def measure_variants(options: ModelOptions, report: SpeedReport, reporter: Repor
     """Fill a report, saving it after every variant."""
     variants = list(find_variants(options, report.notes))
     report.settings["variants"] = [name for name, _ in variants]
-    steps = 1 + len(variants)
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
         workspace.prepare(options.device)
-    report.ceilings |= measure_ceilings(options.device, options.quick)
-    reporter.step(1, steps, "ceilings")
     waiting: list[tuple[dict[str, Any], GenerationTimer]] = []
-    for done, (name, build) in enumerate(variants, 2):
+    for done, (name, build) in enumerate(variants, 1):
         entries = [{"variant": name, "batch": batch} for batch in options.batches]
         report.results += entries
         try:
@@ -74,7 +68,7 @@ def measure_variants(options: ModelOptions, report: SpeedReport, reporter: Repor
         except Exception as reason:  # noqa: BLE001 - a kernel may fail in any way; the other variants are still of use
             _leave_out(entries, reason, report)
         report.keep()
-        reporter.step(done, steps, name)
+        reporter.step(done, len(variants), name)
     time_rounds(waiting, options.rounds)
     for entry in report.results:
         explain(entry, options, report)
@@ -100,7 +94,7 @@ def measure_variant(
     if options.device.type == "cpu":
         return list(prepared)
     for entry, generation in prepared:
-        with memory.watched_memory(options.device, None) as timing:
+        with memory.watch_memory(options.device, None) as timing:
             generation.capture()
             time_rounds([(entry, generation)], options.rounds)
         entry["peak_bytes"] = max(entry["peak_bytes"], timing.bytes or 0)
@@ -152,7 +146,7 @@ def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> Bui
         if not getattr(model, "can_generate", lambda: False)():
             raise InputError(f"{type(model).__name__} does not generate text; give a decoder")
         if variant == decoder.DENSE:
-            dense.densify(model)
+            decoder.densify(model)
         return _fused(model, options.device, notes)
 
     return build
@@ -163,7 +157,7 @@ def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Modul
     if device.type != "cuda":
         return model
     if next(compressed_layers(model), None) is None:
-        dense.fuse_dense(model)
+        decoder.fuse_dense(model)
     else:
         notes += fuse(model)
     return model
@@ -175,25 +169,24 @@ def prepare(
     """Make one variant, record its memory, check it at every batch size. Yields the correct ones, ready to be timed."""
     device = options.device
     base = memory.settled_bytes(device)
-    with memory.watched_memory(device, base) as building:
+    with memory.watch_memory(device, base) as building:
         model: Any = build()
     schemes = sorted({str(layer.scheme) for _, layer in compressed_layers(model)})
     for entry in entries:
         entry |= {"layers": sum(1 for _ in compressed_layers(model)), "schemes": schemes}
-        entry |= {"fused_groups": dense.fused_groups(model), "weights_bytes": memory.held_bytes(model)}
-        entry |= {"linear_weights": _linear_weights(model), "arithmetic": _arithmetic(model, options.dtype)}
+        entry |= {"fused_groups": decoder.fused_groups(model), "weights_bytes": memory.held_bytes(model)}
         entry["kernels"] = {
             "prefill": _kernels(model, entry["batch"] * options.prompt),
             "decode": _kernels(model, entry["batch"]),
         }
-        entry |= {"build_peak_bytes": building.bytes, "read_bytes": memory.read_bytes(model)}
+        entry["build_peak_bytes"] = building.bytes
     for entry in entries:
         generation = GenerationTimer(model, entry["batch"], options.prompt, options.new)
         memory.settled_bytes(device)
-        with memory.watched_memory(device, base) as running:
+        with memory.watch_memory(device, base) as running:
             generation.start()
             generation.step()
-        entry |= {"peak_bytes": running.bytes, "cache_bytes": generation.cache_bytes()}
+        entry["peak_bytes"] = running.bytes
         if entry["layers"]:
             wrong = check_variant(entry, generation)
             if wrong:
@@ -213,35 +206,14 @@ def _kernels(model: nn.Module, tokens: int) -> list[str]:
     return sorted({route.kernel for route in routes})
 
 
-def _linear_weights(model: Any) -> int:
-    """Number of weights in the linear layers that every token passes: all but the head."""
-    head = model.get_output_embeddings()
-    layers = (m for m in model.modules() if isinstance(m, nn.Linear | QuantLinear) and m is not head)
-    return sum(layer.in_features * layer.out_features for layer in layers)
-
-
-def _arithmetic(model: nn.Module, dtype: torch.dtype) -> str:
-    """The arithmetic of most of a model's products, by the name of its ceiling."""
-    rounded = [layer.scheme.inputs is not None for _, layer in compressed_layers(model)]
-    return INT8 if rounded and all(rounded) else str(dtype).removeprefix("torch.")
-
-
 def check_variant(entry: dict[str, Any], generation: GenerationTimer) -> str:
-    """Add the errors of a compressed model to its entry. Returns the problem in a line, or an empty string."""
-    model = generation.model
-    with check.watched_layers(model) as errors:
+    """Add the largest error of a compressed layer to its entry. Returns the problem in a line, or an empty string."""
+    with compared(generation.model, SAMPLED) as errors:
         generation.start()
         generation.step()
     worst = max(errors, key=errors.__getitem__)
-    blocks = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
-    allowed = check.logits_allowed(model, blocks, next(model.parameters()).dtype)
-    error = check.logits_error(model, generation.prompt[:1, :COMPARED])
-    entry |= {"layer_error": errors[worst], "worst_layer": worst, "logits_error": error, "logits_allowed": allowed}
-    if not errors[worst] <= 1:
-        return f"{worst} is off by {errors[worst]:.3g} times what is allowed"
-    if not error <= allowed:
-        return f"logits are off by {error:.3g} of their size, {allowed:.3g} is allowed"
-    return ""
+    entry |= {"layer_error": errors[worst], "worst_layer": worst}
+    return "" if errors[worst] <= 1 else f"{worst} is off by {errors[worst]:.3g} times what is allowed"
 
 
 def time_rounds(ready: list[tuple[dict[str, Any], GenerationTimer]], rounds: int) -> None:
@@ -259,7 +231,7 @@ def time_rounds(ready: list[tuple[dict[str, Any], GenerationTimer]], rounds: int
 
 
 def explain(entry: dict[str, Any], options: ModelOptions, report: SpeedReport) -> None:
-    """Add to a timed entry its tokens per second, its ratio to dense, and its share of what is possible."""
+    """Add to a timed entry its tokens per second and its ratio to dense."""
     if "decode" not in entry:
         return
     batch = entry["batch"]
@@ -270,7 +242,3 @@ def explain(entry: dict[str, Any], options: ModelOptions, report: SpeedReport) -
         figures["tokens_per_s"] = tokens / figures["time_ms"] * 1e3
         if baseline is not None and entry is not baseline:
             figures["speedup_over"] = {decoder.DENSE: baseline[part]["time_ms"] / figures["time_ms"]}
-        need = CallCost(
-            entry["read_bytes"] + entry["cache_bytes"], 2 * entry["linear_weights"] * tokens, entry["arithmetic"]
-        )
-        figures |= achieved(need, figures["time_ms"], report.ceilings)

@@ -4,8 +4,7 @@
      "command", "date", "commit", "modified", "device", "device_type", "threads", "load", "versions", "cuda",
      "device_peak_bytes": the most that tensors took on a GPU (null on a CPU),
      "settings": {..., "rounds": n, "quoted": "median" | "minimum"},
-     "ceilings": {name: {"unit", "per_s", "time_ms", "median_ms", "min_ms", "rounds"} | {"unit", "skipped": why}},
-     "tuned": [...], "notes": [...], "failures": [...],
+     "notes": [...], "failures": [...],
      "results": [{...} with figures, or with "skipped": why]}
 
 Results are in `speed.models` (model) and in recipes/studies/kernels/products.py (linears). While the work goes on they
@@ -16,12 +15,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from compress.checkpoint.files import write_named
-from compress.evaluation.origin import timing_origin
+from compress.evaluation.provenance import timing_origin
 
 FORMAT = 1
 # Load average up to which a CPU counts as idle.
@@ -36,12 +35,11 @@ class SpeedReport:
     device: torch.device
     settings: dict[str, Any]
     file: Path | None = None
-    ceilings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tuned: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
+    more: ClassVar[tuple[str, ...]] = ()  # fields of the content that a subclass adds
 
     def __post_init__(self) -> None:
         self.facts = timing_origin(self.device)
@@ -52,7 +50,7 @@ class SpeedReport:
 
     def content(self) -> dict[str, Any]:
         """The content of the file."""
-        names = ("settings", "ceilings", "tuned", "notes", "failures", "results")
+        names = ("settings", *self.more, "notes", "failures", "results")
         head = {"format": FORMAT, "what": self.what, "complete": self.complete}
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         whole = head | self.facts | {"device_peak_bytes": peak} | {name: getattr(self, name) for name in names}

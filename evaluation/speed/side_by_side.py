@@ -64,7 +64,7 @@ def measure_speed(
     timings = [_timing(found, prompt, new) for found in times]
     kernels, fallbacks = _kernels(model, checkpoint, device, prompt, trust_remote_code)
     where, threads = surroundings(device)
-    made = SpeedResult(
+    result = SpeedResult(
         device=where,
         threads=threads,
         dtype=str(parameter.dtype).removeprefix("torch."),
@@ -73,9 +73,9 @@ def measure_speed(
         kernels=kernels,
         fallbacks=fallbacks,
     )
-    if beside is None or not alike(made, beside):
-        return made
-    return replace(made, reference=beside.model, in_turns=False)
+    if beside is None or not alike(result, beside):
+        return result
+    return replace(result, reference=beside.model, in_turns=False)
 
 
 def surroundings(device: torch.device) -> tuple[str, int]:
@@ -111,13 +111,13 @@ def middle(values: list[float]) -> Figure:
     return Figure(median, (high - low) / 2)
 
 
-def _timing(found: list[tuple[float, float]], prompt: int, new: int) -> Timing:
-    prefill = [milliseconds for milliseconds, _ in found]
+def _timing(rounds: list[tuple[float, float]], prompt: int, new: int) -> Timing:
+    prefill = [milliseconds for milliseconds, _ in rounds]
     return Timing(
         prompt_tokens=prompt,
         decoded_tokens=new,
         prefill=middle([1e3 * prompt / each for each in prefill]),
-        decode=middle([1e3 / each for _, each in found]),
+        decode=middle([1e3 / each for _, each in rounds]),
         first_token_ms=middle(prefill),
     )
 

@@ -12,10 +12,10 @@ from compress.base.errors import InputError
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.tokens import check_vocabulary
 from compress.evaluation.document import Figure, TaskResult
-from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods, window_of
+from compress.evaluation.tasks.likelihood import ContinuationPair, count_appended, encode, likelihoods, window_of
 from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness
 from compress.evaluation.tasks.questions import Task, read_task
-from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
+from compress.evaluation.tasks.results import Answers, adjust_p_values, answers_of, result_of
 from compress.model.calls import evaluating
 
 HARNESS = "lm-eval:"
@@ -38,14 +38,14 @@ def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> lis
     twice = next((each for each in named if named.count(each) > 1), None)
     if twice is not None:
         raise InputError(f"task {twice!r} is given twice; name each once")
-    found = [
+    read = [
         read_harness(each.removeprefix(HARNESS), questions) if each.startswith(HARNESS) else read_task(each, questions)
         for each in named
     ]
-    short = [each.name for each in found]  # files of one name, in several folders, are called by their paths
+    short = [each.name for each in read]  # files of one name, in several folders, are called by their paths
     return [
         replace(each, name=name) if isinstance(each, Task) and short.count(each.name) > 1 else each
-        for each, name in zip(found, named, strict=True)
+        for each, name in zip(read, named, strict=True)
     ]
 
 
@@ -75,7 +75,7 @@ def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequ
     """
     window = min((found for each in configs if (found := window_of(each)) is not None), default=None)
     vocabulary = min(each.vocab_size for each in configs)
-    pairs = [_encoded(task, tokenizer, window, vocabulary) if isinstance(task, Task) else None for task in tasks]
+    pairs = [encode_task(task, tokenizer, window, vocabulary) if isinstance(task, Task) else None for task in tasks]
     return TokenizedTasks(tasks, tokenizer, pairs)
 
 
@@ -105,7 +105,7 @@ def ask_task(prepared: TokenizedTasks, i: int, model: nn.Module, step: Callable[
 def compare_tasks(ours: Sequence[Asked], theirs: Sequence[Asked] | None = None) -> list[TaskResult]:
     """The figures of a model, paired with those of the reference where there is one."""
     others = [None] * len(ours) if theirs is None else [answers for _, answers in theirs]
-    return adjusted([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
+    return adjust_p_values([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
 
 
 def _ask(task: Task, pairs: Sequence[ContinuationPair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:
@@ -118,16 +118,16 @@ def _ask(task: Task, pairs: Sequence[ContinuationPair], model: nn.Module, step: 
         accuracy=Figure(0.0),
         protocol=task.kind.protocol,
         available=task.available,
-        truncated=_truncated(task, pairs),
+        truncated=count_truncated(task, pairs),
     )
     return asked, answers_of(task, likelihoods(model, pairs, lambda more: step(more, task.name)))
 
 
-def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[ContinuationPair]:
+def encode_task(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[ContinuationPair]:
     """The tokens of context and choice, for every choice of every question."""
     texts = [f"{question.context} {choice}" for question in task.questions for choice in question.choices]
     with tokenizing(tokenizer, task.name, texts):
-        behind = appended(tokenizer, task.questions[0].context)
+        behind = count_appended(tokenizer, task.questions[0].context)
         pairs = [
             encode(tokenizer, question.context, f" {choice}", window, question.where, behind)
             for question in task.questions
@@ -138,7 +138,7 @@ def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) ->
     return pairs
 
 
-def _truncated(task: Task, pairs: Sequence[ContinuationPair]) -> int:
+def count_truncated(task: Task, pairs: Sequence[ContinuationPair]) -> int:
     """The number of questions that lost a part of their context."""
     lost = iter(pair.lost > 0 for pair in pairs)
     return sum(sum(next(lost) for _ in question.choices) > 0 for question in task.questions)

@@ -57,7 +57,7 @@ def window_of(config: Any) -> int | None:
     return next((int(value) for name in WINDOWS if (value := getattr(inside, name, None))), None)
 
 
-def appended(tokenizer: Any, text: str) -> int:
+def count_appended(tokenizer: Any, text: str) -> int:
     """The number of tokens that a tokenizer appends to every text, like </s>: nothing can follow them."""
     bare, whole = (tokenizer.encode(text, add_special_tokens=added, verbose=False) for added in (False, True))
     starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
@@ -67,22 +67,22 @@ def appended(tokenizer: Any, text: str) -> int:
 def encode(
     tokenizer: Any, context: str, continuation: str, window: int | None, where: str, behind: int = 0
 ) -> ContinuationPair:
-    """Context and continuation as tokens. where: named in messages. behind: `appended`. Raises InputError for a
+    """Context and continuation as tokens. where: named in messages. behind: `count_appended`. Raises InputError for a
     continuation without tokens of its own, and for one longer than the window."""
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     before, whole = (tokenizer.encode(text, verbose=False) for text in (stripped, stripped + continuation))
     before, whole = before[: len(before) - behind], whole[: len(whole) - behind]
-    found = whole[len(before) :]
-    if not before or not found:
+    answer = whole[len(before) :]
+    if not before or not answer:
         raise InputError(f"{where}: the tokenizer makes no token of {continuation!r} behind its context; rewrite it")
-    if window is not None and len(found) > window:
+    if window is not None and len(answer) > window:
         raise InputError(
-            f"{where}: an answer has {len(found)} tokens, the model reads at most {window}; ask fewer questions, or "
+            f"{where}: an answer has {len(answer)} tokens, the model reads at most {window}; ask fewer questions, or "
             "leave this one out"
         )
-    lost = 0 if window is None else max(0, len(before) + len(found) - 1 - window)
-    return ContinuationPair(before[lost:], found, lost)
+    lost = 0 if window is None else max(0, len(before) + len(answer) - 1 - window)
+    return ContinuationPair(before[lost:], answer, lost)
 
 
 @torch.no_grad()

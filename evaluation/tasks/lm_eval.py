@@ -108,7 +108,7 @@ def ask(harness: Harness, model: nn.Module, tokenizer: Any) -> list[tuple[TaskRe
 
     try:
         with _quiet():
-            found: Any = evaluate(
+            evaluated: Any = evaluate(
                 lm=wrapped(model, tokenizer),
                 task_dict=harness.loaded,
                 limit=harness.questions,
@@ -117,28 +117,30 @@ def ask(harness: Harness, model: nn.Module, tokenizer: Any) -> list[tuple[TaskRe
             )
     except Exception as error:
         raise CompressError(f"lm-eval:{harness.name} failed: {first_line(error)}") from error
-    made = []
-    for name, samples in found["samples"].items():
+    results = []
+    for name, samples in evaluated["samples"].items():
         filters = list(dict.fromkeys(each["filter"] for each in samples))
         for way in filters:
-            kept = sorted((each for each in samples if each["filter"] == way), key=lambda each: each["doc_id"])
-            said = [one[0] for each in kept for one in each["filtered_resps"] if isinstance(one, tuple)]
+            samples_of_way = sorted(
+                (each for each in samples if each["filter"] == way), key=lambda each: each["doc_id"]
+            )
+            said = [one[0] for each in samples_of_way for one in each["filtered_resps"] if isinstance(one, tuple)]
             if not all(math.isfinite(number) for number in said if isinstance(number, float)):
                 raise CompressError("logits of the model are not finite numbers on these questions; it is damaged")
-            metric, answers = _answers(name, kept, found["higher_is_better"][name])
+            metric, answers = _answers(name, samples_of_way, evaluated["higher_is_better"][name])
             asked = TaskResult(
                 name=name if len(filters) == 1 else f"{name} ({way})",
                 kind=KIND,
-                sha256=_fingerprint(kept),
-                questions=len(kept),
+                sha256=_fingerprint(samples_of_way),
+                questions=len(samples_of_way),
                 accuracy=Figure(0.0),
                 metric=metric,
-                protocol=f"lm-eval {__version__}, {found['n-shot'][name]} examples before a question",
-                available=found["n-samples"][name]["original"],
+                protocol=f"lm-eval {__version__}, {evaluated['n-shot'][name]} examples before a question",
+                available=evaluated["n-samples"][name]["original"],
                 truncated=None,
             )
-            made.append((asked, answers))
-    return made
+            results.append((asked, answers))
+    return results
 
 
 def _answers(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, bool]) -> tuple[str, Answers]:

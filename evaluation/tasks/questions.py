@@ -96,14 +96,14 @@ def read_task(source: str | Path, questions: int | None = None) -> Task:
     labels = None
     if kind.label is not None and kind.label not in rows[0][1]:
         labels = _labels(path, kind.label, len(rows))
-    found = []
+    parsed = []
     for i, (number, row) in enumerate(rows):
-        given = row if labels is None else {**row, str(kind.label): labels[i]}
+        line = row if labels is None else {**row, str(kind.label): labels[i]}
         try:
-            found.append(_question(kind, given, f"{path} line {number}"))
+            parsed.append(_question(kind, line, f"{path} line {number}"))
         except _WrongError as wrong:
             raise InputError(f"{path} line {number}: {wrong}") from None
-    return Task(path.stem, kind, tuple(found[:questions]), len(found))
+    return Task(path.stem, kind, tuple(parsed[:questions]), len(parsed))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -125,7 +125,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     for number, line in _lines(path):
         row = json_line(line, f"{path} line {number}", "; every line must be a JSON object")
         if not isinstance(row, dict):
-            raise InputError(f"{path} line {number} is {_shown(row)}; every line must be a JSON object")
+            raise InputError(f"{path} line {number} is {quote(row)}; every line must be a JSON object")
         yield number, row
 
 
@@ -140,13 +140,13 @@ def _kind_of(row: Row, where: str) -> LineKind:
 def _labels(path: Path, label: str, rows: int) -> list[str]:
     """The lines of the file of labels beside a file of questions."""
     beside = [path.with_name(path.stem + ending) for ending in LABEL_FILES]
-    found = next((each for each in beside if each.is_file()), None)
-    if found is None:
+    file = next((each for each in beside if each.is_file()), None)
+    if file is None:
         names = " or ".join(each.name for each in beside)
         raise InputError(f"{path} line 1 has no key {label!r}; add it, or put the labels beside it in {names}")
-    labels = [text for _, text in _lines(found)]
+    labels = [text for _, text in _lines(file)]
     if len(labels) != rows:
-        raise InputError(f"{found} has {len(labels)} labels, {path} {rows} questions; there must be one for each")
+        raise InputError(f"{file} has {len(labels)} labels, {path} {rows} questions; there must be one for each")
     return labels
 
 
@@ -168,24 +168,24 @@ def _index(row: Row, key: str, choices: Sequence[str], otherwise: str = "") -> i
     label = row[key]
     number = int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else label
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(choices):
-        raise _WrongError(f"{key} is {_shown(label)}; allowed: 0 to {len(choices) - 1}{otherwise}")
+        raise _WrongError(f"{key} is {quote(label)}; allowed: 0 to {len(choices) - 1}{otherwise}")
     return number
 
 
 def _text(row: Row, key: str) -> str:
     if not isinstance(row[key], str):
-        raise _WrongError(f"{key} is {_shown(row[key])}; it must be text")
+        raise _WrongError(f"{key} is {quote(row[key])}; it must be text")
     return str(row[key])
 
 
 def _texts(row: Row, key: str) -> list[str]:
     value = row[key]
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(each, str) for each in value):
-        raise _WrongError(f"{key} is {_shown(value)}; it must be a list of 2 texts or more")
+        raise _WrongError(f"{key} is {quote(value)}; it must be a list of 2 texts or more")
     return value
 
 
-def _shown(value: Any) -> str:
+def quote(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 

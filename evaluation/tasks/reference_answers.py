@@ -93,18 +93,18 @@ def read_answers(place: Path, note: Note) -> Answered | None:
         file: _File = built(found, _File)
         if file.format != FORMAT or len(file.asked) != len(file.answers):
             raise CheckpointError(f"{place} is not as this version writes it")
-        made = [(asked, _answers(scores)) for asked, scores in zip(file.asked, file.answers, strict=True)]
-        if any(len(answers.score_N) != asked.questions for asked, answers in made):
+        answered = [(asked, _answers(scores)) for asked, scores in zip(file.asked, file.answers, strict=True)]
+        if any(len(answers.score_N) != asked.questions for asked, answers in answered):
             raise CheckpointError(f"{place} has not an answer for each question")
     except (CheckpointError, OSError) as error:
         note(f"what was kept of the reference's answers is damaged and made anew ({error})")
         return None
-    return made
+    return answered
 
 
 def keep_answers(place: Path, asked: Answered, note: Note) -> None:
     """Cache a reference's answers; a disk error is noted."""
-    scores = [_Scores(_listed(a.score_N), _listed(a.norm_N), _listed(a.surprisal_N)) for _, a in asked]
+    scores = [_Scores(as_list(a.score_N), as_list(a.norm_N), as_list(a.surprisal_N)) for _, a in asked]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_json(place, asdict(_File(FORMAT, [found for found, _ in asked], scores)))
@@ -112,7 +112,7 @@ def keep_answers(place: Path, asked: Answered, note: Note) -> None:
         note(f"what the reference answers is not kept in {place.parent}: {error.strerror}")
 
 
-def _listed(values_N: Values | None) -> Any:
+def as_list(values_N: Values | None) -> Any:
     return None if values_N is None else values_N.tolist()
 
 

@@ -24,7 +24,7 @@ import transformers
 import compress
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluation_file import read_evaluation
-from compress.evaluation.origin import timing_origin
+from compress.evaluation.provenance import timing_origin
 
 # Figures of a row, and those of them that are means.
 MEANS = ("perplexity", "reference_perplexity", "log_perplexity_ratio", "kl_mean", "same_top")

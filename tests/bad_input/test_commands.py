@@ -1197,10 +1197,6 @@ OTHERS: dict[str, Case] = {
         ("config.json", "no language model"),
     ),
     "plan: a compressed one": (lambda d: command("plan", d.output), "compress"),
-    "inspect: a picture of nothing": (
-        lambda d: command("inspect", d.model, "--svg", d.output),
-        ("--svg is for --training",),
-    ),
     "inspect: two reports": (
         lambda d: command("inspect", d.model, "--kernels", "--training"),
         ("--kernels and --training are two reports",),

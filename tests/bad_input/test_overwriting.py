@@ -31,8 +31,6 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "fit --recipe-only --output .yaml": lambda d, p: command(
         *("fit", d.model, "--bits", 3, "--recipe-only", "--calibration", d.tokens, "--text", d.tokens, "--output", p)
     ),
-    "inspect --html": lambda d, p: command("inspect", d.model, "--calibration", "--html", p),
-    "inspect --svg": lambda d, p: command("inspect", d.model, "--training", "--svg", p),
     "report --output .html": lambda d, p: command("report", "a", "--output", p),
     "report --output .svg": lambda d, p: command("report", "a", "b", "--output", p),
     "report --markdown .md": lambda d, p: command("report", "a", "--markdown", p),

@@ -61,7 +61,7 @@ def test_the_first_line_is_said_once_unless_quiet_and_by_the_first_rank(
     context = click.Context(cli)
     context.params = chosen
     before = list(sys.meta_path)
-    with context, start_line.announcing():
+    with context, start_line.announce():
         for library in ("json", *start_line.SLOW):
             for finder in list(sys.meta_path):
                 if isinstance(finder, start_line.Announcer):

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from compress.base.terminal import PlainConsole, visible
 from compress.checkpoint.write.record import RangeRecord
-from compress.cli import tables as show
+from compress.cli.commands.inspect import kernel_lines, layer_lines
+from compress.cli.evaluation_tables import show_evaluations, show_tasks
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
-from compress.cli.tasks import answered
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
 from compress.evaluation.cost.size import Size, SizeRow
 from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
+from compress.evaluation.report.calibration import clipping_line, table
 from compress.evaluation.report.terminal import show as render
 from compress.evaluation.speed.report import SpeedReport
 from compress.evaluation.speed.speed_tables import tables
@@ -68,18 +69,20 @@ def bench() -> SpeedReport:
 SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
 # Every table and the sentences around it: what prints it, and how often the name is in it.
 PRINTED = {
-    "evaluations": (lambda: show.evaluations([(NASTY, evaluation())], NASTY), 3),
-    "tasks": (lambda: answered([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
+    "evaluations": (lambda: show_evaluations([(NASTY, evaluation())], NASTY), 3),
+    "tasks": (lambda: show_tasks([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
     "kernels": (
-        lambda: show.kernels(
-            [KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,), (NASTY,))],
-            NASTY,
-            [LibraryRow(NASTY, None, (NASTY,))],
+        lambda: render(
+            *kernel_lines(
+                [KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,), (NASTY,))],
+                NASTY,
+                [LibraryRow(NASTY, None, (NASTY,))],
+            )
         ),
         9,
     ),
-    "calibration": (lambda: show.calibration(ranges()), 4),
-    "inspection": (lambda: show.inspection([SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
+    "calibration": (lambda: render(table(ranges()), clipping_line(ranges())), 4),
+    "inspection": (lambda: render(*layer_lines([SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE)), 2),
     "bench": (lambda: render(*tables(bench())), 6),
 }
 

@@ -15,7 +15,7 @@ from compress.checkpoint.write.late_files import put_beside
 from compress.evaluation.document import Figure
 from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality.generations import beginnings, generate, parting
-from compress.evaluation.speed.peak import peak_bytes
+from compress.evaluation.speed.memory import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed, middle
 from compress.inference.load.loading import load
 

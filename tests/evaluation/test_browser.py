@@ -14,6 +14,7 @@ from compress.evaluation.report.page import as_html
 from compress.evaluation.speed.report import SpeedReport
 from compress.recipes.studies.kernels.plot import page_of
 from compress.recipes.studies.kernels.products import candidates
+from compress.recipes.studies.kernels.tables import KernelReport
 
 CPU = torch.device("cpu")
 PROGRAM = browser.found()
@@ -58,9 +59,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in made}
 
 
-def linears() -> SpeedReport:
+def linears() -> KernelReport:
     """Every candidate, of figures of many lengths, with more numbers of tokens than a benchmark has by default."""
-    found = SpeedReport("linears", CPU, {"shapes": [[4096, 14336]], "dtype": "bfloat16", "rounds": 2})
+    found = KernelReport("linears", CPU, {"shapes": [[4096, 14336]], "dtype": "bfloat16", "rounds": 2})
     for i, M in enumerate((1, 8, 16, 64, 256, 2048, 8192, 2**20)):
         for j, (name, (_, kind)) in enumerate(candidates(torch.randn(1, 128)).items()):
             ours = j not in (0, len(found.results) - 1)

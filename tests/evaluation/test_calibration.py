@@ -1,10 +1,8 @@
-"""What calibration fixed, as it is recorded, kept over an interruption, and shown as a table, JSON and a page."""
+"""What calibration fixed, as it is recorded, kept over an interruption, and shown as a table and JSON."""
 
 import json
-import re
 import shutil
 from dataclasses import asdict
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +15,8 @@ from vision import net
 
 import compress
 from compress.base.errors import CheckpointError, InputError
-from compress.checkpoint.write.record import HistogramRecord, RangeRecord, range_record
+from compress.checkpoint.write.record import RangeRecord, range_record
 from compress.evaluation.report import calibration, wording
-from compress.evaluation.report.calibration import Bar
-from compress.evaluation.report.drawing import WIDE, Axis, padded
 from compress.solvers.statistics.calibrators import calibrator
 from compress.weights.grid import Grid
 
@@ -41,38 +37,6 @@ def written(tmp_path_factory) -> Path:
     method = compress.RTN(**STATIC, calibrator="percentile", percentile=99.0)
     compress.quantize(folder / "in", method, calibration=tokens(), output=folder / "out", verify=False)
     return folder / "out"
-
-
-class Parts(HTMLParser):
-    """The texts of a page, what it refers to, and the hints of each of its figures."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open, self.links, self.sources, self.ids, self.texts, self.tags = [], [], [], [], [""], []
-        self.hints: dict[str, list[str]] = {}
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.tags.append(tag)
-        self.links += [found["href"]] if tag == "a" else []
-        self.sources += [found[key] for key in ("src", "href") if key in found and tag != "a"]
-        if "id" in found:
-            self.ids.append(found["id"])
-            self.hints[found["id"]] = []
-        if tag not in ("meta", "br", "wbr", "link"):
-            self.open.append(tag)
-            self.texts.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        self.texts.append("")
-
-    def handle_data(self, data):
-        self.texts[-1] += data
-        if self.open[-1:] == ["title"] and "svg" in self.open:
-            self.hints[self.ids[-1]].append(data)
 
 
 # --- what is recorded ----------------------------------------------------------------------------------------------
@@ -191,32 +155,6 @@ def test_json_holds_the_record_and_the_edges_of_the_bins(written):
         assert edges[1] == noted["histogram"]["width"]
 
 
-def test_the_page_holds_every_layer_and_every_count_and_needs_no_network(written, tmp_path):
-    outcome = command("inspect", written, "--calibration", "--html", tmp_path / "ranges.html")
-    assert outcome.code == 0, outcome.err
-    assert [path.name for path in tmp_path.iterdir()] == ["ranges.html"]
-    text = (tmp_path / "ranges.html").read_text(encoding="utf-8")
-    assert "plotly" not in text.lower()
-    assert str(written.parent) not in text
-    parts = Parts(text)
-    assert parts.open == []
-    assert "script" not in parts.tags
-    assert parts.sources == ["data:,"]
-    assert all(link.startswith("#") and link[1:] in parts.ids for link in parts.links)
-    ranges = calibration.calibrated_ranges(str(written))
-    assert len(parts.links) == len(ranges)
-    for i, found in enumerate(ranges):
-        name = calibration.title_of(found)
-        assert all(layer.rpartition(".")[2] in name for layer in found.also)
-        assert parts.texts.count(name) == 2  # in the table and at its plot
-        hints = parts.hints[f"range-{i}"]
-        counts = [int(hint.split()[0].replace(",", "")) for hint in hints if " value" in hint]
-        assert sum(counts) == sum(found.histogram.negative) + sum(found.histogram.rest)
-        ends = {"smallest observed": found.lowest, "largest observed": found.highest}
-        ends |= {"lower bound": found.low, "upper bound": found.high}
-        assert {f"{what}: {value:.4g}" for what, value in ends.items()} <= {*hints}
-
-
 def test_names_from_a_checkpoint_stay_text(written, tmp_path):
     name = "</script><script>alert(1)</script>&[bold]"
     record = json.loads((written / "compress.json").read_text())
@@ -224,66 +162,18 @@ def test_names_from_a_checkpoint_stay_text(written, tmp_path):
         found["tensor"] = found["calibrator"] = found["role"] = name
     hostile = Path(shutil.copytree(written, tmp_path / "out"))
     (hostile / "compress.json").write_text(json.dumps(record))
-    outcome = command("inspect", hostile, "--calibration", "--html", tmp_path / "page.html")
+    outcome = command("inspect", hostile, "--calibration")
     assert outcome.code == 0, outcome.err
     assert "[bold]" in outcome.out
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "alert(1)</script>" not in text
-    parts = Parts(text)
-    assert "script" not in parts.tags
-    assert sum(name in said for said in parts.texts) > 2 * len(record["ranges"])
-
-
-def test_a_page_without_histograms_says_so(tmp_path):
-    ranges = [RangeRecord("a.0.b", "input", "minmax", -1.0, 1.0, -1.0, 0.5, 0.0, 7)]
-    calibration.write_ranges("OUT", ranges, tmp_path / "page.html")
-    parts = Parts((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert (parts.links, "svg" in parts.tags) == ([], False)
-    assert calibration.NO_HISTOGRAMS in parts.texts
-
-
-def test_a_plot_puts_its_bars_where_the_values_are():
-    histogram = HistogramRecord(0.5, [0, 3], [4, 0, *[0] * 14, 6])
-    record = RangeRecord("a", "input", "mse", -0.5, 0.5, -0.9, 8.5, 0.1, 13, histogram=histogram)
-    assert calibration.bars(record) == [
-        Bar(-1.0, -0.5, 3, 3.0, beyond=True),
-        Bar(0.0, 0.5, 4, 4.0, beyond=False),
-        Bar(8.0, 8.5, 6, 6.0, beyond=True),
-    ]
-    drawn = re.findall(
-        r'<path d="M([\d.]+) 164V([\d.]+)h([\d.]+)V164"><title>(.*?)</title>', calibration.figure(record).svg
-    )
-    across = Axis(*padded((-0.9, 8.5), False, calibration.MARGIN), calibration.LEFT, WIDE - calibration.RIGHT)
-    assert [said for *_, said in drawn] == [  # those inside first
-        "4 values from 0 to 0.5",
-        "3 values from -1 to -0.5",
-        "6 values from 8 to 8.5",
-    ]
-    assert [float(x) for x, *_ in drawn] == [pytest.approx(across.place(x), abs=0.05) for x in (0, -1, 8)]
-    tops = [float(y) for _, y, _, _ in drawn]
-    assert tops[2] < tops[0] < tops[1] < 164
-    wide = RangeRecord("a", "input", "mse", 0, 9, 0, 17, 0.1, 8, histogram=HistogramRecord(0.5, [], [0] * 32 + [8]))
-    assert calibration.bars(wide) == [Bar(16.0, 17.0, 8, 4.0, beyond=True)]  # 8 values in two bins of the finest
-
-
-def test_bars_too_narrow_to_be_told_apart_are_one_of_the_same_area():
-    bars = [Bar(0, 1, 4, 4.0, False), Bar(2, 3, 8, 8.0, False), Bar(3, 4, 1, 1.0, True), Bar(4, 9, 5, 1.0, True)]
-    assert calibration.joined(bars, 3) == [Bar(0, 3, 12, 4.0, False), *bars[2:]]
-    assert calibration.joined(bars, 0.5) == bars
-
-
-def test_blocks_are_told_by_the_first_number():
-    names = ("model.layers.13.mlp.up_proj", "layers.2", "conv1", "layer1.0.conv2.3")
-    assert [calibration.block_of(name) for name in names] == ["model.layers.13", "layers.2", "", "layer1.0"]
 
 
 def test_ranges_that_nobody_counted_are_said():
     ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
-    assert calibration.clipped(ranges[:2]) == (
+    assert calibration.clipping_line(ranges[:2]) == (
         "2 calibrated ranges: at most 25.0 % is clipped (input of a); "
         "not counted for 1 (--set histograms=true counts it)"
     )
-    assert calibration.clipped(ranges[1:]) == "2 calibrated ranges: at most 50.0 % is clipped (input of a)"
+    assert calibration.clipping_line(ranges[1:]) == "2 calibrated ranges: at most 50.0 % is clipped (input of a)"
 
 
 def test_quantize_says_how_much_is_clipped_at_most(tmp_path):
@@ -306,10 +196,8 @@ def test_quantize_says_how_much_is_clipped_at_most(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--html", "{here}/page.html"], "--html is for --calibration"),
         (["--calibration", "--kernels"], "two reports; ask for one"),
         (["--calibration", "--device", "cpu"], "--device is for --kernels"),
-        (["--calibration", "--html", "-"], "--html '-'; give a file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(words, message, written, tmp_path):

@@ -8,7 +8,7 @@ from commands import PLAIN_GPTQ
 
 import compress
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.cost.components import size_result
+from compress.evaluation.cost.size import size_result
 
 # What each recipe must be found to hold, beside what all have.
 RECIPES = {

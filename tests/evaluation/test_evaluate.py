@@ -21,7 +21,7 @@ from compress.base.progress import Silent
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.cost.size import measure_size
 from compress.evaluation.evaluation_file import read_evaluation
-from compress.evaluation.quality import predictor, quality
+from compress.evaluation.quality import predictor
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
@@ -160,7 +160,7 @@ def test_figures_do_not_depend_on_what_runs_at_once(
         def step(self, done: int, total: int, what: str) -> None:
             steps.append((done, total))
 
-    monkeypatch.setattr(quality, "FORWARD_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(predictor, "FORWARD_TOKENS", 4 * LENGTH)
     monkeypatch.setattr(predictor, "CHUNK_VALUES", 7 * VOCABULARY)
     in_parts = compress.evaluate(llama_w4, reference=llama, text=ids, cache=False, reporter=Noted())
     assert steps == [(0, 6), (4, 6), (6, 6)]

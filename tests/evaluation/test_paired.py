@@ -10,7 +10,7 @@ from scipy.stats import binomtest, bootstrap, sem
 
 from compress.evaluation.quality.exact_intervals import clopper_pearson, difference_of, paired_interval, share_of
 from compress.evaluation.quality.statistics import mean_of_independent
-from compress.evaluation.tasks.paired_accuracy import holm, interval, mcnemar
+from compress.evaluation.tasks.results import holm, interval, mcnemar
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (3, 9), (7, 7), (8, 7), (40, 12), (0, 2000)])

@@ -38,13 +38,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many windows a reference was asked about, batch by batch."""
     batches: list[int] = []
-    original = reference_states.Keeping.states
+    original = reference_states.StatesWriter.states
 
-    def states(says: reference_states.Keeping, batch: object) -> torch.Tensor:
+    def states(says: reference_states.StatesWriter, batch: object) -> torch.Tensor:
         batches.append(len(batch.ids_BL))
         return original(says, batch)
 
-    monkeypatch.setattr(reference_states.Keeping, "states", states)
+    monkeypatch.setattr(reference_states.StatesWriter, "states", states)
     return batches
 
 

@@ -94,7 +94,7 @@ def test_a_page_of_one_run_shows_everything_that_was_measured() -> None:
         word in found.text for word in [*headings.split(), "Left alone", "Not measured", "Where this comes from"]
     )
     assert ["KL, mean (nats per token)", "0.0450 ± 0.0022", "0.0406 to 0.0494", "0.000400 ± 0.000020"] in found.rows
-    assert found.tags.count("svg") == 2 * 2 + 1 + 2  # two texts with two pictures each, bytes, layers, sensitivities
+    assert found.tags.count("svg") == 2 + 1 + 2  # two texts with a picture each, bytes, layers, sensitivities
     assert found.tags.count("rect") > 210  # a place of the map for every layer
     assert ["model.layers.29.mlp.down_proj", "w4a16", "2.22 %", "6.89 %"] in found.rows
     assert ["peak memory to load", "not measured", "512.00 MiB"] in found.rows

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import command, shorten_benchmarks
+from commands import command
 from models import build, tokens
 from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
-from compress.evaluation.speed import check, decoder, dense, memory, models
+from compress.evaluation.speed import decoder, memory, models
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.report import SpeedReport
 from compress.inference.check import dense_twin
@@ -21,11 +21,6 @@ from compress.inference.load.assembly import compressed_layers, fuse
 
 CPU = torch.device("cpu")
 MODEL = ("bench", "tiny", "--device", "cpu", "--batch", "1,3", "--prompt", 6, "--new", 2, "--rounds", 2)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_benchmarks(monkeypatch)
 
 
 def written(path: Path) -> dict:
@@ -61,7 +56,7 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
     def never(*_: object) -> None:
         raise AssertionError("work has begun")
 
-    monkeypatch.setattr(models, "measure_ceilings", never)
+    monkeypatch.setattr(models, "measure_variant", never)
     words, part = REFUSED[name]
     found = command("bench", *words, "--json", tmp_path / "speed.json")
     assert (found.code, found.out) == (2, ""), found
@@ -85,8 +80,6 @@ def check_facts(found: dict) -> None:
     assert found["versions"]["torch"] == metadata.version("torch")
     assert found["settings"]["rounds"] == 2
     assert found["settings"]["quoted"] == "minimum"
-    assert {"copy", "read", "bfloat16", "float16", "float32", "int8", "uint8"} == found["ceilings"].keys()
-    assert all(c.get("per_s", 0) > 0 or c["skipped"] for c in found["ceilings"].values())
 
 
 def test_what_is_not_a_number_is_null_in_a_report() -> None:
@@ -105,18 +98,11 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
     for entry in found["results"]:
         assert entry["launch"] == "eager"
         assert entry["why_eager"]
-        assert 0 < entry["read_bytes"] <= entry["weights_bytes"]
         assert ("layer_error" in entry) == (entry["variant"] != "dense")
         assert entry.get("layer_error", 0) <= 1
-        assert entry.get("logits_error", 0) <= entry.get("logits_allowed", 0)
         for part in ("prefill", "decode"):
             assert entry[part]["tokens_per_s"] > 0
             assert ("speedup_over" in entry[part]) == (entry["variant"] != "dense")
-            assert entry[part]["share"] == pytest.approx(entry[part]["limit_ms"] / entry[part]["time_ms"])
-            assert entry[part]["bytes"] == entry["read_bytes"] + entry["cache_bytes"]
-        assert entry["decode"]["operations"] == 2 * entry["linear_weights"] * entry["batch"]
-        assert entry["linear_weights"] == found["results"][0]["linear_weights"]
-        assert entry["arithmetic"] == ("int8" if entry["variant"] == "w8a8" else found["settings"]["dtype"])
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
@@ -188,20 +174,17 @@ def test_variants_of_a_shape_have_the_same_weights() -> None:
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w4a8", "w8a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_passes_and_a_wrong_one_does_not(scheme: str, dtype: torch.dtype) -> None:
-    model, ids = tiny(scheme, dtype), torch.arange(7)[None]
-    allowed = check.logits_allowed(model, 2, dtype)
-    with torch.no_grad(), check.watched_layers(model) as errors:
+    model, ids = tiny(scheme, dtype), torch.arange(70)[None]
+    with torch.no_grad(), dense_twin.compared(model, 16) as errors:
         model(ids)
     assert max(errors.values()) <= 1
     assert len(errors) == 14
-    assert check.logits_error(model, ids) <= allowed
     layer = next(layer for _, layer in compressed_layers(model))
     right = type(layer).forward
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, check.watched_layers(model) as errors:
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, dense_twin.compared(model, 16) as errors:
         patch.setattr(type(layer), "forward", lambda self, x: right(self, x) * 1.5)
         model(ids)
         assert min(errors.values()) > 1
-        assert check.logits_error(model, ids) > allowed
 
 
 @pytest.mark.parametrize("options", [{"scheme": "w8a8", "activation_grid": "asymmetric"}, {"scheme": "fp8"}])
@@ -209,21 +192,20 @@ def test_rounded_outputs_are_right_up_to_a_step(options: dict[str, str], tmp_pat
     method = RTN(activations="static", outputs="static", **options)
     quantize(build("llama"), method, calibration=tokens(), output=tmp_path / "out", verify=False)
     model, ids = load(tmp_path / "out"), tokens(2, 7)
-    with torch.no_grad(), check.watched_layers(model) as errors:
+    with torch.no_grad(), dense_twin.compared(model, 16) as errors:
         model(ids)
     assert len(errors) == 14
     assert max(errors.values()) <= 1
-    assert check.logits_error(model, ids) <= check.logits_allowed(model, 2, torch.float32)
     layer = next(layer for _, layer in compressed_layers(model))
     x = torch.randn(3, layer.in_features)
-    assert check.layer_error(layer, x, layer(x) * 1.5) > 1
+    assert dense_twin.error(layer, x, layer(x) * 1.5) > 1
 
 
 def test_what_is_not_a_number_is_wrong() -> None:
     layer = next(layer for _, layer in compressed_layers(tiny()))
     x = torch.randn(3, layer.in_features)
-    assert check.layer_error(layer, x, layer(x)) <= 1
-    assert check.layer_error(layer, x, layer(x) * float("nan")) == float("inf")
+    assert dense_twin.error(layer, x, layer(x)) <= 1
+    assert dense_twin.error(layer, x, layer(x) * float("nan")) == float("inf")
 
 
 def test_the_twin_is_gone_afterwards() -> None:
@@ -238,11 +220,11 @@ def test_fused_models_compute_what_they_did() -> None:
     compressed, plain = tiny(), tiny("dense")
     before = [model(ids).logits for model in (compressed, plain)]
     assert fuse(compressed) == []
-    dense.fuse_dense(plain)
+    decoder.fuse_dense(plain)
     for model, logits in zip((compressed, plain), before, strict=True):
-        assert dense.fused_groups(model) == 4
+        assert decoder.fused_groups(model) == 4
         assert torch.allclose(model(ids).logits, logits, rtol=1e-4, atol=1e-4)
-    dense.densify(compressed)
+    decoder.densify(compressed)
     assert next(compressed_layers(compressed), None) is None
 
 
@@ -283,9 +265,8 @@ def test_bytes_are_counted_once() -> None:
     table, head = torch.nn.Embedding(100, 8), torch.nn.Linear(8, 100, bias=False)
     both = torch.nn.ModuleList([table, head])
     assert memory.held_bytes(both) == 2 * 100 * 8 * 4
-    assert memory.read_bytes(both) == 100 * 8 * 4  # of the table a row is read
     head.weight = table.weight
-    assert memory.held_bytes(both) == memory.read_bytes(both) == 100 * 8 * 4
+    assert memory.held_bytes(both) == 100 * 8 * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
@@ -300,7 +281,7 @@ def test_a_peak_is_seen_after_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> Non
         return found
 
     monkeypatch.setattr(memory, "anonymous_bytes", counted)
-    with memory.watched_memory(CPU, base) as peak:
+    with memory.watch_memory(CPU, base) as peak:
         large = torch.ones(2**24)
         while looks.acquire(blocking=False):
             pass

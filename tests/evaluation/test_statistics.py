@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress.checkpoint.read.source import DEMO
-from compress.evaluation.quality import predictor, quality
+from compress.evaluation.quality import predictor
 from compress.evaluation.quality.statistics import BANDS, NAMES, figures_of
-from compress.evaluation.quality.windows import Batch, rows_of
+from compress.evaluation.quality.windows import Batch, row_windows
 
 WINDOWS, LENGTH, VOCABULARY = 12, 31, 40
 
@@ -96,7 +96,7 @@ def transcribed(ids: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> tuple[
 
 def test_figures_are_those_of_a_plain_transcription(stored: tuple[torch.Tensor, ...]) -> None:
     ids, ours, theirs = stored
-    found = quality.measure(Stored(ours), rows_of(ids), VOCABULARY, Stored(theirs))
+    found = predictor.measure(Stored(ours), row_windows(ids), VOCABULARY, Stored(theirs))
     values, errors = transcribed(ids.numpy(), ours.numpy(), theirs.numpy())
     assert set(found.figures) == set(values) == set(NAMES)
     for name, value in values.items():
@@ -108,7 +108,7 @@ def test_figures_are_those_of_a_plain_transcription(stored: tuple[torch.Tensor, 
 
 def test_tokens_are_sorted_by_confidence_and_by_their_kl(stored: tuple[torch.Tensor, ...]) -> None:
     ids, ours, theirs = stored
-    found = quality.measure(Stored(ours), rows_of(ids), VOCABULARY, Stored(theirs))
+    found = predictor.measure(Stored(ours), row_windows(ids), VOCABULARY, Stored(theirs))
     p, q = (torch.softmax(z[:, :-1], -1).flatten(0, 1).numpy() for z in (theirs, ours))
     kl, top = (p * np.log(p / q)).sum(-1), p.max(-1)
     for band in found.by_confidence:
@@ -179,7 +179,7 @@ def test_a_token_that_nobody_can_say_costs_nothing() -> None:
     logits = torch.zeros(1, 3, 4)
     logits[..., 2:] = -torch.inf
     ids = torch.tensor([[0, 1, 0]])
-    found = quality.measure(Stored(logits), rows_of(ids), 4, Stored(logits))
+    found = predictor.measure(Stored(logits), row_windows(ids), 4, Stored(logits))
     assert found.figures["kl_mean"].value == 0.0
 
 
@@ -187,7 +187,7 @@ def test_logits_are_compared_a_chunk_at_a_time(
     monkeypatch: pytest.MonkeyPatch, stored: tuple[torch.Tensor, ...]
 ) -> None:
     ids, ours, theirs = stored
-    at_once = quality.measure(Stored(ours), rows_of(ids), VOCABULARY, Stored(theirs))
+    at_once = predictor.measure(Stored(ours), row_windows(ids), VOCABULARY, Stored(theirs))
     monkeypatch.setattr(predictor, "CHUNK_VALUES", 7 * VOCABULARY)
     seen: list[int] = []
 
@@ -196,7 +196,7 @@ def test_logits_are_compared_a_chunk_at_a_time(
             seen.append(len(states_CD))
             return states_CD
 
-    in_chunks = quality.measure(Noted(ours), rows_of(ids), VOCABULARY, Stored(theirs))
+    in_chunks = predictor.measure(Noted(ours), row_windows(ids), VOCABULARY, Stored(theirs))
     assert max(seen) == 7
     assert in_chunks == at_once
 

@@ -23,7 +23,7 @@ from compress.evaluation.quality.exact_intervals import clopper_pearson
 from compress.evaluation.report.verdict import verdict
 from compress.evaluation.tasks import likelihood
 from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks
-from compress.evaluation.tasks.likelihood import ContinuationPair, appended, encode, likelihoods
+from compress.evaluation.tasks.likelihood import ContinuationPair, count_appended, encode, likelihoods
 from compress.evaluation.tasks.questions import read_task
 
 WORDS = (DEMO / "heldout.txt").read_text(encoding="utf-8").split()
@@ -145,7 +145,7 @@ class Ending:
 
 
 def test_what_a_tokenizer_puts_behind_every_text_is_not_between_context_and_answer() -> None:
-    behind = appended(Ending(), "a bb")
+    behind = count_appended(Ending(), "a bb")
     assert behind == 1
     assert encode(Ending(), "a bb", " ccc d", None, "", behind) == ContinuationPair([1, 4, 5], [6, 4])
 

@@ -16,7 +16,7 @@ import compress
 from compress.base.errors import InputError
 from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.quality.windows import rows_of, strided
+from compress.evaluation.quality.windows import overlapping_windows, row_windows
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 60))
@@ -25,7 +25,7 @@ def test_every_token_but_the_first_is_predicted_once_from_all_that_its_window_ha
     tokens: int, length: int, stride: int, rows: int, skipped: int
 ) -> None:
     stride = min(stride, length)
-    windows = strided(torch.arange(tokens), length, stride, skipped=skipped)
+    windows = overlapping_windows(torch.arange(tokens), length, stride, skipped=skipped)
     predicted = []
     for batch in windows.batches(rows):
         assert batch.first == len(predicted)
@@ -189,7 +189,7 @@ def test_several_texts_each_have_their_figures(llama: Path, llama_w4: Path, text
 
 
 def test_rows_are_windows_that_share_nothing() -> None:
-    windows = rows_of(torch.arange(12).view(3, 4))
+    windows = row_windows(torch.arange(12).view(3, 4))
     (batch,) = windows.batches(8)
     assert batch.targets.tolist() == [1, 2, 3, 5, 6, 7, 9, 10, 11]
     assert batch.stretch_P.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]

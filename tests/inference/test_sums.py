@@ -16,7 +16,6 @@ from torch import nn
 import compress
 from compress.base.errors import InputError
 from compress.checkpoint.read.compressed_layers import read_weight, widened
-from compress.evaluation.speed import ceilings
 from compress.inference.check.dense_twin import compared, error, plain
 from compress.inference.layers.fused import why_not_fuse
 from compress.inference.layers.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
@@ -267,9 +266,7 @@ def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
 @pytest.mark.first
 @torch.no_grad()
 @pytest.mark.parametrize("tiles", [False, True])
-def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path, monkeypatch):
-    for name, value in {"COPY_BYTES": {"cpu": 2**16}, "SIDE": {"cpu": 32}, "MAX_ROUNDS": 20}.items():
-        monkeypatch.setattr(ceilings, name, value)
+def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path):
     out, said = tmp_path / "out", "cpu strips with entries"
     method = Outliers(tiles=tiles, share=0.03, group_size=32)
     compress.quantize(build("llama"), method, output=out, verify=False)

@@ -24,7 +24,7 @@ def words(findings: object) -> str:
 
 def test_a_package_of_another_version_breaks_and_an_extra_is_only_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": "2.0.0", "numpy": "2.1.0", "gguf": "0.19.0"}
-    monkeypatch.setattr(doctor, "installed", there.get)
+    monkeypatch.setattr(doctor, "installed_version", there.get)
     lines = ("torch>=2.11", "numpy>=2", "scipy>=1", 'onnx>=1; extra == "onnx"', 'gguf>=0.19; extra == "gguf"')
     found = list(doctor.of_packages([Requirement(line) for line in lines]))
     assert [(each.about, each.state, each.said) for each in found] == [

@@ -11,7 +11,7 @@ from torch.nn import functional
 import compress
 import compress.search.sensitivity as measuring
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.cost.components import size_result
+from compress.evaluation.cost.size import size_result
 from compress.evaluation.document import SizeResult
 from compress.passes.protocol.recipe import parse_recipe
 from compress.search.budget import Budget, allocate

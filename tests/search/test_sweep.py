@@ -111,7 +111,7 @@ def counted(monkeypatch):
 
     count(asked_of, "likelihoods", "asked")
     count(side_by_side, "_timing", "timed")
-    count(reference_states.Keeping, "finish", "original")
+    count(reference_states.StatesWriter, "finish", "original")
     return found
 
 

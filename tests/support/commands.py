@@ -13,7 +13,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,15 +29,6 @@ DRIFT_GPTQ = {**PLAIN_GPTQ, "drift": 1.0}  # fast, and beside the stream of the 
 def fast_gptq(**options: object) -> compress.GPTQ:
     """GPTQ where it is not the point: of what it adds to the paper, the second stream alone."""
     return compress.GPTQ(**{**DRIFT_GPTQ, **options})
-
-
-def shorten_benchmarks(patch: pytest.MonkeyPatch) -> None:
-    """Few copies of weights, and ceilings of small tensors in few rounds: figures that nobody may quote."""
-    ceilings = "compress.evaluation.speed.ceilings"
-    patch.setattr("compress.recipes.studies.kernels.products.CACHE_BYTES", 1)
-    patch.setattr(f"{ceilings}.COPY_BYTES", {"cpu": 2**16})
-    patch.setattr(f"{ceilings}.SIDE", {"cpu": 32})
-    patch.setattr(f"{ceilings}.MAX_ROUNDS", 20)
 
 
 class StopAfterOne(Silent):

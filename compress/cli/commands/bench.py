@@ -7,16 +7,8 @@ import click
 
 from compress.base.errors import CompressError, InputError
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import (
-    begin,
-    device_option,
-    files_overwrite_option,
-    json_option,
-    plugin_option,
-    quiet_option,
-    trust_option,
-    write_report,
-)
+from compress.cli.option_groups import reading_options
+from compress.cli.options import begin, write_report
 
 KERNELS = "python -m compress.recipes.studies.kernels.bench"
 
@@ -32,12 +24,7 @@ KERNELS = "python -m compress.recipes.studies.kernels.bench"
 )
 @click.option("--rounds", type=int, help="Number of timings of each variant.  [default: 10]")
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds.")
-@trust_option
-@plugin_option
-@device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@reading_options
 @exits_cleanly
 def bench(model: str | None, json_file: str | None, quiet: bool, **options: Any) -> None:
     """Measure the speed of a model on this machine.
@@ -46,8 +33,7 @@ def bench(model: str | None, json_file: str | None, quiet: bool, **options: Any)
     compress bench llama-3-8b         a random model of a known shape: prefill and decode, dense and compressed
     compress bench OUT                a compressed checkpoint against its dequantized self
 
-    Shapes: tiny, small, llama-3-8b, llama-3-70b. What a model computes is checked before it is timed. Each time is
-    compared with the best bandwidth and arithmetic rate of this machine, measured in the same run.
+    Shapes: tiny, small, llama-3-8b, llama-3-70b. What a model computes is checked before it is timed.
     """
     if model is None:
         raise InputError(f"give a MODEL, as in `compress bench small`; a checkout times each kernel: {KERNELS}")

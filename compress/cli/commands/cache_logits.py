@@ -8,16 +8,15 @@ import click
 import compress
 from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import batch_size_option, bos_option, calibration_option, length_option
-from compress.cli.options import (
-    begin,
-    device_option,
-    json_option,
+from compress.cli.option_groups import (
+    batch_size_option,
+    bos_option,
+    calibration_option,
+    length_option,
     overwrite_option,
-    quiet_option,
-    trust_option,
-    write_report,
+    working_options,
 )
+from compress.cli.options import begin, write_report
 from compress.cli.run_command import check_processes, process_group
 
 
@@ -32,10 +31,7 @@ from compress.cli.run_command import check_processes, process_group
 @batch_size_option
 @overwrite_option("Replace a file that holds no cached logits.")
 @click.option("--fsdp", is_flag=True, help="Shard the teacher over the processes of torchrun.")
-@trust_option
-@device_option
-@json_option
-@quiet_option
+@working_options
 @exits_cleanly
 def cache_logits(
     teacher: str, calibration: str, output: str, fsdp: bool, json_file: str | None, quiet: bool, **options: Any
@@ -54,12 +50,12 @@ def cache_logits(
     from compress.cli.progress import reporting
 
     with process_group(fsdp, options["device"]) as rank, reporting("cache", quiet or rank > 0) as reporter:
-        made = compress.cache_logits(teacher, output, calibration, fsdp=fsdp, reporter=reporter, **options)
+        cached = compress.cache_logits(teacher, output, calibration, fsdp=fsdp, reporter=reporter, **options)
     if rank > 0:
         return
-    write_report(json_file, asdict(made))
+    write_report(json_file, asdict(cached))
     if not quiet and json_file != "-":
-        line = (
-            f"{output}: {made.top_k} log-probabilities for each of {made.tokens:,} tokens, {made.mass:.2%} of the mass"
+        figures = (
+            f"{cached.top_k} log-probabilities for each of {cached.tokens:,} tokens, {cached.mass:.2%} of the mass"
         )
-        click.echo(visible(line))
+        click.echo(visible(f"{output}: {figures}"))

@@ -11,7 +11,8 @@ import click
 import compress
 from compress.base.errors import CompressError, InputError
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
+from compress.cli.option_groups import json_option, overwrite_option, quiet_option
+from compress.cli.options import begin, write_report
 
 
 @click.command(short_help="Compare plain rounding and GPTQ on the built-in model.")
@@ -31,28 +32,28 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json
     begin()
     with tempfile.TemporaryDirectory() as scratch, _without_resuming(output is not None):
         rows = []
-        for made in (
+        for method in (
             compress.RTN(scheme=scheme, group_size=group_size),
             compress.GPTQ(scheme=scheme, group_size=group_size),
         ):
-            target = Path(output or scratch) / f"demo-{scheme}-{made.name}"
-            with reporting(f"{made.name} quantize", quiet) as reporter:
+            target = Path(output or scratch) / f"demo-{scheme}-{method.name}"
+            with reporting(f"{method.name} quantize", quiet) as reporter:
                 compress.quantize(
                     "demo",
-                    made,
-                    calibration="demo" if made.calibrated else None,
+                    method,
+                    calibration="demo" if method.calibrated else None,
                     output=target,
                     overwrite=overwrite,
                     reporter=reporter,
                 )
-            with reporting(f"{made.name} evaluate", quiet) as reporter:
+            with reporting(f"{method.name} evaluate", quiet) as reporter:
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
-            rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
+            rows.append((f"{method.name.upper()} {scheme} g{group_size}", found))
     write_report(json_file, {name: asdict(found) for name, found in rows})
     if not quiet and json_file != "-":
-        from compress.cli import tables as show
+        from compress.cli.evaluation_tables import show_evaluations
 
-        show.evaluations(rows, "fp16 (original)")
+        show_evaluations(rows, "fp16 (original)")
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import click
 
 from compress.base.errors import CompressError
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import files_overwrite_option, json_option, quiet_option, show_notes, write_report
+from compress.cli.option_groups import answer_options
+from compress.cli.options import show_notes, write_report
 
 if TYPE_CHECKING:
     from compress.jobs.doctor import Examination
@@ -22,9 +23,7 @@ HEADINGS = {
 
 @click.command(short_help="Look over this machine: what is slow or missing, and why.")
 @click.option("--build", is_flag=True, help="Compile the CPU kernels now, rather than at first use.")
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def doctor(build: bool, json_file: str | None, quiet: bool) -> None:
     """Look over this machine and its packages: versions, processor, CPU kernels, GPUs, memory, extras; what will be
@@ -38,34 +37,34 @@ def doctor(build: bool, json_file: str | None, quiet: bool) -> None:
     from compress.jobs.doctor import examine
 
     show_notes(quiet)
-    found = examine(build)
-    write_report(json_file, {"facts": found.facts, "findings": list(map(asdict, found.findings))})
+    examination = examine(build)
+    write_report(json_file, {"facts": examination.facts, "findings": list(map(asdict, examination.findings))})
     if not quiet and json_file != "-":
         out = console()
-        for line in [*facts(found.facts), *verdict(found)]:
+        for line in [*facts(examination.facts), *verdict(examination)]:
             out.print(visible(line), soft_wrap=not out.is_terminal)
-    if broken := [finding for finding in found.findings if finding.state == "broken"]:
+    if broken := [finding for finding in examination.findings if finding.state == "broken"]:
         raise CompressError("; ".join(map(str, broken)))
 
 
-def facts(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+def facts(areas: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Lines about what is there."""
-    versions = {name: version for name, version in found["packages"].items() if name != "executable" and version}
+    versions = {name: version for name, version in areas["packages"].items() if name != "executable" and version}
     yield ", ".join(f"{name} {version}" for name, version in versions.items())
-    chip, memory = found["processor"], found["memory"]
+    chip, memory = areas["processor"], areas["memory"]
     yield f"processor: {chip['name']}, {chip['system']}, {chip['cores']} cores; {', '.join(chip['instructions'])}"
-    if kernels := found.get("kernels"):
+    if kernels := areas.get("kernels"):
         states = ", ".join(f"{number} {state}" for state, number in Counter(kernels["libraries"].values()).items())
         yield f"CPU kernels for {kernels['target']}: {states}; compilers: {', '.join(kernels['compilers']) or 'none'}"
         devices = [
-            f"{each['name']}, {sized(each['free'])} of {sized(each['bytes'])} free" for each in found["gpu"]["devices"]
+            f"{each['name']}, {gib(each['free'])} of {gib(each['bytes'])} free" for each in areas["gpu"]["devices"]
         ]
         yield f"GPU: {'; '.join(devices) or 'none'}"
-    yield "memory: " + (", ".join(f"{sized(size)} {name}" for name, size in memory.items() if size) or "not known")
-    yield f"cache: {found['cache']['path']}, {sized(found['cache']['free'])} free"
+    yield "memory: " + (", ".join(f"{gib(size)} {name}" for name, size in memory.items() if size) or "not known")
+    yield f"cache: {areas['cache']['path']}, {gib(areas['cache']['free'])} free"
 
 
-def sized(size: int) -> str:
+def gib(size: int) -> str:
     """A size in GiB."""
     return f"{size / 2**30:.1f} GiB"
 

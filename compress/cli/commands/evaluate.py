@@ -1,7 +1,6 @@
 """`compress evaluate`: how good a model is beside its original, and what it costs."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +11,8 @@ import compress
 from compress.base.errors import InputError
 from compress.base.terminal import visible
 from compress.cli.exit_codes import GATE, exits_cleanly, fail
-from compress.cli.option_groups import bos_option
-from compress.cli.options import (
-    begin,
-    device_option,
-    files_overwrite_option,
-    given,
-    json_option,
-    plugin_option,
-    quiet_option,
-    task_options,
-    trust_option,
-    write_report,
-)
+from compress.cli.option_groups import bos_option, group, reading_options, task_options
+from compress.cli.options import begin, given, write_report
 
 if TYPE_CHECKING:
     from compress.evaluation.document import Evaluation
@@ -34,24 +22,20 @@ if TYPE_CHECKING:
 KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
 
 
-def asked_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--speed, --memory, --continuations, --prompts, --keep."""
-    for option in (
-        click.option(
-            "--keep/--no-keep",
-            default=True,
-            show_default=True,
-            help=f"Write {', '.join(KEPT)} into MODEL, if compress wrote that directory.",
-        ),
-        click.option("--prompts", metavar="FILE", help="Show how both models continue these prompts, one per line."),
-        click.option("--continuations", is_flag=True, help="Show how both models continue the beginnings of the text."),
-        click.option("--memory", is_flag=True, help="Measure peak memory of loading and running, in a fresh process."),
-        click.option(
-            "--speed", is_flag=True, help="Measure tokens per second of prompt processing and decoding, of both models."
-        ),
-    ):
-        command = option(command)
-    return command
+asked_options = group(
+    click.option(
+        "--speed", is_flag=True, help="Measure tokens per second of prompt processing and decoding, of both models."
+    ),
+    click.option("--memory", is_flag=True, help="Measure peak memory of loading and running, in a fresh process."),
+    click.option("--continuations", is_flag=True, help="Show how both models continue the beginnings of the text."),
+    click.option("--prompts", metavar="FILE", help="Show how both models continue these prompts, one per line."),
+    click.option(
+        "--keep/--no-keep",
+        default=True,
+        show_default=True,
+        help=f"Write {', '.join(KEPT)} into MODEL, if compress wrote that directory.",
+    ),
+)
 
 
 def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
@@ -63,7 +47,7 @@ def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None
     return Asked(speed, memory, continuations or prompts is not None, given)
 
 
-def leave_beside(model: str, found: "Evaluation") -> None:
+def leave_beside(model: str, evaluation: "Evaluation") -> None:
     """Leave an evaluation in the directory of its run, as JSON, as a page and as text. A directory that no run wrote is
     left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
     from compress.checkpoint.write.directory import is_checkpoint
@@ -76,8 +60,8 @@ def leave_beside(model: str, found: "Evaluation") -> None:
     path = Path(model)
     if not is_checkpoint(path):
         return
-    made = compose([ReportedRun(path.absolute().name, path, found, path)])
-    content = (json.dumps(asdict(found), indent=2) + "\n", as_html(made), as_markdown(made))
+    made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
+    content = (json.dumps(asdict(evaluation), indent=2) + "\n", as_html(made), as_markdown(made))
     try:
         put_beside(path, dict(zip(KEPT, content, strict=True)))
     except InputError as error:
@@ -139,12 +123,7 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     help="Exit with 3 if this is true, or was not measured: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
     "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
 )
-@trust_option
-@plugin_option
-@device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@reading_options
 @asked_options
 @exits_cleanly
 def evaluate(
@@ -181,28 +160,26 @@ def evaluate(
         if pairs is not None:
             from compress.evaluation.quality.encoders import evaluate_encoder
 
-            found = evaluate_encoder(model, pairs, **words)
+            evaluation = evaluate_encoder(model, pairs, **words)
         elif labelled is not None:
-            found = compress.evaluate_classifier(model, labelled, reference=reference, **options)
+            evaluation = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
             from compress.evaluation.optional_measurements import with_asked
 
-            found = compress.evaluate(
+            evaluation = compress.evaluate(
                 model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
             )
-            found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)
+            evaluation = with_asked(evaluation, model, asked=asked, text=texts[0] if texts else "demo", **words)
     if keep:
-        leave_beside(model, found)
-    write_report(json_file, asdict(found))
+        leave_beside(model, evaluation)
+    write_report(json_file, asdict(evaluation))
     if not quiet and json_file != "-":
-        from compress.cli import evaluation_details
-        from compress.cli import tables as show
-        from compress.cli.tasks import answered
+        from compress.cli.evaluation_tables import show_details, show_evaluations, show_tasks
 
-        show.evaluations([(model, found)], reference)
-        evaluation_details.details(found, model)
-        answered(found.tasks)
-    if broken := broken_gates(found, conditions):
+        show_evaluations([(model, evaluation)], reference)
+        show_details(evaluation, model)
+        show_tasks(evaluation.tasks)
+    if broken := broken_gates(evaluation, conditions):
         fail("; ".join(broken), GATE)
 
 

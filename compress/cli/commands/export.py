@@ -11,17 +11,8 @@ from compress.base.terminal import visible
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.cli.byte_savings import change, end_of_export
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import (
-    PLUGINS,
-    begin,
-    given,
-    json_option,
-    overwrite_option,
-    plugin_option,
-    quiet_option,
-    trust_option,
-    write_report,
-)
+from compress.cli.option_groups import json_option, overwrite_option, plugin_option, quiet_option, trust_option
+from compress.cli.options import PLUGINS, begin, given, write_report
 
 if TYPE_CHECKING:
     from compress.checkpoint.export.exporter import Exporter
@@ -92,13 +83,13 @@ def export(
 
     how = {"overwrite": overwrite, "verify": not no_verify, "trust_remote_code": trust_remote_code}
     with reporting("export", quiet) as reporter:
-        made = compress.export(model, folder, exporter, **how, reporter=reporter)
-    write_report(json_file, asdict(made))
+        exported = compress.export(model, folder, exporter, **how, reporter=reporter)
+    write_report(json_file, asdict(exported))
     if not silent:
-        said = change(Saving(made.bytes_before, made.bytes))
-        click.echo(visible(f"{model} -> {folder}: {said}; {made.layers} layers {exporter.kind}"))
+        said = change(Saving(exported.bytes_before, exported.bytes))
+        click.echo(visible(f"{model} -> {folder}: {said}; {exported.layers} layers {exporter.kind}"))
     if exporter.smaller and not allow_little:
-        end_of_export(made, exporter.kind, folder)
+        end_of_export(exported, exporter.kind, folder)
 
 
 def _check_listing() -> None:
@@ -131,9 +122,11 @@ def _check_options(name: str, exporter: "Exporter", no_verify: bool) -> None:
 def _list(model: str, trusted: bool, json_file: str | None, silent: bool) -> None:
     """The ways to write a checkpoint, and why some do not fit."""
     from compress.checkpoint.export.write import offers
-    from compress.cli import tables as show
+    from compress.evaluation.report.content import ReportTable
+    from compress.evaluation.report.terminal import show
 
     found = offers(model, trusted)
     write_report(json_file, {"model": model, "exports": [asdict(offer) for offer in found]})
+    rows = [(each.name, each.about, f"no: {'; '.join(each.why_not)}" if each.why_not else "yes") for each in found]
     if not silent:
-        show.exports(found)
+        show(ReportTable(("--to", "writes", "fits"), rows, names=3))

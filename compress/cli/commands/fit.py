@@ -8,17 +8,14 @@ import click
 import compress
 from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly, fail
-from compress.cli.option_groups import calibration_option, extent_options, ignore_option
-from compress.cli.options import (
-    begin,
-    device_option,
-    json_option,
+from compress.cli.option_groups import (
+    calibration_option,
+    extent_options,
+    ignore_option,
     overwrite_option,
-    quiet_option,
-    trust_option,
-    writable,
-    write_report,
+    working_options,
 )
+from compress.cli.options import begin, writable, write_report
 
 if TYPE_CHECKING:
     from compress.search.fit import FitResult
@@ -98,10 +95,7 @@ def recipe_file(context: click.Context, parameter: click.Parameter, value: str) 
     help="The directory to write; proof and recipe are in OUT.fit.",
 )
 @overwrite_option("Replace an existing or unfinished output, and files that other options name.")
-@trust_option
-@device_option
-@json_option
-@quiet_option
+@working_options
 @exits_cleanly
 def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: Any) -> None:
     """Find a scheme for each layer of MODEL and for its embedding that meets a target, run it, and measure what it cost
@@ -120,19 +114,19 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
     from compress.cli.progress import reporting
 
     with reporting("fit", quiet) as reporter:
-        made = compress.fit(model, output=output, reporter=reporter, **options)
-    write_report(json_file, asdict(made.proof) if made.proof is not None else predicted(made))
+        fitted = compress.fit(model, output=output, reporter=reporter, **options)
+    write_report(json_file, asdict(fitted.proof) if fitted.proof is not None else prediction(fitted))
     if not quiet and json_file != "-":
-        show(made)
-    if made.proof is not None and not made.proof.met:
-        fail(f"the target, {made.proof.target}, is missed; {output} is the nearest to it", 1)
+        show(fitted)
+    if fitted.proof is not None and not fitted.proof.met:
+        fail(f"the target, {fitted.proof.target}, is missed; {output} is the nearest to it", 1)
 
 
-def predicted(made: "FitResult") -> dict[str, Any]:
+def prediction(fitted: "FitResult") -> dict[str, Any]:
     """The content of `--json` for a recipe that was not run."""
-    choice = made.choice
+    choice = fitted.choice
     return {
-        "recipe": str(made.output),
+        "recipe": str(fitted.output),
         "bytes": choice.bytes,
         "bits_per_weight": choice.allocation.bits_per_weight,
         "predicted_kl": choice.predicted_kl,
@@ -141,17 +135,19 @@ def predicted(made: "FitResult") -> dict[str, Any]:
     }
 
 
-def show(made: "FitResult") -> None:
+def show(fitted: "FitResult") -> None:
     """Print the result in words, and where everything lies."""
-    if made.proof is None:
-        choice = made.choice
+    if fitted.proof is None:
+        choice = fitted.choice
         click.echo(
             f"{choice.allocation.bits_per_weight:.4g} bits per weight, weight files of {choice.bytes:,} bytes; "
             f"predicted KL {choice.predicted_kl:.4g}, without what layers make up for"
         )
-        click.echo(visible(f"{made.output}: run it with compress quantize MODEL --recipe {made.output} ..."))
+        click.echo(visible(f"{fitted.output}: run it with compress quantize MODEL --recipe {fitted.output} ..."))
         return
     from compress.search.fitting.proof import paragraph_of
 
-    click.echo(visible(paragraph_of(made.proof)))
-    click.echo(visible(f"{made.beside}: proof (fit.md), report.html, and recipe.yaml, which makes {made.output} again"))
+    click.echo(visible(paragraph_of(fitted.proof)))
+    click.echo(
+        visible(f"{fitted.beside}: proof (fit.md), report.html, and recipe.yaml, which makes {fitted.output} again")
+    )

@@ -10,16 +10,8 @@ from compress.base.errors import InputError
 from compress.base.terminal import visible
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import (
-    begin,
-    device_option,
-    files_overwrite_option,
-    json_option,
-    plugin_option,
-    quiet_option,
-    trust_option,
-    write_report,
-)
+from compress.cli.option_groups import reading_options
+from compress.cli.options import begin, write_report
 
 
 @click.command(short_help="Continue a prompt with a model, compressed or not.")
@@ -41,12 +33,7 @@ from compress.cli.options import (
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile decoding first, for minutes: for blocks not run in one call."
 )
-@trust_option
-@plugin_option
-@device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@reading_options
 @exits_cleanly
 def generate(
     model: str,
@@ -91,7 +78,7 @@ def generate(
     check_generation(network.generation_config.to_diff_dict(), source.path / "generation_config.json")
     if compiled:
         compress.compile_steps(network)
-    inputs = tokenized(tokenizer, prompt, network, tokens).to(target)
+    inputs = tokenize(tokenizer, prompt, network, tokens).to(target)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
@@ -112,7 +99,7 @@ def tell(notes: Sequence[str], quiet: bool) -> None:
         click.echo(f"compress: {visible(note)}", err=True)
 
 
-def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:
+def tokenize(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:
     """The prompt as a model's inputs. Refuses an empty one, and one after which `more` tokens do not fit."""
     with tokenizing(tokenizer, "the prompt", [prompt]):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

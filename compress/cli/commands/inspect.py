@@ -1,7 +1,8 @@
 """`compress inspect` and `verify`: what a checkpoint holds, and whether it is right."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,19 +10,17 @@ import compress
 from compress.base.errors import InputError
 from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import (
-    begin,
-    check_page,
-    device_option,
-    files_overwrite_option,
-    html_option,
-    json_option,
-    plugin_option,
-    quiet_option,
-    trust_option,
-    writable,
-    write_report,
-)
+from compress.cli.option_groups import answer_options, plugin_option, reading_options, trust_option
+from compress.cli.options import begin, write_report
+
+if TYPE_CHECKING:
+    from compress.evaluation.cost.routes import KernelRow, LibraryRow
+    from compress.evaluation.cost.size import Size, SizeRow
+    from compress.evaluation.report.content import ReportTable
+
+    Line = ReportTable | str
+
+MIB = 2**20
 
 
 @click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
@@ -29,22 +28,13 @@ from compress.cli.options import (
 @click.option("--kernels", is_flag=True, help="Show which kernel each compressed layer gets, and why not a faster one.")
 @click.option("--calibration", is_flag=True, help="Show the ranges that calibration fixed, and what they clip.")
 @click.option("--training", is_flag=True, help="Show how the model was trained: steps, losses, speed.")
-@html_option("With --calibration: write its table and histograms as one page.")
-@click.option("--svg", metavar="FILE", callback=writable, help="With --training: draw the losses as a picture.")
-@trust_option
-@plugin_option
-@device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@reading_options
 @exits_cleanly
 def inspect(
     model: str,
     kernels: bool,
     calibration: bool,
     training: bool,
-    html: str | None,
-    svg: str | None,
     trust_remote_code: bool,
     device: str | None,
     json_file: str | None,
@@ -55,93 +45,108 @@ def inspect(
     reports = [name for name, asked in wanted.items() if asked]
     if len(reports) > 1:
         raise InputError(f"{reports[0]} and {reports[1]} are two reports; ask for one")
-    if svg is not None and not training:
-        raise InputError("--svg is for --training, which has losses to draw; drop it or add that")
-    if svg == "-":
-        raise InputError("--svg '-'; give a file")
-    if html is not None and not calibration:
-        raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
     if device is not None and not kernels:
         raise InputError("--device is for --kernels: without it nothing depends on a device")
     if trust_remote_code and not kernels:
         raise InputError("--trust-remote-code is for --kernels: without it nothing of the model is run")
-    check_page(html)
     begin()
-    silent = quiet or json_file == "-"
+    from compress.evaluation.report.terminal import show
+
     if kernels:
-        _kernels(model, device, trust_remote_code, json_file, silent)
-    elif calibration:
-        _calibration(model, html, json_file, silent)
-    elif training:
-        _training(model, svg, json_file, silent)
+        content, blocks = of_kernels(model, device, trust_remote_code)
     else:
-        _layers(model, json_file, silent)
+        content, blocks = (of_calibration if calibration else of_training if training else of_layers)(model)
+    write_report(json_file, content)
+    if not quiet and json_file != "-":
+        show(*blocks)
+        for remark in content.get("remarks", ()):
+            click.echo(visible(remark))
 
 
-def _kernels(model: str, device: str | None, trust_remote_code: bool, json_file: str | None, silent: bool) -> None:
-    """Report the kernel that each layer gets."""
+def of_kernels(model: str, device: str | None, trust_remote_code: bool) -> tuple[dict[str, Any], list["Line"]]:
+    """(JSON, a row for each compressed layer: its kernel for few, some and many tokens, and why not a faster one; and
+    lines on the libraries of compiled loops)."""
     from compress.base.device import find_device
-    from compress.cli import tables as show
     from compress.evaluation.cost.routes import kernel_rows, library_rows
 
     target = find_device(device)
-    rows = kernel_rows(model, target, trust_remote_code=trust_remote_code)
-    libraries = library_rows(target)
+    rows, libraries = kernel_rows(model, target, trust_remote_code=trust_remote_code), library_rows(target)
     report = {"libraries": [asdict(row) for row in libraries], "layers": [asdict(row) for row in rows]}
-    write_report(json_file, {"device": str(target), **report})
-    if not silent:
-        show.kernels(rows, str(target), libraries)
+    return {"device": str(target), **report}, kernel_lines(rows, str(target), libraries)
 
 
-def _calibration(model: str, html: str | None, json_file: str | None, silent: bool) -> None:
-    """The ranges that calibration fixed."""
-    from compress.cli import tables as show
-    from compress.evaluation.report.calibration import calibrated_ranges, content, write_ranges
+def kernel_lines(rows: Sequence["KernelRow"], device: str, libraries: Sequence["LibraryRow"]) -> list["Line"]:
+    """The table of kernels, and lines below it."""
+    from compress.evaluation.report.content import ReportTable
+
+    columns = ("layer", "shape", "scheme", *(f"{M}" for M in rows[0].kernels), "why not a faster one")
+    cells = [(row.name, by(row.shape), row.scheme, *row.kernels.values(), "; ".join(row.why_not)) for row in rows]
+    lines = [
+        f"{each.about}: {f'compiled ({each.instructions})' if each.instructions else '; '.join(each.why_not)}"
+        for each in libraries
+    ]
+    lines.append("every layer can be batch-invariant (compress.load(..., batch_invariant=True))")
+    if refused := [row for row in rows if row.why_not_batch_invariant]:
+        why = "; ".join(refused[0].why_not_batch_invariant)
+        lines[-1] = f"{len(refused)} of {len(rows)} layers cannot be batch-invariant: {refused[0].name}, {why}"
+    return [ReportTable(columns, cells, f"kernels on {device}, by tokens", names=len(columns)), *lines]
+
+
+def by(shape: Sequence[int]) -> str:
+    """A shape in words."""
+    return " x ".join(map(str, shape))
+
+
+def of_calibration(model: str) -> tuple[dict[str, Any], list["Line"]]:
+    """(JSON, tables and lines) of the ranges that calibration fixed."""
+    from compress.evaluation.report.calibration import calibrated_ranges, clipping_line, content, table
 
     ranges = calibrated_ranges(model)
-    write_report(json_file, {"model": model, "ranges": content(ranges)})
-    if html is not None:
-        write_ranges(model, ranges, Path(html))
-    if not silent:
-        show.calibration(ranges)
+    return {"model": model, "ranges": content(ranges)}, [table(ranges), clipping_line(ranges)]
 
 
-def _training(model: str, svg: str | None, json_file: str | None, silent: bool) -> None:
-    """Report the losses of the model's training, as rows, and in files if asked for."""
-    from compress.cli import tables as show
-    from compress.evaluation.report.training import content, curves, rows, write_curves
+def of_training(model: str) -> tuple[dict[str, Any], list["Line"]]:
+    """(JSON, tables) of the losses of the model's training."""
+    from compress.evaluation.report.training import content, curves, table
 
-    found = curves(model)
-    write_report(json_file, {"model": model, "trainings": content(found)})
-    if svg is not None:
-        write_curves(model, found, Path(svg))
-    if not silent:
-        show.curves(rows(found))
+    trainings = curves(model)
+    return {"model": model, "trainings": content(trainings)}, [table(trainings)]
 
 
-def _layers(model: str, json_file: str | None, silent: bool) -> None:
-    """Every layer, and the size of the whole."""
+def of_layers(model: str) -> tuple[dict[str, Any], list["Line"]]:
+    """(JSON, a row for each layer, and lines about the whole)."""
     from compress.checkpoint.read.fused import unlike_numbers
     from compress.checkpoint.read.source import find_source
-    from compress.cli import tables as show
     from compress.evaluation.cost.size import inspect_checkpoint
 
     rows, size = inspect_checkpoint(model)
-    remarks = unlike_numbers(find_source(model))
-    write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size), "remarks": remarks})
-    if not silent:
-        show.inspection(rows, size)
-        for remark in remarks:
-            click.echo(visible(remark))
+    content = {"layers": [asdict(row) for row in rows], "size": asdict(size)}
+    return content | {"remarks": unlike_numbers(find_source(model))}, layer_lines(rows, size)
+
+
+def layer_lines(rows: Sequence["SizeRow"], size: "Size") -> list["Line"]:
+    """The table of layers, and a sentence about the whole."""
+    from compress.evaluation.report.content import ReportTable
+
+    columns = ("layer", "shape", "scheme", "bits/weight", "bytes", "remark")
+    cells = [(row.name, by(row.shape), row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark) for row in rows]
+    whole = f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files"
+    if size.compressed_weights:
+        whole += (
+            f", {size.bits_per_parameter:.2f} bits per parameter; {size.compressed_weights} of them compressed to "
+            f"{size.bits_per_weight:.2f} bits each"
+        )
+    else:
+        whole += ", not compressed"
+    cache = [] if size.cache is None else [f"keys and values: {size.cache}"]
+    return [ReportTable(columns, cells, names=3, left=frozenset({5})), whole, *cache]
 
 
 @click.command(short_help="Check that a checkpoint holds what its run decided.")
 @click.argument("model")
 @trust_option
 @plugin_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
     """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that; or that an

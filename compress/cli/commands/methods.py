@@ -6,14 +6,13 @@ import click
 
 from compress.base.errors import one_of
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import files_overwrite_option, json_option, quiet_option, write_report
+from compress.cli.option_groups import answer_options
+from compress.cli.options import write_report
 
 
 @click.command(short_help="List the methods, or show the card of one.")
 @click.argument("name", required=False)
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def methods(name: str | None, json_file: str | None, quiet: bool) -> None:
     """List the methods, or show the card of one: what it does, its source, and its options, one per line.
@@ -38,9 +37,7 @@ def methods(name: str | None, json_file: str | None, quiet: bool) -> None:
 
 @click.command(short_help="List the built-in recipes, or print one.")
 @click.argument("name", required=False)
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def recipes(name: str | None, json_file: str | None, quiet: bool) -> None:
     """List the built-in recipes, or print one: YAML to use by its name (--recipe NAME), or to copy and change."""

@@ -12,20 +12,15 @@ from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import (
     OF_A_METHOD,
     added_options,
+    answer_options,
+    device_option,
     extent_options,
     ignore_option,
     method_options,
     setting_option,
-)
-from compress.cli.options import (
-    begin,
-    device_option,
-    files_overwrite_option,
-    json_option,
-    quiet_option,
     trust_option,
-    write_report,
 )
+from compress.cli.options import begin, write_report
 from compress.cli.run_command import parts_options, store_option
 
 
@@ -47,9 +42,7 @@ from compress.cli.run_command import parts_options, store_option
 @parts_options
 @trust_option
 @device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def plan(
     model: str,
@@ -82,11 +75,11 @@ def plan(
         from compress.jobs.quantize_for import check_model
 
         check_model(find_source(model, options["trust_remote_code"]), engine, passes, options["ignore"])
-    found = compress.plan(model, passes, **options)
-    if engine is not None and (why := found.engines[engine]) is not None:
+    forecast = compress.plan(model, passes, **options)
+    if engine is not None and (why := forecast.engines[engine]) is not None:
         raise InputError(why)
-    write_report(json_file, asdict(found))
+    write_report(json_file, asdict(forecast))
     if not quiet and json_file != "-":
         from compress.cli.forecasts import show_plan
 
-        show_plan(found, notes)
+        show_plan(forecast, notes)

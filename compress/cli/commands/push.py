@@ -6,7 +6,8 @@ import click
 
 from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import begin, json_option, overwrite_option, quiet_option, write_report
+from compress.cli.option_groups import json_option, overwrite_option, quiet_option
+from compress.cli.options import begin, write_report
 
 
 @click.command(short_help="Upload an output to the Hugging Face hub, with its model card.")
@@ -47,7 +48,7 @@ def push(
     begin()
     from compress.evaluation.push import push as upload
 
-    made = upload(
+    pushed = upload(
         *(directory, repo),
         private=private,
         base_model=base_model,
@@ -55,19 +56,19 @@ def push(
         overwrite=overwrite,
         dry_run=dry_run,
     )
-    write_report(json_file, asdict(made))
+    write_report(json_file, asdict(pushed))
     if quiet or json_file == "-":
         return
-    for name, size in made.files.items():
+    for name, size in pushed.files.items():
         click.echo(visible(f"{size:>15,}  {name}"))
-    for name in made.left:
+    for name in pushed.left:
         click.echo(visible(f"not uploaded: {name}, which compress did not write"))
-    for name in made.removed:
+    for name in pushed.removed:
         click.echo(visible(f"removed from {repo}: {name}"))
-    total = sum(made.files.values())
-    if made.url is None:
-        for line in ["", *made.card.splitlines(), ""]:
+    total = sum(pushed.files.values())
+    if pushed.url is None:
+        for line in ["", *pushed.card.splitlines(), ""]:
             click.echo(visible(line))
         click.echo(visible(f"nothing was uploaded: {total:,} bytes would go to {repo}"))
     else:
-        click.echo(visible(f"{total:,} bytes are in {repo}: {made.url}"))
+        click.echo(visible(f"{total:,} bytes are in {repo}: {pushed.url}"))

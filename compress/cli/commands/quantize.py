@@ -7,8 +7,8 @@ import click
 
 from compress.base.errors import InputError, one_of
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, setting_option
-from compress.cli.options import given, import_plugins, plugin_option
+from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, plugin_option, setting_option
+from compress.cli.options import given, import_plugins
 from compress.cli.run_command import check_processes, run, run_options, split_settings
 
 if TYPE_CHECKING:
@@ -107,13 +107,13 @@ def passes_asked(
     """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
     chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
-    rotation, said = rotation_asked(rotate, method)
+    rotation, remarks = rotation_asked(rotate, method)
     passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
     if engine is not None:
         from compress.jobs.engines import check_engine
 
         check_engine(engine, passes)
-    return passes, [*picks, *said, *notes]
+    return passes, [*picks, *remarks, *notes]
 
 
 def for_engine(
@@ -140,39 +140,30 @@ def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[
     return split_settings(settings, chosen)
 
 
-def passes_of(method: str, chosen: Mapping[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:
-    """The pass of a method, and nothing to remark."""
-    from compress.passes.protocol.recipe import make_pass
-
-    return (make_pass(method, chosen),), []
-
-
 def passes_with_effort(
     method: str, chosen: Mapping[str, Any], effort: str | None
 ) -> tuple[tuple["Pass", ...], list[str]]:
     """The passes of a method with so much effort, and which these are, where that is not the method alone."""
     from compress.passes.protocol.recipe import make_pass, options_of
 
-    if effort is None:
-        return passes_of(method, chosen)
-    one_of("effort", effort, EFFORTS)
-    if method != "gptq":
-        raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
-    if effort == "default":
-        return passes_of(method, chosen)
-    made = make_pass(method, chosen)  # k-quants, where the scheme is one of llama.cpp's
+    if effort is not None:
+        one_of("effort", effort, EFFORTS)
+        if method != "gptq":
+            raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
+    gptq = make_pass(method, chosen)  # of gptq k-quants, where the scheme is one of llama.cpp's
     if effort == "fast":
-        known = options_of(type(made))
+        known = options_of(type(gptq))
         fast = {name: value for name, value in FAST.items() if name in known and name not in chosen}
-        passes, _ = passes_of(method, {**fast, **chosen})
-        said = ", ".join(f"{name}={value}" for name, value in fast.items())
-        return passes, [f"--effort fast: gptq with {said}"] if said else []
-    if made.name != method:
+        words = ", ".join(f"{name}={value}" for name, value in fast.items())
+        return (make_pass(method, {**fast, **chosen}),), [f"--effort fast: gptq with {words}"] if words else []
+    if effort != "best":
+        return (gptq,), []
+    if gptq.name != method:
         raise InputError(
-            f"--effort best trains what gptq decides, and nothing of {made.name} ({chosen['scheme']}) is trained; "
+            f"--effort best trains what gptq decides, and nothing of {gptq.name} ({chosen['scheme']}) is trained; "
             "leave it out, or give --scheme w4a16"
         )
-    return (made, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
+    return (gptq, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
 
 
 def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:

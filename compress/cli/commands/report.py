@@ -10,16 +10,8 @@ import click
 from compress.base.errors import InputError
 from compress.base.terminal import visible
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import (
-    begin,
-    json_option,
-    overwrite_option,
-    plugin_option,
-    quiet_option,
-    writable,
-    write_file,
-    write_report,
-)
+from compress.cli.option_groups import json_option, overwrite_option, plugin_option, quiet_option
+from compress.cli.options import begin, writable, write_file, write_report
 
 if TYPE_CHECKING:
     from compress.evaluation.report.content import Report
@@ -68,23 +60,23 @@ def report(
     from compress.evaluation.report.markdown import as_markdown
     from compress.evaluation.report.runs import as_json, open_runs
 
-    found = open_runs(runs)
+    opened = open_runs(runs)
     if card:
-        _card(found[0], overwrite)
+        _card(opened[0], overwrite)
         if not quiet:
-            click.echo(visible(f"{found[0].path / 'README.md'} written"))
-    made = differences(*found) if diff else compose(found)
-    data: dict[str, Any] = {"verdict": made.verdict, "runs": as_json(found)}
+            click.echo(visible(f"{opened[0].path / 'README.md'} written"))
+    content = differences(*opened) if diff else compose(opened)
+    data: dict[str, Any] = {"verdict": content.verdict, "runs": as_json(opened)}
     if output is not None:
-        write_file(output, _formed(Path(output).suffix.lower(), made, found, data))
+        write_file(output, render(Path(output).suffix.lower(), content, opened, data))
     if markdown is not None:
-        write_file(markdown, noted(as_markdown(made)))
+        write_file(markdown, noted(as_markdown(content)))
     write_report(json_file, data)
     if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
-        for line in as_markdown(made).splitlines():
+        for line in as_markdown(content).splitlines():
             click.echo(visible(line))
     elif not quiet and json_file != "-":
-        click.echo(visible(made.verdict))
+        click.echo(visible(content.verdict))
 
 
 def _check(
@@ -114,23 +106,23 @@ def _check(
         raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
 
 
-def _formed(suffix: str, made: "Report", found: Sequence["ReportedRun"], data: dict[str, Any]) -> str:
+def render(suffix: str, content: "Report", runs: Sequence["ReportedRun"], data: dict[str, Any]) -> str:
     """The report as the end of a name asks for it."""
     from compress.checkpoint.ownership import noted
 
     if suffix == ".md":
         from compress.evaluation.report.markdown import as_markdown
 
-        return noted(as_markdown(made))
+        return noted(as_markdown(content))
     if suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     if suffix == ".svg":
         from compress.evaluation.report.compose import picture
 
-        return noted(picture(found))
+        return noted(picture(runs))
     from compress.evaluation.report.page import as_html
 
-    return as_html(made)
+    return as_html(content)
 
 
 def _card(run: "ReportedRun", overwrite: bool) -> None:

@@ -8,21 +8,16 @@ import click
 import compress
 from compress.cli.exit_codes import exits_cleanly, leave
 from compress.cli.option_groups import (
+    answer_options,
     calibration_option,
-    extent_options,
-    training_option,
-)
-from compress.cli.options import (
-    begin,
     device_option,
-    files_overwrite_option,
-    json_option,
+    extent_options,
     plugin_option,
-    quiet_option,
     task_options,
+    training_option,
     trust_option,
-    write_report,
 )
+from compress.cli.options import begin, write_report
 
 if TYPE_CHECKING:
     from compress.search.sweep_rows import Sweep
@@ -51,9 +46,7 @@ if TYPE_CHECKING:
 @plugin_option
 @trust_option
 @device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def sweep(
     model: str, recipes: tuple[str, ...], output: str, json_file: str | None, quiet: bool, **options: Any
@@ -72,28 +65,28 @@ def sweep(
     from compress.cli.progress import reporting
 
     with reporting("sweep", quiet) as reporter:
-        made = compress.sweep(model, recipes, output=output, reporter=reporter, **options)
-    write_report(json_file, asdict(made))
+        swept = compress.sweep(model, recipes, output=output, reporter=reporter, **options)
+    write_report(json_file, asdict(swept))
     if not quiet and json_file != "-":
-        show_rows(made, output)
-    for row in made.failed:
+        show_rows(swept, output)
+    for row in swept.failed:
         click.echo(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", err=True)
-    if made.failed:
+    if swept.failed:
         leave(1)
 
 
-def show_rows(made: "Sweep", output: str) -> None:
+def show_rows(swept: "Sweep", output: str) -> None:
     """Print a line for each recipe, by bytes; a star where no other has fewer bytes and a lower KL."""
-    from compress.cli.tables import MIB, number
+    from compress.cli.evaluation_tables import MIB, number
     from compress.evaluation.report.content import ReportTable
     from compress.evaluation.report.terminal import show
     from compress.search.sweep import INDEX, PAGE, TEXT
 
-    tasks = list(dict.fromkeys(name for row in made.rows for name in row.tasks))
-    timed = any(row.decode is not None for row in made.rows)
+    tasks = list(dict.fromkeys(name for row in swept.rows for name in row.tasks))
+    timed = any(row.decode is not None for row in swept.rows)
     headings = ["MiB", "bits/weight", "perplexity", "KL", "same top", *tasks, *(["tokens/s"] if timed else []), "front"]
     shown: list[tuple[str, ...]] = []
-    for row in made.rows:
+    for row in swept.rows:
         if row.problem is not None:
             shown.append((row.name, *("failed" if i == 0 else "-" for i in range(len(headings)))))
             continue
@@ -111,6 +104,6 @@ def show_rows(made: "Sweep", output: str) -> None:
             )
         )
     lines = [f"{output}/{INDEX} has these rows; each recipe has its checkpoint and evaluation beside it"]
-    if len(made.failed) < len(made.rows):
+    if len(swept.failed) < len(swept.rows):
         lines.append(f"{output}/{PAGE} and {TEXT} compare all that have figures")
-    show(ReportTable(("recipe", *headings), shown, f"{made.model}, evaluated on {made.text}"), *lines)
+    show(ReportTable(("recipe", *headings), shown, f"{swept.model}, evaluated on {swept.text}"), *lines)

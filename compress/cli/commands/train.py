@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.base.errors import InputError
-from compress.cli.commands.quantize import added_passes, chosen_options, passes_of
+from compress.cli.commands.quantize import added_passes, chosen_options
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import OF_A_METHOD, added_options, group, method_options, setting_option
 from compress.cli.run_command import check_processes, run, run_options, split_settings
@@ -86,9 +86,11 @@ def qat(
         taught |= {"logits": 0.0}
         options["task"] = 1.0 if options["task"] is None else options["task"]
     training = training_pass(options, training_settings, **taught)
-    passes, notes = passes_of(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
-    passes = (*passes, training, *added_passes(embeddings, kv_cache))
-    run("train", model, passes, f"method {method!r}", notes, fsdp=fsdp, **options)
+    from compress.passes.protocol.recipe import make_pass
+
+    first = make_pass(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
+    passes = (first, training, *added_passes(embeddings, kv_cache))
+    run("train", model, passes, f"method {method!r}", fsdp=fsdp, **options)
 
 
 @click.command(short_help="Train a smaller model to predict what a teacher predicts.")
@@ -164,16 +166,16 @@ def students_of(
     if structure is not None:
         return teacher, (structure_pass(structure, (), {}),)
     words = []
-    for option, given, field, of in (
+    for option, count, field, of in (
         ("--student-layers", layers, "num_hidden_layers", "blocks"),
         ("--student-hidden", hidden, "hidden_size", "channels"),
     ):
-        if given is None:
+        if count is None:
             continue
         there = _count(teacher, trusted, field)
-        if not 0 < given < there:
-            raise InputError(f"{option} {given}; {teacher} has {there} {of}: allowed are 1 to {there - 1}")
-        words.append(f"layers:{there - given}" if option == "--student-layers" else f"hidden:{(there - given) / there}")
+        if not 0 < count < there:
+            raise InputError(f"{option} {count}; {teacher} has {there} {of}: allowed are 1 to {there - 1}")
+        words.append(f"layers:{there - count}" if option == "--student-layers" else f"hidden:{(there - count) / there}")
     # Blocks are chosen by what they do to data, channels can be chosen by weights.
     by_weights = () if calibrated or layers is not None else ("importance=magnitude",)
     return teacher, (structure_pass(",".join(words), by_weights, {}),)

@@ -93,9 +93,9 @@ def dequantized(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def compared(model: nn.Module) -> Iterator[dict[str, float]]:
+def compared(model: nn.Module, sampled: int | None = None) -> Iterator[dict[str, float]]:
     """Makes the model compute as its own twin in the body. Yields {layer: the largest `error` of its kernel}, on the
-    twin's inputs.
+    twin's inputs. sampled: the number of tokens of a product that are compared, spread over it; all by default.
 
     Outputs of whole models cannot be compared where inputs are rounded. A difference in the last place gives a tie
     another code, this whole step changes more codes in the next layers, and after a few blocks the difference is as
@@ -104,16 +104,22 @@ def compared(model: nn.Module) -> Iterator[dict[str, float]]:
     worst: dict[str, float] = {}
     with ExitStack() as entered:
         for name, layer in compressed_layers(model):
-            entered.enter_context(watched(worst, name, layer))
+            entered.enter_context(watched(worst, name, layer, sampled))
         yield worst
 
 
-def watched(worst: dict[str, float], name: str, layer: QuantLinear) -> AbstractContextManager[None]:
+def watched(
+    worst: dict[str, float], name: str, layer: QuantLinear, sampled: int | None = None
+) -> AbstractContextManager[None]:
     """Makes a layer compute as its own twin in the body, and puts the largest `error` of its kernel in
-    `worst[name]`."""
+    `worst[name]`. sampled: as in `compared`."""
 
     def forward(x: Tensor) -> Tensor:
-        worst[name] = max(worst.get(name, 0.0), error(layer, x, type(layer).forward(layer, x)))
+        x_MK, out_MN = (each.reshape(-1, each.shape[-1]) for each in (x, type(layer).forward(layer, x)))
+        if sampled is not None and sampled < len(x_MK):
+            rows = torch.linspace(0, len(x_MK) - 1, sampled, device=x.device).long()
+            x_MK, out_MN = x_MK[rows], out_MN[rows]
+        worst[name] = max(worst.get(name, 0.0), error(layer, x_MK, out_MN))
         return plain(layer, x)
 
     return replaced_forwards({layer: forward})

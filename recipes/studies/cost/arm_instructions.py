@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from compress.evaluation.origin import origin
+from compress.evaluation.provenance import origin
 from compress.kernels.cpu import build, processor
 from compress.kernels.cpu.libraries import units
 

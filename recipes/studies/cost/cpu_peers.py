@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.evaluation.speed.timing import Call, time_cpu
 from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.layouts import words as pack
@@ -34,6 +33,7 @@ from compress.kernels.operators.int8_activation import planar_linear
 from compress.recipes.studies.cost.decode import declare
 from compress.recipes.studies.figures import tell_times
 from compress.recipes.studies.kernels.products import CACHE_BYTES, MAX_COPIES
+from compress.recipes.studies.kernels.timing import Call, time_cpu
 
 TOKENS = (1, 8, 64, 512)
 # Relative error of a product whose inputs are rounded to int8, and its sums to bfloat16, stays below this; a wrong

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from compress.evaluation.speed.memory import settled_bytes, watched_memory
+from compress.evaluation.speed.memory import settled_bytes, watch_memory
 from compress.recipes.studies.figures import asked, made_by
 from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
@@ -64,7 +64,7 @@ def measured(case: str, tokens: int, vocabulary: int, width: int, dtype: torch.d
     once(WARM_TOKENS)
     hidden.grad = own.weight_VD.grad = None
     device = torch.device("cpu")
-    with watched_memory(device, settled_bytes(device)) as peak:
+    with watch_memory(device, settled_bytes(device)) as peak:
         start = time.perf_counter()
         loss = once(tokens)
         seconds = time.perf_counter() - start

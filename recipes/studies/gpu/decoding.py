@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from compress.checkpoint.files import write_json
-from compress.evaluation.origin import origin
-from compress.evaluation.speed import decoder, dense
+from compress.evaluation.provenance import origin
+from compress.evaluation.speed import decoder
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.inference.load.assembly import fuse
 from compress.kernels import workspace
@@ -40,7 +40,7 @@ def build(shape: str, blocks: int | None, scheme: str, device: torch.device) -> 
     config.num_hidden_layers = blocks or config.num_hidden_layers
     model = decoder.random_llama(config, scheme, torch.bfloat16, device)
     if scheme == decoder.DENSE:
-        dense.fuse_dense(model)
+        decoder.fuse_dense(model)
     else:
         fuse(model)
     return model

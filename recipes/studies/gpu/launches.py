@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from compress.evaluation.origin import origin
+from compress.evaluation.provenance import origin
 from compress.recipes.studies.gpu.ledger import KernelSources, read_ledger, stale
 
 OURS = "compress.kernels.triton."

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.files import write_json
-from compress.evaluation.origin import origin
+from compress.evaluation.provenance import origin
 from compress.evaluation.speed import decoder
 from compress.recipes.studies.figures import asked as command_of
 

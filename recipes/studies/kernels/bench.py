@@ -20,16 +20,16 @@ from compress.base.device import find_device
 from compress.base.errors import CompressError, InputError
 from compress.base.progress import Reporter
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import begin, device_option, files_overwrite_option, json_option, quiet_option, write_report
+from compress.cli.option_groups import answer_options, device_option
+from compress.cli.options import begin, write_report
 from compress.cli.progress import reporting
 from compress.evaluation.report.terminal import show
-from compress.evaluation.speed.ceilings import measure_ceilings
 from compress.evaluation.speed.options import check_rounds, parse_dtype, parse_numbers
-from compress.evaluation.speed.report import SpeedReport
 from compress.kernels import workspace
 from compress.kernels.cpu import dense
 from compress.recipes.studies.kernels import products
-from compress.recipes.studies.kernels.tables import tables
+from compress.recipes.studies.kernels.ceilings import measure_ceilings
+from compress.recipes.studies.kernels.tables import KernelReport, tables
 from compress.recipes.studies.kernels.tune import Problem, tune
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
@@ -111,7 +111,7 @@ def parse_shapes(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(shapes))
 
 
-def bench_linears(options: LinearOptions, report: SpeedReport, reporter: Reporter) -> None:
+def bench_linears(options: LinearOptions, report: KernelReport, reporter: Reporter) -> None:
     """Fill a report, saving it after every shape and number of tokens."""
     steps = 1 + options.tune + len(options.shapes) * len(options.tokens)
     if options.device.type == "cuda":
@@ -167,9 +167,7 @@ def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[
 @click.option("--quick", is_flag=True, help="Fewer shapes, tokens and rounds.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
 @device_option
-@json_option
-@files_overwrite_option
-@quiet_option
+@answer_options
 @exits_cleanly
 def bench(json_file: str | None, quiet: bool, **options: Any) -> None:
     """Time every kernel against dense products and other libraries.
@@ -182,7 +180,7 @@ def bench(json_file: str | None, quiet: bool, **options: Any) -> None:
     settings = {"shapes": [list(shape) for shape in asked.shapes], "tokens": list(asked.tokens)}
     settings |= {"dtype": str(asked.dtype).removeprefix("torch."), "rounds": asked.rounds, "quick": asked.quick}
     target = None if json_file in (None, "-") else Path(str(json_file))
-    report = SpeedReport("linears", asked.device, settings | {"tune": asked.tune}, target)
+    report = KernelReport("linears", asked.device, settings | {"tune": asked.tune}, target)
     report.facts["command"] = shlex.join(["python", "-m", "compress.recipes.studies.kernels.bench", *sys.argv[1:]])
     with reporting("bench", quiet) as reporter:
         bench_linears(asked, report, reporter)

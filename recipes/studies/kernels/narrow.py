@@ -21,7 +21,7 @@ STATE_BITS, RUN = 12, 1024
 NARROW_KINDS = (*GROUPS, *TRELLIS_KINDS)
 
 
-class Narrow(NamedTuple):
+class NarrowWeights(NamedTuple):
     """The weights by kind. laid: words and scales of levels, and trellis: both as `compress.load` lays them out."""
 
     levels: dict[str, Planar]
@@ -45,7 +45,7 @@ class Narrow(NamedTuple):
         return trellis_product(x, self.trellis[kind])
 
 
-def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Narrow:
+def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> NarrowWeights:
     """Weights of all kinds, drawn by g."""
     device = g.device
     levels, laid = {}, {}
@@ -60,7 +60,7 @@ def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Narrow:
         strips = runs_on_cpu(device) and not why_not_levels(N, K, group)
         found = pack_strips(levels[kind], K) if strips else levels[kind]
         laid[kind] = (found.words, found.scale)
-    return Narrow(levels, laid, {kind: _trellis(N, K, bits, dtype, g) for kind, bits in TRELLIS_KINDS.items()})
+    return NarrowWeights(levels, laid, {kind: _trellis(N, K, bits, dtype, g) for kind, bits in TRELLIS_KINDS.items()})
 
 
 def _trellis(N: int, K: int, bits: int, dtype: torch.dtype, g: torch.Generator) -> TrellisWords | TrellisStrips:

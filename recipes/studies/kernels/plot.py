@@ -15,14 +15,15 @@ from typing import Any
 import click
 
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.options import files_overwrite_option, writable
+from compress.cli.option_groups import files_overwrite_option
+from compress.cli.options import writable
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Article, Block, Picture, Report, ReportTable, Section, Tile, Words
 from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
-from compress.evaluation.report.facts import known
+from compress.evaluation.report.facts import fact_rows
 from compress.evaluation.report.page import write_page
 from compress.evaluation.speed import speed_tables
-from compress.recipes.studies.kernels.tables import slower
+from compress.recipes.studies.kernels.tables import percent, rate, slower
 
 BAR, ROW, HEADING = 12.0, 20.0, 26.0  # heights: of a bar, of its row, of the line above a group
 CONTENT = ("settings", "ceilings", "tuned", "notes", "failures", "results")
@@ -32,10 +33,7 @@ LINEARS = (
     "Bars: how many times as fast as torch's dense product of the same shape, whose 1 is the line across; of other "
     "libraries in grey. Percentages: the share of what this machine reaches at best, measured in the same run."
 )
-MODELS = (
-    "Figures in brackets: the ratio to the dense model at the same batch, and the share of what this machine reaches "
-    "at best, measured in the same run."
-)
+MODELS = "Figures in brackets: the ratio to the dense model at the same batch."
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,19 @@ def page_of(report: Mapping[str, Any]) -> Report:
     remarks = [*slower(results), *dict.fromkeys(report["notes"])]
     if remarks:
         sections.append(Section("Remarks", [Words(wording.clean(line), "note") for line in remarks]))
-    left = [f"{name}: {entry['skipped']}" for name, entry in report["ceilings"].items() if "skipped" in entry]
-    left += speed_tables.skipped(results)
+    left = [f"{name}: {entry['skipped']}" for name, entry in report.get("ceilings", {}).items() if "skipped" in entry]
+    left += speed_tables.skipped_lines(results)
     if left:
         sections.append(Section("Not measured", [Words(wording.clean(line), "note") for line in left]))
     facts = {key: value for key, value in report.items() if key not in (*NO_FACTS, "versions")}
-    rows = known({**facts, **settings, **shapes_of(settings), "versions": report["versions"]})
+    rows = fact_rows({**facts, **settings, **shapes_of(settings), "versions": report["versions"]})
     sections.append(Section("Where this comes from", [ReportTable(("", ""), rows, names=2)]))
     what = "linear layers" if of_linears else wording.name(settings["model"])
     verdict = f"On {report['device']}: {speed_tables.title_of(settings)}."
     return Report(
         f"Speed of {what}",
         wording.clean(verdict),
-        [Article(what, "", verdict, _ceilings(report["ceilings"]), sections)],
+        [Article(what, "", verdict, _ceilings(report.get("ceilings", {})), sections)],
         command="bench",
         footnote="What is wrong is not timed.",
     )
@@ -84,7 +82,7 @@ def _ceilings(ceilings: Mapping[str, Mapping[str, Any]]) -> list[Tile]:
     tiles = []
     for name, entry in ceilings.items():
         if "skipped" not in entry:
-            value, unit = speed_tables.rate(entry["per_s"], entry["unit"], "int" in name).split(" ")
+            value, unit = rate(entry["per_s"], entry["unit"], "int" in name).split(" ")
             tiles.append(Tile(name, value, f"{unit} at best"))
     return tiles
 
@@ -121,8 +119,8 @@ def over_dense(entry: Mapping[str, Any]) -> float | None:
 
 def _candidate(entry: Mapping[str, Any]) -> SpeedBar:
     ratio, name = over_dense(entry), entry["candidate"]
-    figure = f"{speed_tables.ratio(ratio)}, {speed_tables.percent(entry['share'])}"
-    about = f"{name}: {1e3 * entry['time_ms']:,.1f} microseconds, {speed_tables.percent(entry['share'])} of the ceiling"
+    figure = f"{speed_tables.ratio(ratio)}, {percent(entry['share'])}"
+    about = f"{name}: {1e3 * entry['time_ms']:,.1f} microseconds, {percent(entry['share'])} of the ceiling"
     return SpeedBar(name.removeprefix("torch._"), ratio, figure, about, "main" if entry.get("ours") else "other")
 
 
@@ -154,10 +152,9 @@ def _grouped(
 def _rate(part: str, entry: Mapping[str, Any]) -> list[SpeedBar]:
     figures = entry[part]
     ratio = figures.get("speedup_over", {}).get("dense")
-    beside = ([] if ratio is None else [speed_tables.ratio(ratio)]) + [speed_tables.percent(figures["share"])]
     style = "other" if entry["variant"] == "dense" else "main"
     about = f"{entry['variant']}, batch {entry['batch']}: {figures['time_ms']:.4g} ms"
-    figure = f"{wording.number(figures['tokens_per_s'])} ({', '.join(beside)})"
+    figure = wording.number(figures["tokens_per_s"]) + ("" if ratio is None else f" ({speed_tables.ratio(ratio)})")
     return [SpeedBar(f"batch {entry['batch']}", figures["tokens_per_s"], figure, about, style)]
 
 

@@ -2,8 +2,7 @@
 
 Every candidate is first checked against the product of its dequantized weights; a wrong one is not timed, and one that
 cannot run is listed with the reason. Weights are rotated over enough copies that none is still in the cache when its
-turn comes. `evaluation.speed.timing` times the calls; `ceilings` there and `roofline` give the limits that times are
-held against.
+turn comes. `timing` times the calls; `ceilings` and `roofline` give the limits that times are held against.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.evaluation.speed.ceilings import achieved
-from compress.evaluation.speed.timing import Call, time_cpu, time_gpu
 from compress.kernels import reference
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.entries import Entries
@@ -26,6 +23,7 @@ from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_activation import planar_linear
 from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
+from compress.recipes.studies.kernels.ceilings import achieved
 from compress.recipes.studies.kernels.floats8 import floats8
 from compress.recipes.studies.kernels.halved import HALVED, halve
 from compress.recipes.studies.kernels.narrow import NARROW_KINDS, narrow
@@ -39,6 +37,7 @@ from compress.recipes.studies.kernels.roofline import (
     WEIGHTS,
     cost,
 )
+from compress.recipes.studies.kernels.timing import Call, time_cpu, time_gpu
 
 GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.

@@ -1,4 +1,4 @@
-"""The least work of a product by each kind of weight. `evaluation.speed.ceilings` makes times of it.
+"""The least work of a product by each kind of weight. `ceilings` makes times of it.
 
 bytes        the weight with its scales and sparse rows, read once; x read once; the result written once
 operations   2 M N K
@@ -8,7 +8,7 @@ peak         of the arithmetic that multiplies: the dtype of x, or int8 where x 
 
 from collections.abc import Mapping
 
-from compress.evaluation.speed.ceilings import INT8, CallCost
+from compress.recipes.studies.kernels.ceilings import INT8, CallCost
 
 # Share of weights that have a value of their own, where some have; the sizes of SpQR's tiles.
 OUTLIERS = 0.01

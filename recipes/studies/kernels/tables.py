@@ -1,15 +1,28 @@
 """The report of a benchmark of kernels on a terminal: a table of products and sentences."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.speed.report import SpeedReport
-from compress.evaluation.speed.speed_tables import ceilings_line, percent, rate, ratio, remarks, title_of
+from compress.evaluation.speed.speed_tables import ratio, remarks, title_of
 from compress.recipes.studies.kernels.halved import HALVED
 
+UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
 
-def tables(report: SpeedReport) -> list[ReportTable | str]:
+
+@dataclass
+class KernelReport(SpeedReport):
+    """The report of a benchmark of kernels: also the ceilings of the machine, {name: {"unit", "per_s", its times}} or
+    {"unit", "skipped": why}, and what was tuned."""
+
+    ceilings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuned: list[dict[str, Any]] = field(default_factory=list)
+    more: ClassVar[tuple[str, ...]] = ("ceilings", "tuned")
+
+
+def tables(report: KernelReport) -> list[ReportTable | str]:
     """Tables and lines to show, from top to bottom."""
     tuned = [f"tuned: {len(report.tuned)} entries of the table of this user"] if report.tuned else []
     return [ceilings_line(report), *tuned, _linears(report), *slower(report.results), *remarks(report)]
@@ -27,7 +40,7 @@ def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{name} is no faster than {HALVED[name]}: {', '.join(found)}" for name, found in places.items()]
 
 
-def _linears(report: SpeedReport) -> ReportTable:
+def _linears(report: KernelReport) -> ReportTable:
     rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
     others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
     names = ("outputs x inputs", "M", "candidate", "bound")
@@ -50,3 +63,24 @@ def _linears(report: SpeedReport) -> ReportTable:
         ratios = [ratio(entry["speedup_over"].get(other)) for other in others]
         rows.append((*shape, name, entry["bound"] or "-", *figures, *ratios))
     return ReportTable(columns, rows, title_of(report.settings), names=len(names))
+
+
+def ceilings_line(report: KernelReport) -> str:
+    """The best rates of the machine."""
+    threads = f", {report.facts['threads']} threads" if report.device.type == "cpu" else ""
+    reached = [
+        f"{name} {entry.get('skipped') or rate(entry['per_s'], entry['unit'], 'int' in name)}"
+        for name, entry in report.ceilings.items()
+    ]
+    return f"ceilings of {report.facts['device']}{threads}: {', '.join(reached)}"
+
+
+def rate(per_s: float, unit: str, integers: bool = False) -> str:
+    """A rate in its usual unit."""
+    name, size = UNITS[unit]
+    return f"{per_s / size:.4g} {name.replace('TFLOP', 'TOP') if integers else name}"
+
+
+def percent(value: float | None) -> str:
+    """A share in whole percent."""
+    return "-" if value is None else f"{value:.0%}"

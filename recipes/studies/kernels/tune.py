@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.evaluation.origin import timing_origin
-from compress.evaluation.speed.timing import time_gpu
+from compress.evaluation.provenance import timing_origin
 from compress.kernels import reference, workspace
 from compress.kernels.errors import CompressError
 from compress.kernels.layouts import words as pack
@@ -32,6 +31,7 @@ from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device_of, kind_of
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, TunedEntry
 from compress.recipes.studies.kernels import products
+from compress.recipes.studies.kernels.timing import time_gpu
 
 Call = Callable[[], Tensor]
 Calls = dict[Choice, list[Call]]

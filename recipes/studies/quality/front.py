@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.evaluation.report.drawing import Frame, key, picture
 from compress.recipes.studies.quality.compare import Recipes, compare, parser
+from compress.recipes.studies.quality.frames import Frame, key, picture
 
 GROUPS, WIDTHS = (32, 64, 128), (2, 3, 4)
 # The paper, with nothing of ours.

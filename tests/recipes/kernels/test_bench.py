@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Outcome, program, shorten_benchmarks
+from commands import Outcome, program
 from planar import spoil
 
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Picture, ReportTable, Words
 from compress.evaluation.report.page import as_html
-from compress.evaluation.speed.report import SpeedReport
-from compress.recipes.studies.kernels import bench, plot, products, tables
+from compress.recipes.studies.kernels import bench, ceilings, plot, products, tables
 
 CPU = torch.device("cpu")
 LINEARS = ("--device", "cpu", "--shapes", "64x256,96x128", "--tokens", "1,5", "--rounds", 2)
@@ -30,7 +29,11 @@ def measured(*words: object) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_benchmarks(monkeypatch)
+    """Few copies of weights, and ceilings of small tensors in few rounds: figures that nobody may quote."""
+    monkeypatch.setattr(products, "CACHE_BYTES", 1)
+    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(ceilings, "SIDE", {"cpu": 32})
+    monkeypatch.setattr(ceilings, "MAX_ROUNDS", 20)
 
 
 def written(path: Path) -> dict:
@@ -202,9 +205,9 @@ def test_where_two_of_four_gain_nothing_is_said() -> None:
 # --- the page ------------------------------------------------------------------------------------------------------
 
 
-def spread(*candidates: dict[str, Any]) -> SpeedReport:
+def spread(*candidates: dict[str, Any]) -> tables.KernelReport:
     """A report on one shape, of dense and of these."""
-    found = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    found = tables.KernelReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
     found.notes.clear()  # the machine may be busy
     entry = {"N": 64, "K": 128, "M": 8, "ours": True, "share": 0.5, "time_ms": 1.0, "speedup_over": {}}
     found.results += [{**entry, "candidate": "dense", "ours": False, "M": M} for M in (1, 8)]
@@ -241,7 +244,7 @@ def test_the_page_holds_what_was_measured() -> None:
 
 
 def test_a_page_of_nothing_that_could_be_measured_says_why() -> None:
-    report = SpeedReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    report = tables.KernelReport("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
     report.results.append({"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "<b>why</b>"})
     text = as_html(plot.page_of(report.content()))
     assert "w4a16 (64x128 M=1): &lt;b&gt;why&lt;/b&gt;" in text

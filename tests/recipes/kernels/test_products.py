@@ -6,8 +6,7 @@ import pytest
 import torch
 from planar import spoil
 
-from compress.evaluation.speed import ceilings, timing
-from compress.recipes.studies.kernels import products, roofline
+from compress.recipes.studies.kernels import ceilings, products, roofline, timing
 
 CPU = torch.device("cpu")
 # A machine that moves 100 GB/s and computes 1 TFLOP/s, 4 TOP/s in unsigned int8.

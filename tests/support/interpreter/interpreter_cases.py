@@ -470,7 +470,7 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
     ],
 )
 def test_tuning_verifies_what_it_times(problem, monkeypatch):
-    monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
+    monkeypatch.setattr(tune.products, "CACHE_BYTES", 1)
     operands = tune.TuningOperands(problem, torch.device("cpu"))
     timed = []
     entry = tune.tune_one(
@@ -489,7 +489,7 @@ def test_tuning_verifies_what_it_times(problem, monkeypatch):
 
 
 def test_tuning_dequantizes_too(monkeypatch):
-    monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
+    monkeypatch.setattr(tune.products, "CACHE_BYTES", 1)
     problem = tune.Problem("weight_only", 64, 16, 128, 4, 32, dtype=torch.float16)
     operands = tune.TuningOperands(problem, torch.device("cpu"))
     calls, reason = tune.checked(operands, "dequantize")

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.evaluation.speed.timing import Call, elapsed_ms, time_cpu, time_gpu
+from compress.evaluation.speed.timing import elapsed_ms
+from compress.recipes.studies.kernels.timing import Call, time_cpu, time_gpu
 
 INT8 = "int8"
 FLOATS = ("float32", "float16", "bfloat16")
