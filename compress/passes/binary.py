@@ -12,8 +12,8 @@ makes up for the errors of all columns, R = W - Q_1,
 
 which is the problem of the first term on fewer columns, solved the same way.
 
-Paper -> code: B, alpha -> codes, scale; s_i of BiLLM, equation 3 -> `saliency`; residual approximation -> `left_to`,
-`solve_second` (all in `solvers.binary`).
+Paper -> code: B, alpha -> codes, scale; s_i of BiLLM, equation 3 -> `saliency`; residual approximation ->
+`second_problem` (all in `solvers.binary`).
 
 Departs from BiLLM:
 - its salient columns are counted by a search; here `salient` says how many, the same in every group, so that scales
@@ -28,18 +28,21 @@ that back for their bytes, of which w2a16 makes the better use.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.passes.gptq import GPTQ
 from compress.passes.options.few_levels import FewLevels
-from compress.passes.options.second_order import Aimed, Relied, Solution
+from compress.passes.options.second_order import Result, Solution, Target
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_rows
-from compress.solvers.binary import inverse_diagonal, left_to, salient_columns, signs, solve_second, with_second
-from compress.solvers.gptq import Method
+from compress.solvers.binary import inverse_diagonal, salient_columns, second_problem, signs, with_second
+from compress.solvers.gptq import solve_on_grid
+from compress.solvers.problem import Problem
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.matrix import Matrix
@@ -82,35 +85,33 @@ class Binary(FewLevels, GPTQ):
         second = signs(None if self.group_size == -1 else self.salient, self.scales)
         return replace(found, terms=(*found.terms, BinaryColumns(grid=second, chosen=groups * self.salient)))
 
-    def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
-        first = super().by_solution(site, relied, solution)
+    def solve(
+        self, site: Site, problem: Problem, targets: Mapping[str, Target], solution: Solution
+    ) -> dict[str, Result]:
+        first = super().solve(site, problem, targets, solution)
         if not self.salient:
             return first
-        inverse_K = inverse_diagonal(relied.hessian, relied.ordered.factor.damp)
-        columns = {n: salient_columns(a.target, inverse_K, self.weight_grid(), self.salient) for n, a in first.items()}
-        return {n: self._with_second(site, n, one, columns[n], relied, solution) for n, one in first.items()}
+        inverse_K = inverse_diagonal(problem)
+        both: dict[str, Result] = {}
+        for name, (weight, figures) in first.items():
+            assert isinstance(weight, Quantized)
+            column_C = salient_columns(targets[name][0], inverse_K, self.weight_grid(), self.salient)
+            rest_NK = targets[name][0] - weight.dequantize(problem.hessian.dtype)
+            second = self._second(site, problem, rest_NK, column_C, site.scale_dtypes[name], solution == "rounding")
+            both[name] = with_second(weight, second, column_C), figures
+        return both
 
-    def _with_second(
-        self, site: Site, name: str, first: Aimed, column_C: Tensor, relied: Relied, solution: Solution
-    ) -> Aimed:
-        """A layer's first term, and the second in these columns."""
-        assert isinstance(first.weight, Quantized)
-        hessian_KK, damp, dtype = relied.hessian, relied.ordered.factor.damp, site.scale_dtypes[name]
+    def _second(
+        self, site: Site, problem: Problem, rest_NK: Tensor, column_C: Tensor, dtype: torch.dtype, rounded: bool
+    ) -> Matrix:
+        """The second term of what a layer's first leaves, in these columns."""
         grid = signs(None if self.group_size == -1 else self.salient, self.scales)
-        how = Method(grid, self.refit, self.sweeps)
-        rest_NK = first.target - first.weight.dequantize(first.target.dtype)
-        if solution == "rounding":
-            second: Matrix = quantize(rest_NK[:, column_C], how.grid, dtype)
-        else:
-            target_NC = left_to(rest_NK, hessian_KK, column_C, damp)
-            how = replace(how, polish_damp=relied.polish_damp)
-            second = solve_rows(
-                site.comm,
-                {"target_NC": target_NC},
-                lambda **rows: (
-                    solve_second(
-                        **rows, hessian_KK=hessian_KK, column_C=column_C, damp=damp, how=how, scale_dtype=dtype
-                    ).weight
-                ),
-            )
-        return replace(first, weight=with_second(first.weight, second, column_C))
+        if rounded:
+            return quantize(rest_NK[:, column_C], grid, dtype)
+        inside, target_NC = second_problem(problem, rest_NK, column_C, grid)
+        solve = partial(solve_on_grid, refit=self.refit, sweeps=self.sweeps)
+
+        def solve_second(weight_NK: Tensor) -> Matrix:
+            return solve(weight_NK, inside, grid, dtype).weight
+
+        return solve_rows(site.comm, {"weight_NK": target_NC}, solve_second)

@@ -5,9 +5,9 @@ input in the original model. H = X_q^T X_q and M = (X - X_q)^T X_q, both means o
 
     minimise over Q on the grid     |X W^T - X_q Q^T|^2  =  tr((W* - Q) H (W* - Q)^T) + const,    W* = W + W M H^-1
 
-Paper -> code: the algorithm, a function of tensors -> `solvers.gptq.gptq`; H^-1's Cholesky rows -> `sweep.Factor.upper`
+Paper -> code: the algorithm, a function of tensors -> `solvers.gptq.gptq`; H^-1's Cholesky rows -> `Problem.upper`
 (LDLQ form, same codes); percdamp -> `damp`; act_order -> `act_order`; lazy batch updates -> the blocks of
-`sweep.sweep`.
+`column_sweep.sweep`.
 
 Departs from the paper:
 - `drift` aims at W* rather than W: it repairs, in this layer, what quantizing the layers before it did to its input.
@@ -30,35 +30,35 @@ Departs from the paper:
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
-  single codes while that lowers the loss (`solvers.polish`). Free to move every code, they fit noise more than the
-  sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
+  single codes while that lowers the loss (`solvers.column_sweep`). Free to move every code, they fit noise more than
+  the sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
 - a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it before
-  they are rounded (`solvers.targets`; SparseGPT, arXiv 2301.00774, does both in one sweep).
+  they are rounded (`sparsegpt.fit_survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
 - damping that is too small is raised and reported, never replaced by plain rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.passes.options.quantize import QuantizeWeights
-from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import Solve
-from compress.solvers.gptq import Method, price_by_sweep, solve_ordered
+from compress.solvers.gptq import outlier_prices, solve_on_grid
 from compress.solvers.outliers import nearest
-from compress.solvers.targets import STEPS
+from compress.solvers.problem import Problem
+from compress.solvers.sparsegpt import STEPS
 from compress.weights.decision import Decision
-from compress.weights.grid import Quantized, fit_matrix
-from compress.weights.matrix import Weight
+from compress.weights.grid import fit_matrix
+from compress.weights.matrix import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +96,15 @@ class GPTQ(SecondOrder, QuantizeWeights):
 
     def apply(self, site: Site) -> dict[str, Decision]:
         inputs = self.input_codes(site)
-        return {n: Decision(weight, figures, inputs.get(n)) for n, (weight, figures) in self.solved(site).items()}
+        return {name: replace(made, inputs=inputs.get(name)) for name, made in super().apply(site).items()}
 
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized | Weight:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         grid = site.reached(self.weight_grid())
         if self.nearest_by_whole_range:
             grid = grid.plain
         return nearest(site.weights[name].to(dtype), grid, site.scale_dtypes[name], self.outliers)
 
-    def solver(self, site: Site, relied: Relied) -> Solve:
-        how = Method(site.reached(self.weight_grid()), self.refit, self.sweeps, self.steps, relied.polish_damp)
-        solve = partial(solve_ordered, seen=relied.ordered, how=how)
-        return lambda **rows: solve(**rows).weight
-
-    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+    def rows(self, site: Site, name: str, target_NK: Tensor, problem: Problem) -> dict[str, Tensor]:
         rows, survivors, dtype = {"weight_NK": target_NK}, target_NK, site.scale_dtypes[name]
         grid = site.reached(self.weight_grid())
         if any(site.kept(n) is not None for n in site.weights):
@@ -119,7 +114,10 @@ class GPTQ(SecondOrder, QuantizeWeights):
         if self.per_tensor:
             scale, zero = fit_matrix(survivors, grid, dtype)
             rows |= {"scale_NG": scale.expand(len(target_NK), 1), "zero_NG": zero.expand(len(target_NK), 1)}
-        if self.outliers:
-            price = price_by_sweep(survivors, relied.ordered, grid, dtype, self.outliers)
-            rows["price_N"] = target_NK.new_full(target_NK.shape[:1], price)
+        if (price_N := outlier_prices(survivors, problem, grid, dtype, self.outliers)) is not None:
+            rows["price_N"] = price_N
         return rows
+
+    def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
+        solve = partial(solve_on_grid, refit=self.refit, sweeps=self.sweeps, steps=self.steps)
+        return solve(problem=problem, grid=site.reached(self.weight_grid()), scale_dtype=scale_dtype, **rows).weight

@@ -33,30 +33,27 @@ Mixes are llama.cpp's, too. `more` of n blocks are the first and the last eighth
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from compress.base.errors import InputError, one_of
 from compress.kernels.layouts.k_quants import BLOCK
 from compress.model.patterns import ignoring
 from compress.passes.gptq import GPTQ
 from compress.passes.options.k_mixes import K_SCHEMES, MIXES, blocks_of_names, type_in, types_of
-from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import Solve
 from compress.passes.protocol.stages import Decide
 from compress.passes.rtn import RTN
-from compress.solvers.column_sweep import ActOrder
-from compress.solvers.k_quants.rule import nearest_blocks
-from compress.solvers.k_quants.solve import solve_blocks
-from compress.solvers.loss import weight_error
+from compress.solvers.k_quants.solve import KRule, nearest_blocks
+from compress.solvers.problem import ActOrder, Problem
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
-from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.formats.k_quants import KQuant
+from compress.weights.matrix import Matrix
 from compress.weights.scheme import Scheme
 
 Rounding = Literal["gptq", "nearest"]
@@ -163,9 +160,9 @@ class KQuants(SecondOrder):
         if next(iter(site.weights.values())).shape[1] % BLOCK:
             return self.fallback.apply(site)
         if self.calibrates:
-            return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
-        found = {name: nearest_blocks(weight, self.format) for name, weight in site.weights.items()}
-        return {n: Decision(w, {"weight_error": weight_error(site.weights[n], w)}) for n, w in found.items()}
+            return super().apply(site)
+        rounded = {name: nearest_blocks(weight, self.format) for name, weight in site.weights.items()}
+        return {n: Decision(w, {"weight_error": weight_error(site.weights[n], w)}) for n, w in rounded.items()}
 
     @property
     def fallback(self) -> Pass:
@@ -176,19 +173,9 @@ class KQuants(SecondOrder):
         same = {option: getattr(self, option) for option in OF_GPTQ}
         return GPTQ(scheme=scheme, group_size=FALLBACK_GROUP, scales="float16", **same)
 
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> KBlocks:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         return nearest_blocks(site.weights[name].to(dtype), self.format)
 
-    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
-        return {"weight_NK": target_NK}
-
-    def solver(self, site: Site, relied: Relied) -> Solve:
-        solve = partial(
-            solve_blocks,
-            seen=relied.ordered,
-            format_=self.format,
-            refit=self.refit,
-            sweeps=self.sweeps,
-            polish_damp=relied.polish_damp,
-        )
-        return lambda **rows: solve(**rows).weight
+    def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
+        rule = KRule.of(rows["weight_NK"], problem, self.format)
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight

@@ -38,13 +38,11 @@ from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
-from compress.solvers.column_sweep import DAMP
-from compress.solvers.loss import quadratic
 from compress.solvers.low_rank import approximated, with_outliers
 from compress.solvers.outliers import check_share
+from compress.solvers.problem import DAMP, check_drift, drift_correction, quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult
 from compress.solvers.statistics.input_statistics import StatisticFactory
-from compress.solvers.targets import aimed, check_drift, drift_correction
 from compress.weights.decision import Decision
 from compress.weights.formats.lowrank import WHOLE_BITS, LowRankFactors
 from compress.weights.matrix import Weight
@@ -128,7 +126,7 @@ class LowRank(RankBudget):
         for name, stored in site.weights.items():
             target, share = stored.double(), 0.0
             if correction is not None:
-                target, share = aimed(site.comm, target, correction, hessian, self.drift, self.shrink)
+                target, share = correction.target(site.comm, target, hessian, self.drift, self.shrink)
             weight, loss = self._best(site, name, target, hessian)
             figures = {
                 "loss": loss / (quadratic(site.comm, target, hessian) or 1.0),

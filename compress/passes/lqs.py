@@ -34,13 +34,13 @@ from torch import Tensor
 from compress.base.errors import InputError
 from compress.passes.gptq import GPTQ
 from compress.passes.options.rank_budget import RankBudget
-from compress.passes.options.second_order import Aimed, Relied, Solution
+from compress.passes.options.second_order import Result, Solution, Target
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import solve_stacked
 from compress.passes.protocol.stages import Stage
-from compress.solvers.loss import quadratic
 from compress.solvers.low_rank import approximated
 from compress.solvers.lqs import Parts, best_turn, in_turns
+from compress.solvers.problem import Problem, quadratic
+from compress.weights.decision import Figures
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.matrix import Matrix
 from compress.weights.scheme import Scheme
@@ -81,54 +81,35 @@ class LQS(RankBudget, GPTQ):
         weight = site.weights[name].double()
         return weight - self.nearest(site, name, torch.float64).dequantize()
 
-    def by_solution(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
-        alone = super().by_solution(site, relied, solution)
+    def solve(
+        self, site: Site, problem: Problem, targets: Mapping[str, Target], solution: Solution
+    ) -> dict[str, Result]:
+        alone = super().solve(site, problem, targets, solution)
         if solution == "rounding":
             return alone
-        targets = {name: found.target for name, found in alone.items()}
-        first = {name: found.weight for name, found in alone.items()}
-        codes_of, low_of = partial(self._codes, site, relied), partial(self._low_ranks, site, relied)
-        turns = in_turns(targets, first, codes_of, low_of, self.iterations)
-        return {name: self._best(site, relied, found, turns[name]) for name, found in alone.items()}
+        values = {name: target for name, (target, _) in targets.items()}
+        first = {name: codes for name, (codes, _) in alone.items()}
+        codes_of = partial(self.solve_targets, site, problem=problem)
+        turns = in_turns(values, first, codes_of, partial(self._low_ranks, site, problem), self.iterations)
+        return {name: self._best(site, problem, target, turns[name]) for name, target in values.items()}
 
-    def _codes(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Matrix]:
-        """Codes, and exact weights, of what the low rank leaves."""
-        rows = {name: self.rows(site, name, rest, relied) for name, rest in rests.items()}
-        return solve_stacked(site, rows, self.solver(site, relied), self.together)
-
-    def _low_ranks(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
+    def _low_ranks(self, site: Site, problem: Problem, rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
         """The best low rank of what codes, and exact weights, leave."""
         owners = site.comm.assign({name: float(min(rest.shape)) for name, rest in rests.items()})
-        found: dict[str, Tensors | None] = {}
+        low: dict[str, Tensors | None] = {}
         for name, rest in rests.items():
-            rank, dtype = self.rank_of(name, two(rest)), site.scale_dtypes[name]
-            how = (relied.hessian, rank, dtype, self.factor_bits)
-            found[name] = approximated(site.comm, owners[name], rest, *how) if rank else None
-        return found
+            rank, dtype = self.rank_of(name, (len(rest), rest.shape[1])), site.scale_dtypes[name]
+            how = (problem.hessian, rank, dtype, self.factor_bits)
+            low[name] = approximated(site.comm, owners[name], rest, *how) if rank else None
+        return low
 
-    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence[Parts]) -> "LQSResult":
-        """The turn of least loss of a layer."""
-        best, codes_loss = best_turn(alone.target, turns, lambda error: quadratic(site.comm, error, relied.hessian))
+    def _best(self, site: Site, problem: Problem, target: Tensor, turns: Sequence[Parts]) -> Result:
+        """The turn of least loss of a layer, with the loss of gptq alone and the rank of what is beside its codes."""
+        best, codes_loss = best_turn(target, turns, lambda error: quadratic(site.comm, error, problem.hessian))
+        energy = quadratic(site.comm, target, problem.hessian) or 1.0
         rank = 0 if best.low is None else best.low.held["left"].shape[1]
-        return LQSResult(best.weight, alone.target, alone.drift, codes_loss, rank)
+        return best.weight, {"codes_loss": codes_loss / energy, "rank": rank}
 
-    def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
-        figures = super().figures(site, name, solved, relied)
-        if not isinstance(solved, LQSResult):
-            return {**figures, "codes_loss": figures["loss"], "rank": 0}
-        energy = quadratic(site.comm, solved.target, relied.hessian) or 1.0
-        return {**figures, "codes_loss": solved.codes_loss / energy, "rank": solved.rank}
-
-
-@dataclass(frozen=True)
-class LQSResult(Aimed):
-    """codes_loss: of gptq alone. rank: of the low rank beside the codes, 0 where there is none."""
-
-    codes_loss: float
-    rank: int
-
-
-def two(weight_NK: Tensor) -> tuple[int, int]:
-    """(N, K)."""
-    rows, columns = weight_NK.shape
-    return rows, columns
+    def figures(self, site: Site, name: str, weight: Matrix, target: Target, problem: Problem) -> Figures:
+        figures = super().figures(site, name, weight, target, problem)
+        return {**figures, "codes_loss": figures["loss"], "rank": 0}  # of rounding, which has nothing else

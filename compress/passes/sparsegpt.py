@@ -21,7 +21,7 @@ Departs from the paper:
 - `drift`, `shrink` and what very few tokens bear out are those of gptq (`passes.gptq` has the equations); where nothing
   is borne out, a layer gets the mask of wanda, and its survivors stay.
 - a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `steps` of
-  conjugate gradients move the survivors to the optimum in it (`solvers.targets`).
+  conjugate gradients move the survivors to the optimum in it (`sparsegpt.fit_survivors`).
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
 - `allocate` shares one budget of zeros out between layers (`passes.options.sparsity_budget`); `permute` lets inputs
   change groups of N:M beforehand, by the scores of wanda (`solvers.permutation`).
@@ -33,20 +33,20 @@ Departs from the authors' code:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.passes.options.second_order import Relied, SecondOrder, Solution
+from compress.passes.options.second_order import SecondOrder, Solution
 from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import Solve, solve_rows
+from compress.passes.protocol.solve import Rows, Solve, solve_rows
+from compress.solvers.problem import Problem
 from compress.solvers.scores import wanda
-from compress.solvers.sparsegpt import prune_ordered
+from compress.solvers.sparsegpt import STEPS, prune_by_sweep
 from compress.solvers.statistics.hessian import HessianResult
-from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
 from compress.weights.matrix import Matrix
@@ -84,9 +84,9 @@ class SparseGPT(SparsityBudget, SecondOrder):
 
     def apply(self, site: Site) -> dict[str, Decision]:
         decisions = {}
-        for name, (found, figures) in self.solved(site).items():
-            assert isinstance(found, Survivors)
-            decisions[name] = found.decision(figures)
+        for name, (weight, figures) in self.solve_site(site).items():
+            assert isinstance(weight, Survivors)
+            decisions[name] = weight.decision(figures)
         return decisions
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Survivors:
@@ -94,38 +94,37 @@ class SparseGPT(SparsityBudget, SecondOrder):
         norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()
         return self.by_score(site, name, wanda(site.weights[name], norm_K))
 
-    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+    def rows(self, site: Site, name: str, target_NK: Tensor, problem: Problem) -> dict[str, Tensor]:
         rows = {"weight_NK": target_NK}
         if any(site.kept(n) is not None for n in site.weights):
             earlier = site.kept(name)
             rows["earlier_NK"] = torch.ones_like(target_NK, dtype=torch.bool) if earlier is None else earlier
         return rows
 
-    def solver(self, site: Site, relied: Relied) -> Solve:
-        return self._solver(relied, self.choice(""), self.steps)
+    def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
+        prune = partial(prune_by_sweep, how=self.choice(""), steps=self.steps)
+        return prune(problem=problem, scale_dtype=scale_dtype, **rows)
 
-    def _solver(self, relied: Relied, how: Choice, steps: int) -> Solve:
-        return partial(prune_ordered, seen=relied.ordered, how=how, steps=steps, polish_damp=relied.polish_damp)
-
-    def solve(self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied) -> dict[str, Matrix]:
+    def solve_targets(self, site: Site, targets: Mapping[str, Tensor], problem: Problem) -> dict[str, Matrix]:
         if self.per == "row" and not self.sparsities:
-            return super().solve(site, rows, relied)
-        found = {}
-        for name, each in rows.items():
-            solver = partial(self._solver(relied, self.choice(name), self.steps), scale_dtype=site.scale_dtypes[name])
-            found[name] = self._solved_alone(site, each, solver)
-        return found
+            return super().solve_targets(site, targets, problem)
+        solved = {}
+        for name, target in targets.items():
+            prune = partial(prune_by_sweep, problem=problem, how=self.choice(name), steps=self.steps)
+            solve = partial(prune, scale_dtype=site.scale_dtypes[name])
+            solved[name] = self._solve_alone(site, self.rows(site, name, target, problem), solve)
+        return solved
 
-    def _solved_alone(self, site: Site, rows: Mapping[str, Tensor], solver: Solve) -> Matrix:
+    def _solve_alone(self, site: Site, rows: Rows, solve: Solve) -> Matrix:
         """One layer; where its outputs compete every rank solves all of them."""
-        return solve_rows(site.comm, rows, solver) if self.per == "row" else solver(**rows)
+        return solve_rows(site.comm, rows, solve) if self.per == "row" else solve(**rows)
 
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
-        relied = replace(self, drift=0.0).relied(statistics)
+        problem = replace(self, drift=0.0).problem(statistics)
 
-        def pruned(name: str, share: float) -> Tensor:
+        def prune(name: str, share: float) -> Tensor:
             how = Choice(None, share, together=self.per == "layer")
-            solver = partial(self._solver(relied, how, steps=0), scale_dtype=torch.float64)
-            return self._solved_alone(site, {"weight_NK": site.weights[name].double()}, solver).dequantize()
+            solve = partial(prune_by_sweep, problem=problem, how=how, scale_dtype=torch.float64)
+            return self._solve_alone(site, {"weight_NK": site.weights[name].double()}, solve).dequantize()
 
-        return pruned
+        return prune

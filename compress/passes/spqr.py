@@ -18,7 +18,7 @@ Departs from the paper (all of it off: threshold=0.2, damp=1, drift=0, search=fa
   the variance of a weight.
 - `search`: nearest in 3 bits is far for a scale: its neighbours, and those of the zero point, are tried, too.
 - `refit`, `sweeps`: once the sweep is over, scales and zero points move to neighbours, codes and exact weights to what
-  lowers the loss (`solvers.polish`).
+  lowers the loss (`solvers.column_sweep`).
 - damp is 0.01, where the paper has 1.
 - act_order=group sorts inputs inside of groups and then groups (as `gptq` does); the paper sorts all inputs and stores
   the order. Nothing is stored here.
@@ -29,26 +29,24 @@ Departs from the authors' code:
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.passes.options.quantize import beside_outliers
-from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import Solve
-from compress.solvers.column_sweep import ActOrder
 from compress.solvers.outliers import check_share
-from compress.solvers.spqr import price_by_variance, price_in_tiles, round_to_tiles, solve_tiles
-from compress.weights.decision import Decision
+from compress.solvers.problem import ActOrder, Problem
+from compress.solvers.spqr import price_by_variance, price_in_tiles, round_to_tiles
+from compress.solvers.tile_rule import TileRule
 from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
-from compress.weights.matrix import Term
+from compress.weights.matrix import Matrix
 from compress.weights.number_formats import SCHEMES
 from compress.weights.scheme import Scheme, check_scheme
 
@@ -198,9 +196,6 @@ class SpQR(SecondOrder):
             )
         return beside_outliers(Scheme(terms=(fitted.tiles,)), share, shape)
 
-    def apply(self, site: Site) -> dict[str, Decision]:
-        return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
-
     @property
     def group_length(self) -> int:
         return self.group_size or USUAL_GROUP
@@ -209,35 +204,26 @@ class SpQR(SecondOrder):
     def together(self) -> int:
         return self.tile_rows
 
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Term:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         return round_to_tiles(site.weights[name].to(dtype), self.tiles, site.scale_dtypes[name])
 
-    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
-        price = self._price(target_NK, relied, site.scale_dtypes[name])
+    def rows(self, site: Site, name: str, target_NK: Tensor, problem: Problem) -> dict[str, Tensor]:
+        price = self._price(target_NK, problem, site.scale_dtypes[name])
         rows = {"weight_NK": target_NK}
         return rows if price is None else {**rows, "price_N": target_NK.new_full(target_NK.shape[:1], price)}
 
-    def _price(self, target_NK: Tensor, relied: Relied, scale_dtype: torch.dtype) -> float | None:
+    def _price(self, target_NK: Tensor, problem: Problem, scale_dtype: torch.dtype) -> float | None:
         """The loss that an exact weight has to save in a layer; None where there is to be none."""
-        seen = relied.ordered
         if self.threshold:
-            return price_by_variance(target_NK, seen, self.threshold)
+            return price_by_variance(target_NK, problem, self.threshold)
         share = self.outliers
         if self.bits_per_weight:
             columns = target_NK.shape[1]
             left = self.bits_per_weight - self.tiles.bits_per_weight(scale_dtype) - 8 / columns
             share = max(0.0, left / entry_bits(columns, scale_dtype))
-        return price_in_tiles(target_NK, seen, self.tiles, scale_dtype, share, self.search) if share else None
+        return price_in_tiles(target_NK, problem, self.tiles, scale_dtype, share, self.search) if share else None
 
-    def solver(self, site: Site, relied: Relied) -> Solve:
-        solve = partial(
-            solve_tiles,
-            seen=relied.ordered,
-            format_=self.tiles,
-            leave_one_out=self.threshold > 0,
-            search=self.search,
-            refit=self.refit,
-            sweeps=self.sweeps,
-            polish_damp=relied.polish_damp,
-        )
-        return lambda **rows: solve(**rows).weight
+    def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
+        how = rows.get("price_N"), self.threshold > 0, self.search
+        rule = TileRule.of(rows["weight_NK"], problem, self.tiles, scale_dtype, *how)
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight

@@ -25,24 +25,20 @@ Departs from the paper:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
 from compress.model.patterns import ignoring
-from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import Solve
-from compress.solvers.column_sweep import ActOrder
-from compress.solvers.trellis.solve import nearest_states, solve_trellis
-from compress.weights.decision import Decision
-from compress.weights.formats.trellis import TrellisCodes, Trellised
+from compress.solvers.problem import ActOrder, Problem
+from compress.solvers.trellis.solve import TrellisRule, nearest_states
+from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.matrix import Matrix
 from compress.weights.number_formats import SCHEMES
 from compress.weights.scheme import Scheme, check_scheme
@@ -107,9 +103,6 @@ class Trellis(SecondOrder):
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
         return Scheme(terms=(self.format,))
 
-    def apply(self, site: Site) -> dict[str, Decision]:
-        return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
-
     @property
     def group_length(self) -> int | None:
         return None
@@ -121,19 +114,9 @@ class Trellis(SecondOrder):
     def compared(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
         return {}  # rounding to nearest takes as long as all else
 
-    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Trellised:
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         return nearest_states(site.weights[name].to(dtype), self.format, site.scale_dtypes[name])
 
-    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
-        return {"weight_NK": target_NK}
-
-    def solver(self, site: Site, relied: Relied) -> Solve:
-        solve = partial(
-            solve_trellis,
-            seen=relied.ordered,
-            format_=self.format,
-            refit=self.refit,
-            sweeps=self.sweeps,
-            polish_damp=relied.polish_damp,
-        )
-        return lambda **rows: solve(**rows).weight
+    def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
+        rule = TrellisRule.of(rows["weight_NK"], problem, self.format, scale_dtype)
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight

@@ -9,13 +9,11 @@ R = W - Q_1, what the first term leaves, the best second term in the columns C i
 the problem of the first term on fewer columns. `passes.binary` says where this departs from the papers.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from compress.solvers.column_sweep import DAMP, damped, ordered
-from compress.solvers.gptq import POLISH_DAMP, Method, Solved, solve_ordered
+from compress.solvers.gptq import solve_on_grid
+from compress.solvers.problem import DAMP, POLISH_DAMP, Problem, add_damping
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes
@@ -43,16 +41,17 @@ def binary(
     """
     grid, dtype = signs(group_size), weight_NK.dtype if scale_dtype is None else scale_dtype
     work = weight_NK.to(hessian_KK.dtype)
-    how = Method(grid, refit, sweeps, polish_damp=polish_damp)
-    first = solve_ordered(work, ordered(hessian_KK, damp, "none", group_size), how, scale_dtype=dtype)
-    assert isinstance(first.weight, Quantized)
+    problem = Problem.of(hessian_KK, damp, group_size=group_size, polish_damp=polish_damp)
+    first = solve_on_grid(work, problem, grid, dtype, refit=refit, sweeps=sweeps).weight
+    assert isinstance(first, Quantized)
     if not salient:
-        return first.weight
-    column_C = salient_columns(work, inverse_diagonal(hessian_KK, first.damp), grid, salient)
-    target_NC = left_to(work - first.weight.dequantize(work.dtype), hessian_KK, column_C, first.damp)
-    how = replace(how, grid=signs(salient if group_size else None))
-    second = solve_second(target_NC, hessian_KK, column_C, first.damp, how, dtype).weight
-    return with_second(first.weight, second, column_C)
+        return first
+    column_C = salient_columns(work, inverse_diagonal(problem), grid, salient)
+    rest_NK = work - first.dequantize(work.dtype)
+    second = signs(salient if group_size else None)
+    inside, target_NC = second_problem(problem, rest_NK, column_C, second)
+    solved = solve_on_grid(target_NC, inside, second, dtype, refit=refit, sweeps=sweeps)
+    return with_second(first, solved.weight, column_C)
 
 
 def signs(group_size: int | None, scales: StoredNumbers = "stored") -> Grid:
@@ -61,14 +60,14 @@ def signs(group_size: int | None, scales: StoredNumbers = "stored") -> Grid:
     return Grid(bits=1, type="sign", granularity=per, group_size=group_size, scales=scales)
 
 
-def inverse_diagonal(hessian_KK: Tensor, damp: float) -> Tensor:
+def inverse_diagonal(problem: Problem) -> Tensor:
     """[K] the diagonal of the inverse of H, damped."""
-    return torch.linalg.inv(damped(hessian_KK, damp)).diagonal()
+    return torch.linalg.inv(add_damping(problem.hessian, problem.damp)).diagonal()
 
 
 def salient_columns(weight_NK: Tensor, inverse_K: Tensor, grid: Grid, count: int) -> Tensor:
     """[G * count] the columns of the largest saliency (BiLLM, equation 3), so many of every group of the grid."""
-    return chosen(saliency(weight_NK, inverse_K), grid.group_length(len(inverse_K)), count)
+    return choose_columns(saliency(weight_NK, inverse_K), grid.group_length(len(inverse_K)), count)
 
 
 def saliency(weight_NK: Tensor, inverse_K: Tensor) -> Tensor:
@@ -76,24 +75,19 @@ def saliency(weight_NK: Tensor, inverse_K: Tensor) -> Tensor:
     return (weight_NK / inverse_K).square().sum(0)
 
 
-def chosen(scores_K: Tensor, length: int, count: int) -> Tensor:
+def choose_columns(scores_K: Tensor, length: int, count: int) -> Tensor:
     """[G * count] the columns of the largest scores, so many of every group, rising."""
     best = scores_K.view(-1, length).topk(count, dim=1).indices.sort(1).values
     return (best + torch.arange(0, len(scores_K), length, device=best.device).unsqueeze(1)).reshape(-1)
 
 
-def left_to(rest_NK: Tensor, hessian_KK: Tensor, column_C: Tensor, damp: float) -> Tensor:
-    """[N, C] what these columns should hold to make up for all of the rest: R H_:C H_CC^-1, H damped."""
-    stiff_KK = damped(hessian_KK, damp)
-    return torch.linalg.solve(stiff_KK[column_C][:, column_C], (rest_NK @ stiff_KK[:, column_C]).t()).t()
-
-
-def solve_second(
-    target_NC: Tensor, hessian_KK: Tensor, column_C: Tensor, damp: float, how: Method, scale_dtype: torch.dtype
-) -> Solved:
-    """Codes of what some columns should hold, by GPTQ on these columns alone."""
-    inside_CC = hessian_KK[column_C][:, column_C]
-    return solve_ordered(target_NC, ordered(inside_CC, damp, "none", how.grid.group_size), how, scale_dtype=scale_dtype)
+def second_problem(problem: Problem, rest_NK: Tensor, column_C: Tensor, grid: Grid) -> tuple[Problem, Tensor]:
+    """(The problem in some columns alone, [N, C] what these should hold to make up for all of the rest:
+    R H_:C H_CC^-1, H damped)."""
+    stiff_KK = add_damping(problem.hessian, problem.damp)
+    target_NC = torch.linalg.solve(stiff_KK[column_C][:, column_C], (rest_NK @ stiff_KK[:, column_C]).t()).t()
+    inside_CC = problem.hessian[column_C][:, column_C]
+    return Problem.of(inside_CC, problem.damp, "none", grid.group_size, problem.polish_damp), target_NC
 
 
 def with_second(first: Quantized, second: Matrix, column_C: Tensor) -> Weight:

@@ -1,6 +1,7 @@
-"""The column sweep: quantize (or prune) a weight column by column, feeding each column's error into the next ones.
+"""Decides a weight column by column: a sweep, in which each column makes up for the errors before it, then descent.
 
-Shapes: N outputs, K inputs, B columns of one block. E = W - Q is the error of the columns already decided.
+Shapes: N outputs, K inputs, G groups, g columns of a group, B columns of a block. W [N, K] is the weight, E = W - Q the
+error of the columns that are decided.
 
 With the input Hessian H = U D U^T (U unit upper triangular, D diagonal), the loss of Q is a sum over columns,
 
@@ -9,122 +10,26 @@ With the input Hessian H = U D U^T (U unit upper triangular, D diagonal), the lo
 so rounding each target t_j to its nearest code is greedily optimal and the loss comes for free. This is the LDLQ form
 (QuIP, arXiv 2307.13304, section 3) of GPTQ (arXiv 2210.17323, algorithm 1) and decides the same codes: one Cholesky
 factorisation of the flipped H replaces the factorisation, inversion and second factorisation of the paper.
+
+After a sweep, rounds of two steps lower tr(E H E^T) row by row, and never raise it. A refit moves one scale at a time
+to the minimum of the parabola that the loss is in it, where the codes stay; descent moves one code at a time.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from compress.base.errors import CompressError
 from compress.base.threads import one_thread
-from compress.kernels.cpu.column_sweep import SweptBlock
+from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
+from compress.solvers.problem import Problem
+from compress.weights.matrix import Matrix
 
 BLOCK = 128
 # Numbers in columns that are decided one after another, from which several threads are worth it.
 WORTH_THREADS = 2**18
-DAMP = 0.01
-DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
-ActOrder = Literal["none", "static", "group"]
-
-
-@dataclass(frozen=True)
-class Factor:
-    """H + damp * mean(diag H) * I = U D U^T: unit upper [K, K], diagonal [K], and the damping that was needed."""
-
-    upper: Tensor
-    diagonal: Tensor
-    damp: float
-
-
-def damped(hessian_KK: Tensor, damp: float) -> Tensor:
-    """H with `damp` times the mean of its live diagonal added; dead columns (zero diagonal) get that mean itself."""
-    result = hessian_KK.clone()
-    result.diagonal().add_(_added(hessian_KK.diagonal(), damp))
-    return result
-
-
-def _added(diagonal: Tensor, damp: float) -> Tensor:
-    live = diagonal > 0
-    mean = diagonal[live].mean() if bool(live.any()) else diagonal.new_ones(())
-    return torch.where(live, damp * mean, mean * (1 + damp))
-
-
-def factorize(hessian_KK: Tensor, damp: float) -> Factor:
-    """Factor H in the sweep's column order, raising the damping tenfold until it is positive definite.
-
-    Raises CompressError where it is not even with 1000 times the mean diagonal (the statistics are not finite).
-    """
-    level = damp
-    while level <= DAMP_LIMIT:
-        # Few matrices of [K, K] at a time: one may take a gigabyte.
-        flipped = hessian_KK.flip(0, 1)
-        flipped.diagonal().add_(_added(hessian_KK.diagonal(), level).flip(0))
-        lower, failed = torch.linalg.cholesky_ex(flipped)
-        del flipped
-        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
-            upper = lower.flip(0, 1)
-            del lower
-            root = upper.diagonal().clone()
-            return Factor(upper.div_(root), root * root, level)
-        level = max(level * DAMP_GROWTH, 1e-4)
-    raise CompressError(
-        f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
-        "check the calibration data for non-finite activations"
-    )
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """A Hessian as a sweep visits it: its columns [K] in that order, itself [K, K] and its damped factor in the order,
-    its diagonal [K] in the layer's own. fixed: scales are fitted before the sweep, not as it comes to a group."""
-
-    order_K: Tensor
-    hessian_KK: Tensor
-    factor: Factor
-    diagonal_K: Tensor
-    fixed: bool
-
-    def back(self, columns_in_order: Tensor) -> Tensor:
-        """[..., K] in the order of the sweep -> in the layer's own."""
-        found = torch.empty_like(columns_in_order)
-        found[..., self.order_K] = columns_in_order
-        return found
-
-    @property
-    def costs(self) -> Tensor:
-        """[K] what an error of each column costs in a sweep, in the layer's own order."""
-        return self.back(self.factor.diagonal)
-
-
-def ordered(hessian_KK: Tensor, damp: float, act_order: ActOrder, group_size: int | None) -> Ordered:
-    """The Hessian in the order in which a sweep visits its columns, and its factor. group_size: inputs that share a
-    scale, for act_order "group". Raises CompressError where no damping makes it positive definite."""
-    diagonal_K = hessian_KK.diagonal()
-    order_K = column_order(diagonal_K, act_order, group_size)
-    in_order = hessian_KK if act_order == "none" else hessian_KK[order_K][:, order_K]
-    return Ordered(order_K, in_order, factorize(in_order, damp), diagonal_K, act_order == "static")
-
-
-def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:
-    """The permutation [K] in which columns are visited; dead columns come last (of their group, for `group`)."""
-    columns = len(diagonal_K)
-    if act_order == "none":
-        return torch.arange(columns, device=diagonal_K.device)
-    if act_order == "static" or group_size is None:
-        return torch.argsort(diagonal_K, descending=True, stable=True)
-    groups = diagonal_K.view(-1, group_size)
-    inside = torch.argsort(groups, dim=1, descending=True, stable=True)
-    outside = torch.argsort(groups.amax(1), descending=True, stable=True)
-    starts = torch.arange(0, columns, group_size, device=diagonal_K.device).unsqueeze(1)
-    return (inside + starts)[outside].reshape(-1)
-
-
-def is_small(columns: Tensor) -> bool:
-    """True for columns whose steps take a CPU less time than several threads take to meet."""
-    return columns.device.type == "cpu" and columns.numel() < WORTH_THREADS
 
 
 class ColumnRule(ABC):
@@ -138,9 +43,9 @@ class ColumnRule(ABC):
         """Columns [column, column + span), as `begin` has those of a group."""
         raise NotImplementedError
 
-    @abstractmethod
     def begin(self, column: int, updated_gN: Tensor) -> None:
         """Columns [column, column + group) as GPTQ would hold them now: the weights plus all feedback so far."""
+        raise NotImplementedError
 
     @abstractmethod
     def decide(self, column: int, target_N: Tensor) -> Tensor:
@@ -159,10 +64,16 @@ class ColumnRule(ABC):
                     block.target[j + 1 : end].addr_(block.matrix[j, j + 1 : end], block.change[j])
 
 
-def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, Tensor]:
-    """Run `rule` over the columns. Returns (values [N, K], loss [N]), loss being tr(E H E^T) split by output row."""
+def is_small(columns: Tensor) -> bool:
+    """True for columns whose steps take a CPU less time than several threads take to meet."""
+    return columns.device.type == "cpu" and columns.numel() < WORTH_THREADS
+
+
+def sweep(weight_NK: Tensor, problem: Problem, rule: ColumnRule) -> tuple[Tensor, Tensor]:
+    """Run `rule` over the columns, which are in the order of the problem. Returns (values [N, K], loss [N]), loss being
+    tr(E H E^T) split by output row."""
     rows, columns = weight_NK.shape
-    upper, group = factor.upper, rule.group
+    upper, group = problem.upper, rule.group
     inside = 0 < group < columns
     block = rule.span or (group * max(1, BLOCK // group) if inside else BLOCK)
     # Outputs side by side: every column is contiguous.
@@ -178,23 +89,176 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
         target_BN = weight_BN.clone()
         if first:
             target_BN.addmm_(upper[:first, first:last].t(), error_KN[:first])
-        diagonal = factor.diagonal[first:last].contiguous()
+        diagonal = problem.diagonal[first:last].contiguous()
         here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, diagonal, weight_BN, loss)
         if rule.span:
-            rule.open(first, updated(here, 0, last - first))
+            rule.open(first, updated_columns(here, 0, last - first))
         step = group if inside else last - first
         for j in range(0, last - first, step):
             end = min(j + step, last - first)
             if inside:
-                rule.begin(first + j, updated(here, j, end))
+                rule.begin(first + j, updated_columns(here, j, end))
             rule.run(here, j, end)
             if end < last - first:
                 target_BN[end:].addmm_(feedback[j:end, end:].t(), error_BN[j:end])
     return value_KN.t(), loss
 
 
-def updated(block: SweptBlock, begin: int, end: int) -> Tensor:
+def updated_columns(block: SweptBlock, begin: int, end: int) -> Tensor:
     """Columns [begin, end) of a block as GPTQ holds them: w + x with x U = t - w, of which only their own corner of U
     matters."""
     change, corner = (block.target - block.weight)[begin:end], block.matrix[begin:end, begin:end]
     return block.weight[begin:end] + torch.linalg.solve_triangular(corner.t(), change, upper=False, unitriangular=True)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """weight: codes, scales and zero points, and the outliers beside them where there are any. loss_N: tr(E H E^T) of
+    each row, H damped as the last step has it. damp: as the sweep's factors needed it."""
+
+    weight: Matrix
+    loss_N: Tensor
+    damp: float
+
+
+class CodeRule(ColumnRule):
+    """A rule of codes. Its columns, once each is decided, may be decided again; `swept` is true from then on."""
+
+    swept: bool
+
+    @abstractmethod
+    def codes_at(self, column: int) -> tuple[Tensor, ...]:
+        """The tensors that `decide` writes for a column."""
+
+    @abstractmethod
+    def refit(self, polish: "Polish") -> None:
+        """Move scales where that lowers the loss, the codes staying."""
+
+    @abstractmethod
+    def to_weight(self, problem: Problem, values_NK: Tensor) -> Matrix:
+        """The weight as it is stored, in the layer's own column order. values: of the codes, in sweep order."""
+
+    def compiled(self) -> DecidedColumns | None:
+        """Arguments for the compiled loops to decide as `decide` does; None where they cannot."""
+        return None
+
+    def run(self, block: SweptBlock, begin: int, end: int) -> None:
+        compiled = self.compiled()
+        if compiled is None:
+            super().run(block, begin, end)
+        else:
+            sweep_columns(block, compiled, begin, end)
+
+    def descend(self, block: ColumnBlock) -> None:
+        """Each column of a block moves to the grid point nearest its own optimum, one after another.
+
+        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
+        """
+        compiled = self.compiled()
+        if compiled is not None:
+            descend_columns(block, compiled)
+            return
+        with one_thread(is_small(block.target)):
+            for j, before in enumerate(block.value):
+                wanted = before + block.target[j] / block.diagonal[j]
+                old = [codes.clone() for codes in self.codes_at(block.first + j)]
+                value = self.decide(block.first + j, wanted)
+                closer = (value - wanted).abs() < (before - wanted).abs()
+                for codes, others in zip(self.codes_at(block.first + j), old, strict=True):
+                    codes.copy_(torch.where(closer, codes, others))
+                value = torch.where(closer, value, before)
+                move_column(block, j, value - before)
+                block.value[j] = value
+
+    def solve_columns(
+        self, weight_NK: Tensor, problem: Problem, refit: int, sweeps: int, target_NK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decide the columns of a weight, which are in sweep order, by a sweep that aims at a target (None: the
+        weight), then rounds of refit and descent. Returns (values [N, K], loss [N])."""
+        values, loss = sweep(weight_NK if target_NK is None else target_NK, problem, self)
+        if not refit and not sweeps and target_NK is None:
+            return values, loss
+        polish = Polish(weight_NK, values, self, problem.polish_hessian())
+        loss = polish.run(refit, sweeps)
+        return polish.values.t(), loss
+
+    def solve(self, weight_NK: Tensor, problem: Problem, refit: int, sweeps: int) -> Solved:
+        """The weight [N, K], of which columns are in the layer's own order, as `solve_columns` decides it."""
+        values, loss = self.solve_columns(weight_NK[:, problem.order], problem, refit, sweeps)
+        return Solved(self.to_weight(problem, values), loss, problem.damp)
+
+
+def move_column(block: ColumnBlock, j: int, change_N: Tensor) -> None:
+    """Take the change of a column in descent off the gradients of the block's later ones."""
+    block.change[j] = change_N
+    block.target[j + 1 :].addr_(block.matrix[j, j + 1 :], change_N, alpha=-1)
+
+
+class Polish:
+    """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors.
+
+    weight, values [N, K] as a sweep has them; kept as [K, N], outputs side by side, as the rule's tensors are.
+    gradient [K, N]: (E H)^T, kept up to date by whatever changes values.
+    """
+
+    def __init__(self, weight_NK: Tensor, values_NK: Tensor, rule: CodeRule, hessian: Tensor) -> None:
+        self.weight, self.values = (x.t().contiguous() for x in (weight_NK, values_NK))
+        self.rule, self.hessian = rule, hessian
+        self.gradient = hessian.t() @ (self.weight - self.values)
+        rule.swept = True
+
+    def loss(self) -> Tensor:
+        return (self.gradient * (self.weight - self.values)).sum(0)
+
+    def move(self, columns: Tensor | slice, change: Tensor) -> None:
+        """Change the values of some columns by [g, N]."""
+        self.values[columns] += change
+        self.gradient.addmm_(self.hessian[columns].t(), change, alpha=-1)
+
+    def run(self, refits: int, sweeps: int) -> Tensor:
+        """So many rounds of a refit and of descent, in turns; returns the loss [N]."""
+        last = max(refits, sweeps) - 1
+        for step in range(last + 1):
+            if step < refits:
+                self.rule.refit(self)
+            if step == last < sweeps:
+                return self.descend_last()
+            if step < sweeps:
+                for part in self.blocks():
+                    self.move(part, self.descend(part))
+        return self.loss()
+
+    def descend_last(self) -> Tensor:
+        """Descent after which nothing else moves, so that columns need their gradient no longer than until they have
+        been moved. Returns the loss."""
+        loss = self.loss()
+        for part in self.blocks():
+            change = self.descend(part)
+            loss -= (change * (2 * self.gradient[part] - self.hessian[part, part] @ change)).sum(0)
+            self.values[part] += change
+            self.gradient[part.stop :].addmm_(self.hessian[part, part.stop :].t(), change, alpha=-1)
+        return loss
+
+    def blocks(self) -> Iterator[slice]:
+        """Columns that descend together."""
+        for first in range(0, len(self.weight), BLOCK):
+            yield slice(first, min(first + BLOCK, len(self.weight)))
+
+    def descend(self, part: slice) -> Tensor:
+        """[B, N] the change of a block's values in descent: each code moves to the grid point nearest its own optimum,
+        a weight that is no code to the optimum itself."""
+        own = self.hessian[part, part].contiguous()
+        gradient, values = self.gradient[part].clone(), self.values[part].clone()
+        change = torch.empty_like(values)
+        self.rule.descend(ColumnBlock(part.start, gradient, values, change, own, own.diagonal().contiguous()))
+        return change
+
+
+def group_members(group_of: Sequence[int], scale_GN: Tensor) -> Sequence[Tensor | slice]:
+    """The columns of each group, in sweep order: [g] of them, or from where to where."""
+    groups = torch.tensor(group_of, device=scale_GN.device)
+    columns = torch.argsort(groups, stable=True)
+    if not bool((columns.diff() == 1).all()):
+        return columns.view(len(scale_GN), -1).unbind()
+    size = len(columns) // len(scale_GN)
+    return [slice(group * size, (group + 1) * size) for group in range(len(scale_GN))]

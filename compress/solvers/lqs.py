@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.base.collectives import Comm
-from compress.solvers.column_sweep import DAMP, ActOrder, ordered
-from compress.solvers.gptq import POLISH_DAMP, Method, price_by_sweep, solve_ordered
-from compress.solvers.loss import quadratic
+from compress.solvers.gptq import outlier_prices, solve_on_grid
 from compress.solvers.low_rank import approximated
+from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem, quadratic
 from compress.weights.grid import Grid
 from compress.weights.matrix import Matrix, added
 from compress.weights.terms import Tensors
@@ -68,17 +67,12 @@ def lqs(
     """
     target, alone = weight_NK.to(hessian_KK.dtype), Comm()
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
-    seen, how = (
-        ordered(hessian_KK, damp, act_order, grid.group_size),
-        Method(grid, refit, sweeps, polish_damp=polish_damp),
-    )
+    problem = Problem.of(hessian_KK, damp, act_order, grid.group_size, polish_damp)
 
     def codes_of(rests: Mapping[str, Tensor]) -> dict[str, Matrix]:
         rest = rests[""]
-        price_N = None
-        if outliers:
-            price_N = rest.new_full((len(rest),), price_by_sweep(rest, seen, grid, dtype, outliers))
-        return {"": solve_ordered(rest, seen, how, scale_dtype=dtype, price_N=price_N).weight}
+        price_N = outlier_prices(rest, problem, grid, dtype, outliers)
+        return {"": solve_on_grid(rest, problem, grid, dtype, refit=refit, sweeps=sweeps, price_N=price_N).weight}
 
     def low_of(rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
         return {"": approximated(alone, alone.rank, rests[""], hessian_KK, rank, dtype, factor_bits)}

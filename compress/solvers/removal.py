@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import CompressError
-from compress.solvers.column_sweep import DAMP_GROWTH, DAMP_LIMIT
+from compress.solvers.problem import DAMP_GROWTH, DAMP_LIMIT
+from compress.solvers.statistics.hessian import Hessian
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,19 @@ def relative_loss(consumer: CutConsumer, staying_S: Tensor, weight_NS: Tensor) -
     error[:, staying_S] -= weight_NS
     energy = ((consumer.weight @ consumer.hessian) * consumer.weight).sum()
     return float(((error @ consumer.hessian) * error).sum() / energy.clamp(min=_TINY))
+
+
+class AffineHessian(Hessian):
+    """`Hessian` of an input with one more channel, the last, that is always one, for the layer's bias."""
+
+    def __init__(
+        self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
+    ) -> None:
+        super().__init__(channels + 1, device, dtype=dtype, reference=reference)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        super().update(_with_one(x_MK), None if reference_MK is None else _with_one(reference_MK))
+
+
+def _with_one(x_MK: Tensor) -> Tensor:
+    return torch.cat([x_MK, x_MK.new_ones(len(x_MK), 1)], dim=1)

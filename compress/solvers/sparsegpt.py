@@ -7,19 +7,29 @@ would cost if the later ones made up for it (equation 3 of the paper, in the LDL
     w_j^2 / [H_F^-1]_jj  =  w_j^2 D_j        F: the inputs j ... K
 
 and the lowest scores become zero. A survivor takes its target, whose error is none.
+
+It makes up for the zeros before it, not for those behind. `fit_survivors` finds, of every row w with the mask m, the v
+that is zero where m is and minimises (w - v) H (w - v)^T, H positive definite. Rows have different masks, so a
+factorization serves one row alone. Conjugate gradients (Hestenes and Stiefel 1952), preconditioned by the diagonal of
+H, take one product with H per step for all rows. No step raises the loss: it falls by a |r|^2, a being the step and r
+the preconditioned residual. A row is done once a step gains less than a part of what all its steps have gained. With v
+at its optimum, anything else in the mask, q, has the loss of v plus (v - q) H (v - q)^T: rounding the survivors can aim
+at v, and has its own errors to make up for, not those of the zeros.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from compress.solvers.column_sweep import BLOCK, DAMP, ActOrder, ColumnRule, Ordered, damped, ordered, sweep
-from compress.solvers.gptq import POLISH_DAMP
-from compress.solvers.targets import STEPS, settled
+from compress.solvers.column_sweep import BLOCK, ColumnRule, sweep
+from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.weights.masks import Choice
 from compress.weights.survivors import Survivors, survivors
+
+STEPS = 64
+# A step that gains less than this part of what a row has gained so far is its last.
+LEAST_GAIN = 0.01
 
 
 def sparsegpt(
@@ -36,17 +46,16 @@ def sparsegpt(
 ) -> Survivors:
     """Prune a weight for the least tr(E H E^T). Pure: no rank, no device, no state.
 
-    how: a pattern N:M or a share of zeros (`weights.masks.Choice`). H is permuted, damped (`damp` times its mean
-    diagonal, more where that is not enough) and factorized here. steps: at most so many of conjugate gradients, in
-    which survivors move once the mask is whole; 0 is the paper. polish_damp: damping of H in those; K / T more where T
-    tokens are few. scale_dtype: that of the result (the weight's own, if not given). earlier: bool, what an earlier
-    mask has left. Raises CompressError where H is not finite.
+    how: a pattern N:M or a share of zeros (`weights.masks.Choice`). steps: at most so many of conjugate gradients, in
+    which survivors move once the mask is whole; 0 is the paper. scale_dtype: that of the result (the weight's own, if
+    not given). earlier: bool, what an earlier mask has left. The others are as in `gptq.gptq`. Raises CompressError
+    where H is not finite.
     """
-    seen = ordered(hessian_KK, damp, act_order, None if how.pattern is None else how.pattern.length)
+    length = None if how.pattern is None else how.pattern.length
+    problem = Problem.of(hessian_KK, damp, act_order, length, polish_damp)
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
     work = weight_NK.to(hessian_KK.dtype)
-    pruned = partial(prune_ordered, work, seen, how=how, scale_dtype=dtype, earlier_NK=earlier_NK)
-    return pruned(steps=steps, polish_damp=polish_damp)
+    return prune_by_sweep(work, problem, how=how, scale_dtype=dtype, steps=steps, earlier_NK=earlier_NK)
 
 
 @dataclass
@@ -72,24 +81,58 @@ class MaskRule(ColumnRule):
         return torch.where(self.kept[column], target_N, 0.0)
 
 
-def prune_ordered(
+def prune_by_sweep(
     weight_NK: Tensor,
-    seen: Ordered,
+    problem: Problem,
     *,
     how: Choice,
     scale_dtype: torch.dtype,
-    earlier_NK: Tensor | None = None,
     steps: int = 0,
-    polish_damp: float = 0.0,
+    earlier_NK: Tensor | None = None,
 ) -> Survivors:
-    """`sparsegpt` of rows of a weight, [N, K] in its own column order and the Hessian's dtype. how: what is to be zero.
-    earlier: bool, what an earlier mask has left. scale_dtype: that of what is stored."""
+    """`sparsegpt` of rows of a weight, [N, K] in its own column order and the Hessian's dtype."""
     group = BLOCK if how.pattern is None else how.pattern.length
-    weight = weight_NK[:, seen.order_K]
-    earlier_KN = None if earlier_NK is None else earlier_NK[:, seen.order_K].t().contiguous()
+    weight = weight_NK[:, problem.order]
+    earlier_KN = None if earlier_NK is None else earlier_NK[:, problem.order].t().contiguous()
     kept_KN = torch.zeros(weight.t().shape, dtype=torch.bool, device=weight.device)
-    rule = MaskRule(how, group, seen.factor.diagonal, kept_KN, earlier_KN)
-    values, _ = sweep(weight, seen.factor, rule)
+    rule = MaskRule(how, group, problem.diagonal, kept_KN, earlier_KN)
+    values, _ = sweep(weight, problem, rule)
     if steps:
-        values = settled(weight, values, damped(seen.hessian_KK, polish_damp), kept_KN.t(), steps)
-    return survivors(seen.back(values), seen.back(rule.kept.t()), scale_dtype)
+        values = fit_survivors(weight, values, problem.polish_hessian(), kept_KN.t(), steps)
+    return survivors(problem.restore(values), problem.restore(kept_KN.t()), scale_dtype)
+
+
+def fit_survivors(
+    weight_NK: Tensor, values_NK: Tensor, hessian_KK: Tensor, kept_NK: Tensor, steps: int = STEPS
+) -> Tensor:
+    """[N, K] values in the mask after at most so many steps from `values`, which are zero where nothing is kept."""
+    kept = kept_NK.to(weight_NK.dtype)
+    scale_K = hessian_KK.diagonal().reciprocal()
+    fitted = values_NK.clone()
+    residual = (weight_NK - values_NK) @ hessian_KK * kept
+    downhill = residual * scale_K
+    direction, slope_N = downhill, (residual * downhill).sum(1, keepdim=True)
+    gained_N, rows_N = torch.zeros_like(slope_N), torch.arange(len(fitted), device=fitted.device)
+    for _ in range(steps):
+        product = direction @ hessian_KK * kept
+        step_N = _divide(slope_N, (direction * product).sum(1, keepdim=True))
+        fitted[rows_N] += step_N * direction
+        gain_N = step_N * slope_N
+        gained_N = gained_N + gain_N
+        # Each row by itself, whichever rows a rank has beside it.
+        going = (gain_N > LEAST_GAIN * gained_N).squeeze(1)
+        if not bool(going.all()):
+            rows_N, kept, gained_N, slope_N, step_N = (t[going] for t in (rows_N, kept, gained_N, slope_N, step_N))
+            residual, product, direction = (t[going] for t in (residual, product, direction))
+        if not len(rows_N):
+            break
+        residual = residual - step_N * product
+        downhill = residual * scale_K
+        before_N, slope_N = slope_N, (residual * downhill).sum(1, keepdim=True)
+        direction = downhill + _divide(slope_N, before_N) * direction
+    return fitted
+
+
+def _divide(above: Tensor, below: Tensor) -> Tensor:
+    """The quotient; 0 of a row that has arrived."""
+    return torch.where(below > 0, above / below.clamp(min=torch.finfo(below.dtype).tiny), 0.0)

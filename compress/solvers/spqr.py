@@ -4,20 +4,17 @@ al. 2023, arXiv 2306.03078, algorithm 1).
 Shapes: N outputs, K inputs, G groups. `passes.spqr` has the format, and says where this departs from the paper.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from compress.solvers.column_sweep import DAMP, ActOrder, Ordered, damped, ordered, sweep
-from compress.solvers.gptq import POLISH_DAMP, TRIAL_ROWS, Solved
+from compress.solvers.column_sweep import Solved
+from compress.solvers.gptq import TRIAL_ROWS
 from compress.solvers.outliers import price_by_trial, sampled_rows
-from compress.solvers.polish import Polish
-from compress.solvers.tile_rule import TileRule, refit_tiles, tile_costs
-from compress.weights.formats.sparse import sparse
-from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles
+from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
+from compress.solvers.tile_rule import TileRule, tile_costs
+from compress.weights.formats.tiles import Tiled, Tiles, fit_tiles
 from compress.weights.grid import encode_unsigned
-from compress.weights.matrix import Matrix, added
+from compress.weights.matrix import Matrix
 
 
 def spqr(
@@ -37,85 +34,21 @@ def spqr(
 ) -> Solved:
     """Quantize a weight to tiles for the least tr(E H E^T). Pure: no rank, no device, no state.
 
-    H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. outliers:
-    the share of weights that keep values of their own; threshold: they are chosen as the paper does, by its tau.
-    search: try the neighbours of a group's nearest scale and zero point. refit, sweeps: rounds of each once the sweep
-    is over. polish_damp: damping of H in those; K / T more where T tokens are few. scale_dtype: that of the stored
-    ranges (the weight's own, if not given). Raises CompressError where H is not finite.
+    outliers: the share of weights that keep values of their own; threshold: they are chosen as the paper does, by its
+    tau. search: try the neighbours of a group's nearest scale and zero point. The others are as in `gptq.gptq`. Raises
+    CompressError where H is not finite.
     """
     work = weight_NK.to(hessian_KK.dtype)
-    seen = ordered(hessian_KK, damp, act_order, format_.group_size)
+    problem = Problem.of(hessian_KK, damp, act_order, format_.group_size, polish_damp)
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
     price = None
     if threshold:
-        price = price_by_variance(work, seen, threshold)
+        price = price_by_variance(work, problem, threshold)
     elif outliers:
-        price = price_in_tiles(work, seen, format_, dtype, outliers, search)
+        price = price_in_tiles(work, problem, format_, dtype, outliers, search)
     price_N = None if price is None else work.new_full((len(work),), price)
-    solve = partial(solve_tiles, work, seen, format_=format_, scale_dtype=dtype, price_N=price_N)
-    return solve(leave_one_out=threshold > 0, search=search, refit=refit, sweeps=sweeps, polish_damp=polish_damp)
-
-
-def solve_tiles(
-    weight_NK: Tensor,
-    seen: Ordered,
-    *,
-    format_: Tiles,
-    scale_dtype: torch.dtype,
-    price_N: Tensor | None = None,
-    leave_one_out: bool = False,
-    search: bool = True,
-    refit: int = 0,
-    sweeps: int = 0,
-    polish_damp: float = POLISH_DAMP,
-) -> Solved:
-    """Tiles, and outliers where they have a price, for the least tr(E H E^T): as `gptq.solve_ordered`."""
-    rule = tile_rule(weight_NK, seen, format_, scale_dtype, price_N, leave_one_out, search)
-    weight = weight_NK[:, seen.order_K]
-    values, loss = sweep(weight, seen.factor, rule)
-    if refit or sweeps:
-        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        loss = state.rounds(partial(refit_tiles, state, rule), refit, sweeps)
-    small = (rule.codes, rule.scale_codes, rule.zero_codes)
-    codes, scale, zero = (t.to(torch.uint8).t().contiguous() for t in small)
-    ranges = rule.ranges.transpose(0, 1).to(scale_dtype).contiguous()
-    tiled = Tiled(seen.back(codes), scale, zero, ranges, format_)
-    if price_N is None:
-        return Solved(tiled, loss, seen.factor.damp)
-    outliers = sparse(seen.back(rule.extra.t()), seen.back(rule.exact.t()))
-    return Solved(added(tiled, outliers), loss, seen.factor.damp)
-
-
-def tile_rule(
-    weight_NK: Tensor,
-    seen: Ordered,
-    format_: Tiles,
-    scale_dtype: torch.dtype,
-    price_N: Tensor | None,
-    leave_one_out: bool,
-    search: bool,
-) -> TileRule:
-    """The rule that decides a weight's columns, before the first is decided."""
-    rows, columns = weight_NK.shape
-    groups, device = columns // format_.group_size, weight_NK.device
-    scale_codes, zero_codes, scale, zero = (weight_NK.new_zeros(groups, rows) for _ in range(4))
-    return TileRule(
-        format=format_,
-        dtype=scale_dtype,
-        group=format_.group_size,
-        group_of=(seen.order_K // format_.group_size).tolist(),
-        cost_K=seen.factor.diagonal,
-        price=price_N,
-        leave_one_out=leave_one_out,
-        search=search,
-        codes=weight_NK.new_zeros(columns, rows),
-        extra=torch.zeros(columns, rows, dtype=scale_dtype, device=device),
-        exact=torch.zeros(columns, rows, dtype=torch.bool, device=device),
-        scale_codes=scale_codes,
-        zero_codes=zero_codes,
-        scale=scale,
-        zero=zero,
-        ranges=weight_NK.new_zeros(groups, rows, RANGES),
+    return TileRule.of(work, problem, format_, dtype, price_N, threshold > 0, search).solve(
+        work, problem, refit, sweeps
     )
 
 
@@ -132,22 +65,23 @@ def round_to_tiles(weight_NK: Tensor, format_: Tiles, scale_dtype: torch.dtype) 
 
 
 def price_in_tiles(
-    weight_NK: Tensor, seen: Ordered, format_: Tiles, scale_dtype: torch.dtype, share: float, search: bool = True
+    weight_NK: Tensor, problem: Problem, format_: Tiles, scale_dtype: torch.dtype, share: float, search: bool = True
 ) -> float:
-    """The price of an exact weight for such a share of them: `gptq.price_by_sweep`, in tiles."""
+    """The price of an exact weight for such a share of them: `gptq.outlier_prices`, in tiles."""
     rows, columns = weight_NK.shape
     some = weight_NK[sampled_rows(rows, columns, format_.tile_rows).to(weight_NK.device)]
     groups = some.view(len(some), -1, format_.group_size)
-    found = tile_costs(groups, format_.bits, seen.costs.view(groups.shape[1:]))
+    costs = tile_costs(groups, format_.bits, problem.costs.view(groups.shape[1:]))
     trial = some[:TRIAL_ROWS]
 
     def swept(price: float) -> Matrix:
         price_N = trial.new_full(trial.shape[:1], price)
-        return solve_tiles(trial, seen, format_=format_, scale_dtype=scale_dtype, price_N=price_N, search=search).weight
+        rule = TileRule.of(trial, problem, format_, scale_dtype, price_N, search=search)
+        return rule.solve(trial, problem, 0, 0).weight
 
-    return price_by_trial(share, found, swept)
+    return price_by_trial(share, costs, swept)
 
 
-def price_by_variance(weight_NK: Tensor, seen: Ordered, threshold: float) -> float:
+def price_by_variance(weight_NK: Tensor, problem: Problem, threshold: float) -> float:
     """The price of an exact weight as the paper has it: tau times the variance of a weight, in units of the loss."""
-    return threshold * float((weight_NK.var(0) * seen.costs).mean())
+    return threshold * float((weight_NK.var(0) * problem.costs).mean())

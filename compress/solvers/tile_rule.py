@@ -4,25 +4,30 @@ Shapes: N outputs, K inputs, G groups, g columns of a group. d_j is what an erro
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.kernels.division import divide
+from compress.solvers.candidates import Candidate, least_cost
+from compress.solvers.column_sweep import CodeRule, Polish, group_members
 from compress.solvers.outliers import by_count, exact_places
-from compress.solvers.polish import Polish, SettledRule, members
-from compress.weights.formats.tiles import Tiles, fit_tiles, scales_and_zeros
+from compress.solvers.problem import Problem
+from compress.weights.formats.sparse import sparse
+from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles, scales_and_zeros
 from compress.weights.grid import encode_unsigned
-from compress.weights.matrix import summed
+from compress.weights.matrix import Matrix, added, summed
 
 # Codes of a scale and of a zero point that are tried, beside the nearest.
 NEIGHBOURS = (-1, 0, 1)
 
 
 @dataclass
-class TileRule(SettledRule):
+class TileRule(CodeRule):
     """Round each target to its group's grid; scales are fitted when a group begins.
 
     price [N]: what a weight of its own is worth; None: there are none. leave_one_out: as SpQR chooses them
@@ -47,7 +52,41 @@ class TileRule(SettledRule):
     scale: Tensor
     zero: Tensor
     ranges: Tensor
-    settled: bool = False
+    swept: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight_NK: Tensor,
+        problem: Problem,
+        format_: Tiles,
+        scale_dtype: torch.dtype,
+        price_N: Tensor | None = None,
+        leave_one_out: bool = False,
+        search: bool = True,
+    ) -> "TileRule":
+        """The rule that decides a weight's columns, before the first is decided."""
+        rows, columns = weight_NK.shape
+        group, groups = format_.group_size, columns // format_.group_size
+        scale_codes, zero_codes, scale, zero = (weight_NK.new_zeros(groups, rows) for _ in range(4))
+        return cls(
+            format=format_,
+            dtype=scale_dtype,
+            group=group,
+            group_of=(problem.order // group).tolist(),
+            cost_K=problem.diagonal,
+            price=price_N,
+            leave_one_out=leave_one_out,
+            search=search,
+            codes=weight_NK.new_zeros(columns, rows),
+            extra=weight_NK.new_zeros(columns, rows, dtype=scale_dtype),
+            exact=weight_NK.new_zeros(columns, rows, dtype=torch.bool),
+            scale_codes=scale_codes,
+            zero_codes=zero_codes,
+            scale=scale,
+            zero=zero,
+            ranges=weight_NK.new_zeros(groups, rows, RANGES),
+        )
 
     def begin(self, column: int, updated_gN: Tensor) -> None:
         part, x, group = slice(column, column + self.group), updated_gN.t(), self.group_of[column]
@@ -60,24 +99,22 @@ class TileRule(SettledRule):
             self.exact[part] = outside.t()
         fitted = fit_tiles(*inner_range(x, outside), self.format, self.dtype)
         self.ranges[group] = fitted.ranges
-        codes = fitted.scale_codes, fitted.zero_codes
+        codes: Sequence[Tensor] = (fitted.scale_codes, fitted.zero_codes)
         if self.search:
-            codes = self._searched(x, *codes, fitted.ranges, cost * ~outside)
-        self.scale_codes[group], self.zero_codes[group] = codes
-        self.scale[group], self.zero[group] = scales_and_zeros(*codes, fitted.ranges)
+            tried = self._tried(x, codes, fitted.ranges, cost * ~outside)
+            _, codes = least_cost((x.new_full(codes[0].shape, math.inf), codes), tried)
+        self._choose(group, codes)
 
-    def _searched(
-        self, x_Ng: Tensor, scale_codes: Tensor, zero_codes: Tensor, ranges: Tensor, cost: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The codes of scale and zero point, among the neighbours of these, of least error."""
-        best, best_codes = x_Ng.new_full(scale_codes.shape, math.inf), (scale_codes, zero_codes)
-        for codes in neighbours(scale_codes, zero_codes, self.format):
-            scale, zero = (t.unsqueeze(1) for t in scales_and_zeros(*codes, ranges))
+    def _tried(self, x_Ng: Tensor, codes: Sequence[Tensor], ranges: Tensor, cost: Tensor) -> Iterator[Candidate]:
+        """The neighbours of the codes of scale and zero point, with the errors [N] of a group's weights in them."""
+        for near in neighbours(codes, self.format):
+            scale, zero = (t.unsqueeze(1) for t in scales_and_zeros(near[0], near[1], ranges))
             values = self._values(encode_unsigned(x_Ng, scale, zero, self.format.bits), scale, zero)
-            error = ((values - x_Ng).square() * cost).sum(1)
-            best_codes = chosen_where(error < best, codes, best_codes)
-            best = torch.minimum(error, best)
-        return best_codes
+            yield ((values - x_Ng).square() * cost).sum(1), near
+
+    def _choose(self, group: int, codes: Sequence[Tensor]) -> None:
+        self.scale_codes[group], self.zero_codes[group] = codes
+        self.scale[group], self.zero[group] = scales_and_zeros(codes[0], codes[1], self.ranges[group])
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         group = self.group_of[column]
@@ -85,7 +122,7 @@ class TileRule(SettledRule):
         codes = encode_unsigned(target_N, scale, zero, self.format.bits)
         values = self._values(codes, scale, zero)
         if self.price is not None:
-            if not self.settled:
+            if not self.swept:
                 self.exact[column] |= self.cost_K[column] * (target_N - values).square() > self.price
             exact = self.exact[column]
             none = encode_unsigned(torch.zeros_like(target_N), scale, zero, self.format.bits)
@@ -104,31 +141,55 @@ class TileRule(SettledRule):
     def _values(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         return ((codes - zero) * scale).to(self.dtype).to(codes.dtype)
 
-    def at(self, column: int) -> tuple[Tensor, ...]:
+    def codes_at(self, column: int) -> tuple[Tensor, ...]:
         return self.codes[column], self.extra[column]
 
-    def held(self) -> DecidedColumns | None:
+    def compiled(self) -> DecidedColumns | None:
         if not takes(self.codes, self.dtype):
             return None
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)
         decided = (self.codes, self.scale, self.zero, self.group_of)
-        return DecidedColumns(*decided, rounding, None, exact, None if self.settled else price, self.cost_K, self.extra)
+        return DecidedColumns(*decided, rounding, None, exact, None if self.swept else price, self.cost_K, self.extra)
+
+    def refit(self, polish: Polish) -> None:
+        """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it
+        has, that lower the loss the most; group after group."""
+        for group, columns in enumerate(group_members(self.group_of, self.scale)):
+            self._refit_group(polish, group, columns)
+
+    def _refit_group(self, polish: Polish, group: int, columns: Tensor | slice) -> None:
+        block, codes, old = polish.hessian[columns][:, columns], self.codes[columns], polish.values[columns]
+        gradient, exact = polish.gradient[columns], self.exact[columns]
+
+        def tried(numbers: Sequence[Tensor]) -> Candidate:
+            values = self._values(codes, *scales_and_zeros(numbers[0], numbers[1], self.ranges[group]))
+            moved = torch.where(exact, self.completed(old, values)[0], values) - old
+            return -(moved * (2 * gradient - block @ moved)).sum(0), (moved, *numbers)
+
+        first = self.scale_codes[group].clone(), self.zero_codes[group].clone()
+        stay = torch.zeros_like(self.scale[group]), (torch.zeros_like(old), *first)
+        _, (change, *chosen) = least_cost(stay, map(tried, neighbours(first, self.format)))
+        self._choose(group, chosen)
+        extra = self.completed(old, self._values(codes, self.scale[group], self.zero[group]))[1]
+        self.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
+        polish.move(columns, change)
+
+    def to_weight(self, problem: Problem, values_NK: Tensor) -> Matrix:
+        small = (self.codes, self.scale_codes, self.zero_codes)
+        codes, scale, zero = (t.to(torch.uint8).t().contiguous() for t in small)
+        ranges = self.ranges.transpose(0, 1).to(self.dtype).contiguous()
+        tiled = Tiled(problem.restore(codes), scale, zero, ranges, self.format)
+        if self.price is None:
+            return tiled
+        return added(tiled, sparse(problem.restore(self.extra.t()), problem.restore(self.exact.t())))
 
 
-Pair = tuple[Tensor, Tensor]
-
-
-def chosen_where(better: Tensor, new: Pair, old: Pair) -> Pair:
-    return torch.where(better, new[0], old[0]), torch.where(better, new[1], old[1])
-
-
-def neighbours(scale_codes: Tensor, zero_codes: Tensor, format_: Tiles) -> list[tuple[Tensor, Tensor]]:
+def neighbours(codes: Sequence[Tensor], format_: Tiles) -> list[Sequence[Tensor]]:
     """Codes of scales and zero points near these, these among them."""
     most_s, most_z = 2**format_.scale_bits - 1, 2**format_.zero_bits - 1
-    return [
-        ((scale_codes + i).clamp(0, most_s), (zero_codes + j).clamp(0, most_z)) for i in NEIGHBOURS for j in NEIGHBOURS
-    ]
+    scale, zero = codes
+    return [((scale + i).clamp(0, most_s), (zero + j).clamp(0, most_z)) for i, j in product(NEIGHBOURS, NEIGHBOURS)]
 
 
 def inner_range(x_Ng: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,29 +227,3 @@ def tile_costs(x: Tensor, bits: int, cost: Tensor) -> Tensor:
         return rounding_cost(x, lowest, highest, bits, cost)
 
     return by_count(x - x.mean(-1, keepdim=True), without)
-
-
-def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
-    """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it has,
-    that lower the loss the most; group after group."""
-    for group, columns in enumerate(members(rule)):
-        block, codes = state.hessian[columns][:, columns], rule.codes[columns]
-        exact, ranges, old = rule.exact[columns], rule.ranges[group], state.values[columns]
-        best = torch.zeros_like(rule.scale[group])
-        change, gradient = torch.zeros_like(old), state.gradient[columns]
-        chosen = rule.scale_codes[group], rule.zero_codes[group]
-        for tried in neighbours(*chosen, rule.format):
-            values = rule._values(codes, *scales_and_zeros(*tried, ranges))
-            values = torch.where(exact, rule.completed(old, values)[0], values)
-            moved = values - old
-            gain = (moved * (2 * gradient - block @ moved)).sum(0)
-            better = gain > best
-            best = torch.where(better, gain, best)
-            change = torch.where(better, moved, change)
-            chosen = chosen_where(better, tried, chosen)
-        rule.scale_codes[group], rule.zero_codes[group] = chosen
-        rule.scale[group], rule.zero[group] = scales_and_zeros(*chosen, ranges)
-        base = rule._values(codes, rule.scale[group], rule.zero[group])
-        extra = rule.completed(old, base)[1]
-        rule.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
-        state.move(columns, change)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError
+from compress.solvers.removal import AffineHessian
 from compress.solvers.statistics.calibrators import OPTIONS, calibrator
-from compress.solvers.statistics.hessian import AffineHessian, Hessian
+from compress.solvers.statistics.hessian import Hessian
 from compress.solvers.statistics.input_statistics import ChannelMean, ChannelNorm, MinMax, StatisticFactory
 from compress.weights.grid import Grid
 

@@ -20,7 +20,7 @@ from compress.inference.layers.fused import FusedLinear, why_not_fuse
 from compress.inference.layers.linear import Fp8BlockLinear, QuantLinear
 from compress.jobs.verify import outputs, probe, verify
 from compress.kernels.operators.fp8_blocks import quantize_token_blocks
-from compress.solvers.loss import weight_error
+from compress.passes.protocol.round_to_nearest import weight_error
 from compress.weights.formats.codes import FineGrained, Float8Blocks
 from compress.weights.grid import Grid, Quantized, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes

@@ -27,10 +27,9 @@ from torch import Tensor
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
 from compress.passes.gptq import GPTQ
-from compress.solvers.column_sweep import column_order, damped
-from compress.solvers.gptq import POLISH_DAMP, gptq
+from compress.solvers.gptq import gptq
+from compress.solvers.problem import POLISH_DAMP, add_damping, column_order, drift_correction, reliability
 from compress.solvers.statistics.hessian import FEW
-from compress.solvers.targets import drift_correction, reliability
 from compress.weights.grid import Grid, Quantized, quantize
 
 # --- the code under test, as a notebook calls it ----------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_refit_and_descent_never_raise_the_loss_of_a_row(name, bits, stored, gro
     group_size, act_order = groups
     weight, x = realistic_layer(8, 144, seed=bits)
     hessian = mean_square(x)
-    exact = damped(hessian, POLISH_DAMP)
+    exact = add_damping(hessian, POLISH_DAMP)
     grid, losses = make_grid(name, bits, group_size), {}
     for refit, sweeps in POLISHING:
         quantized, reported = solve(weight, hessian, grid, act_order, stored, refit=refit, sweeps=sweeps)
@@ -132,7 +131,7 @@ def test_loss_without_polishing_is_that_of_the_damped_hessian():
     hessian = mean_square(x)
     quantized, reported = solve(weight, hessian, make_grid("asymmetric", 3, 32), "group")
     error = weight - quantized.dequantize(torch.float64)
-    assert torch.allclose(reported, row_losses(error, damped(hessian, DAMP)), rtol=1e-9, atol=0)
+    assert torch.allclose(reported, row_losses(error, add_damping(hessian, DAMP)), rtol=1e-9, atol=0)
 
 
 def test_descent_ends_where_no_single_code_can_be_improved():
@@ -140,7 +139,7 @@ def test_descent_ends_where_no_single_code_can_be_improved():
     hessian = mean_square(x)
     grid = make_grid("asymmetric", 3, 16)
     quantized, _ = solve(weight, hessian, grid, sweeps=50)
-    exact = damped(hessian, POLISH_DAMP)
+    exact = add_damping(hessian, POLISH_DAMP)
     best = row_losses(weight - quantized.dequantize(torch.float64), exact)
     for column, move in product(range(48), (-1, 1)):
         codes = quantized.codes.clone()
@@ -155,7 +154,7 @@ def test_refit_finds_the_best_scale_of_one_group_for_its_codes():
     plain, _ = solve(weight, hessian, make_grid("signed-scale", 3, -1), stored=torch.float64)
     refitted, _ = solve(weight, hessian, make_grid("signed-scale", 3, -1), stored=torch.float64, refit=1)
     assert torch.equal(plain.codes, refitted.codes)
-    exact = damped(hessian, POLISH_DAMP)
+    exact = add_damping(hessian, POLISH_DAMP)
     codes = plain.codes.double()
     best = torch.einsum("ni,ij,nj->n", weight, exact, codes) / row_losses(codes, exact)
     assert torch.allclose(refitted.scale[:, 0], best, rtol=1e-10)
@@ -225,7 +224,7 @@ def test_drift_correction_keeps_the_weights_of_dead_channels():
 def test_a_correction_is_the_same_of_few_rows_and_of_many(rows):
     weight, x, drifted = drifting(48, 400, seed=9, rows=rows)
     statistics = seen(drifted, x)
-    inverse = torch.linalg.inv(damped(statistics.hessian, DAMP))
+    inverse = torch.linalg.inv(add_damping(statistics.hessian, DAMP))
     for moment, found in zip(
         (statistics.drift, statistics.contrast), drift_correction(statistics, DAMP).of(weight), strict=True
     ):
@@ -297,7 +296,7 @@ def test_refit_and_descent_serve_new_tokens_however_few_they_are_fitted_to(shrin
             weight, x = realistic_layer(32, 96, seed, tokens=2000)
             site, hessian = make_site({"a": weight}, x[:tokens], batch=24), mean_square(x[1000:])
             plain, polished = (
-                one.by_solution(site, one.relied(site.stats["hessian"]), "gptq")["a"].weight
+                one.solve_targets(site, {"a": weight.double()}, one.problem(site.stats["hessian"]))["a"]
                 for one in (
                     GPTQ(scheme="w4a16", group_size=32, drift=0, clip=False, shrink=shrink, refit=n, sweeps=n)
                     for n in (0, 2)

@@ -15,8 +15,7 @@ from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, unpack_blocks
 from compress.passes.k_quants import FALLBACKS, KQuants
 from compress.passes.options.k_mixes import blocks_of_names, takes_more, type_in, types_of
 from compress.passes.protocol.recipe import describe, make_pass, parse_recipe
-from compress.solvers.k_quants.rule import nearest_blocks
-from compress.solvers.k_quants.solve import k_quant
+from compress.solvers.k_quants.solve import k_quant, nearest_blocks
 from compress.weights.formats.k_quants import KBlocks, KQuant
 
 WEIGHT, X = realistic_layer(12, 2 * BLOCK, seed=3)

@@ -31,8 +31,8 @@ from compress.passes.gptq import GPTQ
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.rtn import RTN
-from compress.solvers.column_sweep import damped
-from compress.solvers.gptq import POLISH_DAMP, gptq
+from compress.solvers.gptq import gptq
+from compress.solvers.problem import POLISH_DAMP, add_damping
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 
@@ -155,7 +155,7 @@ def test_survivors_move_before_they_are_rounded_where_that_costs_less(bits):
     how = {"grid": grid, "kept_NK": kept.flatten(1), "damp": 1e-6}
     as_rounded, before = (gptq(weight, hessian, **how, steps=steps) for steps in (0, 64))
     assert_zero_where_pruned(before.weight, how["kept_NK"])
-    expected = row_losses(weight - before.weight.dequantize(), damped(hessian, POLISH_DAMP))
+    expected = row_losses(weight - before.weight.dequantize(), add_damping(hessian, POLISH_DAMP))
     torch.testing.assert_close(before.loss_N, expected)
     assert torch.all(before.loss_N <= as_rounded.loss_N * (1 + 1e-9))
     assert (before.loss_N < 0.9 * as_rounded.loss_N).sum() >= 4

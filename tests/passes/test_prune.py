@@ -17,10 +17,9 @@ from compress.base.errors import InputError
 from compress.passes.options.prune import Prune
 from compress.passes.protocol.recipe import describe, parse_recipe
 from compress.passes.protocol.sites import Site
-from compress.solvers import targets
-from compress.solvers.column_sweep import damped
-from compress.solvers.gptq import POLISH_DAMP
-from compress.solvers.targets import settled
+from compress.solvers import sparsegpt
+from compress.solvers.problem import POLISH_DAMP, add_damping
+from compress.solvers.sparsegpt import fit_survivors
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
@@ -183,10 +182,10 @@ def test_sparsegpt_is_the_published_one(options: dict[str, object], columns: int
 
 @pytest.mark.parametrize("options", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
 def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(sparsegpt, "LEAST_GAIN", 0.0)
     weight, x = realistic_layer(4, 48, seed=34, tokens=2000)
     hessian, losses = mean_square(x), []
-    hessian = damped(hessian, POLISH_DAMP + len(hessian) / len(x))  # as far as the tokens carry
+    hessian = add_damping(hessian, POLISH_DAMP + len(hessian) / len(x))  # as far as the tokens carry
     for steps in (0, 2, 20, 400):
         one = compress.SparseGPT(**options, **{**PLAIN, "steps": steps})
         decision = applied(one, weight, x)
@@ -205,12 +204,12 @@ def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object], m
 
 def test_survivors_stop_once_a_step_gains_little_and_each_row_by_itself() -> None:
     weight, x = realistic_layer(24, 96, seed=37, tokens=2000)
-    hessian = damped(mean_square(x), 0.01)
+    hessian = add_damping(mean_square(x), 0.01)
     kept = compress.SparseGPT(sparsity=0.6).choice("").kept(weight.abs(), None)
     kept[0] = True  # has nothing to make up for
     asked = Multiplications()
     with asked:
-        found = settled(weight, weight * kept, hessian, kept)
+        found = fit_survivors(weight, weight * kept, hessian, kept)
     assert not found[~kept].any()
     assert torch.equal(found[0], weight[0])
     lost = [row_losses(weight - values, hessian) for values in (weight * kept, found)]
@@ -221,7 +220,9 @@ def test_survivors_stop_once_a_step_gains_little_and_each_row_by_itself() -> Non
     assert (lost[1] - least <= 0.02 * (lost[0] - least)).all()
     steps = asked.rows / len(weight) - 1  # one product is of the residual at the start
     assert 2 < steps < 16, "of 64"
-    parts = [settled(weight[part], (weight * kept)[part], hessian, kept[part]) for part in (slice(7), slice(7, None))]
+    parts = [
+        fit_survivors(weight[part], (weight * kept)[part], hessian, kept[part]) for part in (slice(7), slice(7, None))
+    ]
     torch.testing.assert_close(torch.cat(parts), found)
 
 

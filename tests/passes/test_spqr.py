@@ -12,8 +12,7 @@ from torch import Tensor
 from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.spqr import SpQR
-from compress.solvers.column_sweep import ordered
-from compress.solvers.spqr import solve_tiles
+from compress.solvers.spqr import spqr
 from compress.solvers.statistics.hessian import Hessian
 from compress.solvers.tile_rule import leave_one_out, rounding_cost
 from compress.weights.formats.sparse import Sparse
@@ -201,8 +200,7 @@ def test_any_shape_becomes_tiles_that_come_back_from_their_tensors(rows, groups,
 
 def test_a_tile_of_equal_weights_is_exact():
     weight = torch.full((16, 16), 0.375)
-    seen = ordered(torch.eye(16), 0.01, "none", 16)
-    tiled = solve_tiles(weight, seen, format_=Tiles(), scale_dtype=torch.bfloat16).weight
+    tiled = spqr(weight, torch.eye(16), format_=Tiles(), scale_dtype=torch.bfloat16).weight
     torch.testing.assert_close(tiled.dequantize(torch.float32), weight)
 
 

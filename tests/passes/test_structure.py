@@ -6,8 +6,8 @@ import torch
 from compress.base.collectives import Comm
 from compress.engine.shrink.groups import Reading, choose
 from compress.passes.whole_model.structure import Structure
-from compress.solvers.removal import CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
-from compress.solvers.statistics.hessian import AffineHessian, Hessian
+from compress.solvers.removal import AffineHessian, CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
+from compress.solvers.statistics.hessian import Hessian
 
 T, N, SIZE, GROUPS = 400, 5, 3, 6
 FREE = 2  # inputs that are in no group

@@ -23,8 +23,9 @@ from compress.checkpoint.read.source import find_source
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.linear import QuantLinear, SumLinear
 from compress.inference.layers.ternary import FewLevelsLinear
-from compress.solvers.binary import chosen, left_to, saliency, signs
+from compress.solvers.binary import choose_columns, saliency, second_problem, signs
 from compress.solvers.gptq import gptq
+from compress.solvers.problem import Problem
 from compress.weights.formats.codes import Codes, Packed
 from compress.weights.formats.columns import BinaryColumns, Columns
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
@@ -138,7 +139,7 @@ def test_what_the_second_term_aims_at_leaves_its_error_alone_to_count():
     weight, x = realistic_layer(3, 24, seed=5)
     hessian = mean_square(x)
     column = torch.tensor([1, 4, 5, 20])
-    target = left_to(weight, hessian, column, damp=1e-12)
+    _, target = second_problem(Problem.of(hessian, damp=1e-12), weight, column, signs(None))
     differences = []
     for seed in (0, 1):
         second = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=weight.dtype)
@@ -152,7 +153,7 @@ def test_what_the_second_term_aims_at_leaves_its_error_alone_to_count():
 
 def test_columns_are_the_salient_ones_of_every_group():
     scores = torch.tensor([1.0, 9.0, 3.0, 4.0, 0.0, 0.5, 0.2, 0.1])
-    assert chosen(scores, 4, 2).tolist() == [1, 3, 5, 6]
+    assert choose_columns(scores, 4, 2).tolist() == [1, 3, 5, 6]
     weight, inverse = torch.tensor([[1.0, 2.0], [2.0, 0.0]]), torch.tensor([1.0, 1 / 3])
     assert saliency(weight, inverse).tolist() == pytest.approx([5.0, 36.0], rel=1e-6)
 

@@ -12,7 +12,7 @@ from emulated import TARGETS, Emulated, emulated
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import processor
 from compress.kernels.cpu.column_sweep import SweptBlock
-from compress.solvers.gptq import GridRule, Known, gptq
+from compress.solvers.gptq import GridRule, gptq
 from compress.solvers.tile_rule import TileRule
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid, decode, encode, fit
@@ -60,7 +60,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "why_not", lambda name: ("asked to do without",))
 
 
-def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) -> GridRule | TileRule:
+def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, swept: bool) -> GridRule | TileRule:
     """A rule that has scales already, for columns in an order of their own."""
     draw = torch.Generator().manual_seed(rows)
     group_of = (torch.randperm(COLUMNS, generator=draw) // GROUP).tolist()
@@ -72,8 +72,8 @@ def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) ->
     if grid in GRIDS:
         scale, zero = fit(groups, GRIDS[grid].with_range("minmax"), dtype)
         kept = torch.rand(COLUMNS, rows, generator=draw) < 0.6 if "kept" in masks else None
-        known = Known(GRIDS[grid], dtype, group_of, torch.ones(COLUMNS), cost, kept, price)
-        return GridRule(known, 0, codes, scale, zero, None if price is None else exact, settled)
+        numbers = (group_of, torch.ones(COLUMNS), cost, codes, scale, zero)
+        return GridRule(GRIDS[grid], dtype, 0, *numbers, kept, None if price is None else exact, price, swept)
     low, high = groups.amin(2), groups.amax(2)
     scale, unused = (high - low) / 7, torch.zeros(0)
     zero = -low / scale
@@ -81,7 +81,7 @@ def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) ->
     extra = torch.zeros(COLUMNS, rows, dtype=dtype)
     small = (unused, unused, scale, zero, unused)
     format_ = Tiles(group_size=GROUP)
-    return TileRule(format_, dtype, 0, group_of, cost, price, False, False, codes, extra, exact, *small, settled)
+    return TileRule(format_, dtype, 0, group_of, cost, price, False, False, codes, extra, exact, *small, swept)
 
 
 def block(rows: int) -> SweptBlock:
@@ -100,10 +100,10 @@ def block(rows: int) -> SweptBlock:
 def test_a_run_of_columns_is_decided_as_one_by_one(library, loop, grid, dtype, masks, rows):
     found: list[list[torch.Tensor]] = []
     for compiled in (True, False):
-        made, here = rule(grid, dtype, rows, masks, settled=loop == "descend"), block(rows)
+        made, here = rule(grid, dtype, rows, masks, swept=loop == "descend"), block(rows)
         if not compiled:
-            made.held = lambda: None  # type: ignore[method-assign]
-        assert (made.held() is not None) == compiled
+            made.compiled = lambda: None  # type: ignore[method-assign]
+        assert (made.compiled() is not None) == compiled
         if loop == "descend":
             made.descend(here)
         else:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from compress.base.errors import CompressError
-from compress.solvers.column_sweep import BLOCK, DAMP_LIMIT, ColumnRule, damped, factorize, sweep
+from compress.solvers.column_sweep import BLOCK, ColumnRule, sweep
+from compress.solvers.problem import DAMP_LIMIT, Problem, add_damping
 from compress.weights.grid import Grid, quantize
 
 
@@ -47,7 +48,7 @@ class Rounding(ColumnRule):
 def test_factor_reconstructs_the_damped_hessian(channels, damp):
     hessian = correlated_hessian(channels)
     before = hessian.clone()
-    factor = factorize(hessian, damp)
+    factor = Problem.of(hessian, damp)
     assert torch.equal(hessian, before)
     assert factor.damp == damp
     assert torch.equal(factor.upper, factor.upper.triu())
@@ -60,12 +61,12 @@ def test_factor_reconstructs_the_damped_hessian(channels, damp):
 
 def test_dead_columns_do_not_pollute_the_mean_that_damps():
     hessian = correlated_hessian(40)
-    alone = damped(hessian, 0.1)
+    alone = add_damping(hessian, 0.1)
     # 60 dead columns among the 40: a mean over all of them would be 2.5 times too small.
     places = torch.randperm(100, generator=torch.Generator().manual_seed(3))[:40].sort().values
     with_dead = torch.zeros(100, 100, dtype=torch.float64)
     with_dead[places[:, None], places] = hessian
-    result = damped(with_dead, 0.1)
+    result = add_damping(with_dead, 0.1)
     assert torch.allclose(result[places[:, None], places], alone, rtol=1e-14, atol=0)
     assert torch.allclose(
         result[places, places] - hessian.diagonal(), (0.1 * hessian.diagonal().mean()).expand(40), rtol=1e-10
@@ -79,19 +80,19 @@ def test_dead_columns_do_not_pollute_the_mean_that_damps():
 
 def test_dead_columns_do_not_change_what_the_live_ones_become():
     hessian, weight = correlated_hessian(40), normal(5, 40)
-    alone, _ = sweep(weight, factorize(hessian, 0.01), Rounding(0.25))
+    alone, _ = sweep(weight, Problem.of(hessian, 0.01), Rounding(0.25))
     places = torch.arange(0, 80, 2)
     with_dead = torch.zeros(80, 80, dtype=torch.float64)
     with_dead[places[:, None], places] = hessian
     wide = normal(5, 80, seed=2)
     wide[:, places] = weight
-    values, _ = sweep(wide, factorize(with_dead, 0.01), Rounding(0.25))
+    values, _ = sweep(wide, Problem.of(with_dead, 0.01), Rounding(0.25))
     assert torch.equal(values[:, places], alone)
     assert torch.equal(values[:, 1::2], torch.round(wide[:, 1::2] / 0.25) * 0.25)
 
 
 def test_hessian_without_any_live_column_is_rounded_plainly():
-    factor = factorize(torch.zeros(9, 9, dtype=torch.float64), 0.01)
+    factor = Problem.of(torch.zeros(9, 9, dtype=torch.float64), 0.01)
     assert factor.damp == 0.01
     weight = normal(3, 9)
     assert torch.equal(sweep(weight, factor, Rounding(0.5))[0], torch.round(weight / 0.5) * 0.5)
@@ -101,7 +102,7 @@ def test_hessian_without_any_live_column_is_rounded_plainly():
 def test_indefinite_hessian_raises_the_damping_tenfold_and_reports_it(coupling, needed):
     # Eigenvalues 1 + coupling and 1 - coupling, mean diagonal 1: damping above coupling - 1 makes it definite.
     hessian = torch.tensor([[1.0, coupling], [coupling, 1.0]], dtype=torch.float64)
-    factor = factorize(hessian, 0.01)
+    factor = Problem.of(hessian, 0.01)
     assert factor.damp == pytest.approx(needed, rel=1e-12)
     rebuilt = factor.upper @ factor.diagonal.diag() @ factor.upper.t()
     assert torch.allclose(rebuilt, hessian + needed * torch.eye(2, dtype=torch.float64), rtol=1e-12)
@@ -109,10 +110,10 @@ def test_indefinite_hessian_raises_the_damping_tenfold_and_reports_it(coupling, 
 
 def test_rank_deficient_hessian_without_damping_is_damped():
     hessian = correlated_hessian(64, tokens=10)
-    factor = factorize(hessian, 0.0)
+    factor = Problem.of(hessian, 0.0)
     assert factor.damp >= 1e-4
     rebuilt = factor.upper @ factor.diagonal.diag() @ factor.upper.t()
-    assert torch.allclose(rebuilt, damped(hessian, factor.damp), rtol=1e-10)
+    assert torch.allclose(rebuilt, add_damping(hessian, factor.damp), rtol=1e-10)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -120,9 +121,9 @@ def test_hessian_that_is_not_finite_is_refused(poison):
     hessian = correlated_hessian(16)
     hessian[5, 5] = poison
     with pytest.raises(CompressError, match="non-finite activations"):
-        factorize(hessian, 0.01)
+        Problem.of(hessian, 0.01)
     with pytest.raises(CompressError, match=str(DAMP_LIMIT)):
-        factorize(torch.full((4, 4), poison), 0.01)
+        Problem.of(torch.full((4, 4), poison), 0.01)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +133,8 @@ def test_hessian_that_is_not_finite_is_refused(poison):
 def test_loss_of_the_sweep_is_the_quadratic_form_of_its_error(columns, group):
     hessian, weight = correlated_hessian(columns), normal(6, columns)
     rule = Rounding(0.3, group)
-    values, loss = sweep(weight, factorize(hessian, 0.01), rule)
-    exact = row_losses(weight - values, damped(hessian, 0.01))
+    values, loss = sweep(weight, Problem.of(hessian, 0.01), rule)
+    exact = row_losses(weight - values, add_damping(hessian, 0.01))
     assert torch.allclose(loss, exact, rtol=1e-9, atol=0)
     assert rule.decided == list(range(columns))
     assert sorted(rule.begun) == (list(range(0, columns, group)) if group else [])
@@ -141,8 +142,8 @@ def test_loss_of_the_sweep_is_the_quadratic_form_of_its_error(columns, group):
 
 def test_sweep_loses_less_than_plain_rounding():
     hessian, weight = correlated_hessian(200), normal(32, 200)
-    loss = sweep(weight, factorize(hessian, 0.01), Rounding(0.5))[1]
-    nearest = row_losses(weight - torch.round(weight / 0.5) * 0.5, damped(hessian, 0.01))
+    loss = sweep(weight, Problem.of(hessian, 0.01), Rounding(0.5))[1]
+    nearest = row_losses(weight - torch.round(weight / 0.5) * 0.5, add_damping(hessian, 0.01))
     assert loss.sum() < 0.7 * nearest.sum()
 
 
@@ -150,8 +151,8 @@ def test_sweep_loses_less_than_plain_rounding():
 def test_a_group_begins_with_the_weights_that_minimise_the_loss_given_all_decisions_so_far(columns, group):
     hessian, weight = correlated_hessian(columns, seed=4), normal(3, columns)
     rule = Rounding(0.4, group)
-    values, _ = sweep(weight, factorize(hessian, 0.01), rule)
-    exact = damped(hessian, 0.01)
+    values, _ = sweep(weight, Problem.of(hessian, 0.01), rule)
+    exact = add_damping(hessian, 0.01)
     for first, updated_gN in rule.begun.items():
         # Setting the gradient of the free columns to zero: w_free + E_done H_done,free H_free,free^-1.
         error = (weight - values)[:, :first]
@@ -164,13 +165,13 @@ def test_a_group_begins_with_the_weights_that_minimise_the_loss_given_all_decisi
 @pytest.mark.parametrize(("columns", "group"), [(300, 0), (304, 16), (300, 300)])
 def test_identity_hessian_is_plain_rounding(columns, group):
     weight = normal(5, columns)
-    factor = factorize(torch.eye(columns, dtype=torch.float64), 0.01)
+    factor = Problem.of(torch.eye(columns, dtype=torch.float64), 0.01)
     values, loss = sweep(weight, factor, Rounding(0.2, group))
     nearest = torch.round(weight / 0.2) * 0.2
     assert torch.equal(values, nearest)
     assert torch.allclose(loss, 1.01 * (weight - nearest).square().sum(1), rtol=1e-12)
     diagonal = torch.linspace(0.1, 10, columns, dtype=torch.float64)
-    assert torch.equal(sweep(weight, factorize(diagonal.diag(), 0.01), Rounding(0.2, group))[0], nearest)
+    assert torch.equal(sweep(weight, Problem.of(diagonal.diag(), 0.01), Rounding(0.2, group))[0], nearest)
 
 
 def test_sweep_with_a_fitted_grid_and_no_correlation_equals_quantize():
@@ -182,7 +183,7 @@ def test_sweep_with_a_fitted_grid_and_no_correlation_equals_quantize():
             one = quantize(target_N[:, None], expected.grid, torch.float32, expected.scale, expected.zero_point)
             return one.dequantize(torch.float64)[:, 0]
 
-    values, _ = sweep(weight, factorize(torch.eye(96, dtype=torch.float64), 0.01), Fixed(0.0))
+    values, _ = sweep(weight, Problem.of(torch.eye(96, dtype=torch.float64), 0.01), Fixed(0.0))
     assert torch.equal(values, expected.dequantize(torch.float64))
 
 
@@ -192,6 +193,6 @@ def test_a_rule_that_keeps_every_target_has_no_loss():
             return target_N
 
     weight = normal(4, 300)
-    values, loss = sweep(weight, factorize(correlated_hessian(300), 0.01), Keep(0.0))
+    values, loss = sweep(weight, Problem.of(correlated_hessian(300), 0.01), Keep(0.0))
     assert torch.equal(values, weight)
     assert torch.all(loss == 0)

@@ -7,7 +7,7 @@ import torch
 from compress.base.errors import CheckpointError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, pack_blocks, unpack_blocks
 from compress.solvers.k_quants.fit import fit_blocks
-from compress.solvers.k_quants.rule import nearest_blocks
+from compress.solvers.k_quants.solve import nearest_blocks
 from compress.weights.formats.k_quants import PART, KBlocks, KQuant
 
 # Bytes of a super-block, and weights of a group: ggml's `block_q2_K` ... `block_q6_K`.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.passes.protocol.removal import RemovalOptions
+from compress.solvers.problem import drift_correction
 from compress.solvers.removal import (
     Costs,
     CutConsumer,
@@ -23,7 +24,6 @@ from compress.solvers.removal import (
     relative_loss,
 )
 from compress.solvers.statistics.hessian import HessianResult
-from compress.solvers.targets import aimed, drift_correction
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def consumer_of(p: RemovalOptions, reading: Reading, comm: Comm) -> CutConsumer:
         noise = len(hessian) / max(statistics.tokens, 1) if p.shrink else 0.0
         correction = drift_correction(statistics, p.damp + noise)
         if correction is not None:
-            weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
+            weight, _ = correction.target(comm, weight, hessian, p.drift, p.shrink)
     return CutConsumer(weight, hessian, reading.columns_Gs, p.damp)
 
 

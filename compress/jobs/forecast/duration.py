@@ -30,9 +30,9 @@ from compress.jobs.forecast.memory import TokenCounts, looks_beyond, sites_of, w
 from compress.model.layers import Layer
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
-from compress.solvers.loss import weight_error
 from compress.solvers.statistics.hessian import Hessian
 
 SIDE = 768  # of the product that is measured; small, for a plan should take little memory itself

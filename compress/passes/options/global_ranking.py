@@ -8,9 +8,9 @@ from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.passes.options.prune import Prune
+from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
-from compress.solvers.loss import weight_error
 from compress.weights.decision import Decision
 from compress.weights.masks import pruned_before, share_of
 from compress.weights.ranking import Boundary, ScoreHistogram, added, histogram, lowest

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 
 from compress.base.errors import InputError, one_of
-from compress.solvers.statistics.hessian import AffineHessian, Hessian
+from compress.solvers.removal import AffineHessian
+from compress.solvers.statistics.hessian import Hessian
 from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory
 
 Importance = Literal["loss", "activation", "magnitude"]

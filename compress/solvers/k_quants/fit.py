@@ -13,7 +13,6 @@ z is the code whose value is 0, and m is 0, of a type without minima. With minim
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.division import divide
+from compress.solvers.candidates import Candidate, least_cost
 from compress.weights.formats.k_quants import KQuant
 from compress.weights.grid import encode_unsigned
 
@@ -33,7 +33,7 @@ ROUNDS = 2
 
 
 class KSteps(NamedTuple):
-    """d and dmin of super-blocks [B], float16 numbers in the working dtype; dmin is 0 without minima."""
+    """d and dmin of super-blocks, [B, 1] or [B], float16 numbers in the working dtype; dmin is 0 without minima."""
 
     d: Tensor
     dmin: Tensor
@@ -78,21 +78,18 @@ def values_of(x: Tensor, at: Affine, bits: int) -> tuple[Tensor, Tensor]:
 def fit_groups(x: Tensor, cost: Tensor, format_: KQuant) -> tuple[Tensor, Tensor]:
     """(Scales, minima) [...] of groups x [..., g] alone, not coded yet. cost: broadcasts against x."""
     bits, most, zero = format_.layout.bits, 2**format_.layout.bits - 1, format_.zero
-    best = x.new_full(x.shape[:-1], torch.inf)
-    best_scale, best_minimum = torch.zeros_like(best), torch.zeros_like(best)
-    for scale, minimum in _guesses(x, most, zero, format_.layout.has_minima):
-        for _ in range(ROUNDS):
-            at = Affine(scale, minimum / scale + zero)
-            at = Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), at.zero))
-            codes, values = values_of(x, at, bits)
-            error = (cost * (x - values).square()).sum(-1)
-            better = error < best
-            best = torch.where(better, error, best)
-            best_scale, best_minimum = (
-                torch.where(better, new, old) for new, old in ((scale, best_scale), (minimum, best_minimum))
-            )
-            scale, minimum = least_squares(x, cost, codes - zero, format_.layout.has_minima)
-    return best_scale, best_minimum
+
+    def tried() -> Iterator[Candidate]:
+        for scale, minimum in _guesses(x, most, zero, format_.layout.has_minima):
+            for _ in range(ROUNDS):
+                at = Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), minimum / scale + zero))
+                codes, values = values_of(x, at, bits)
+                yield (cost * (x - values).square()).sum(-1), (scale, minimum)
+                scale, minimum = least_squares(x, cost, codes - zero, format_.layout.has_minima)
+
+    none = x.new_full(x.shape[:-1], torch.inf)
+    _, (scale, minimum) = least_cost((none, (torch.zeros_like(none), torch.zeros_like(none))), tried())
+    return scale, minimum
 
 
 def _guesses(x: Tensor, most: int, zero: int, has_minima: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -126,11 +123,11 @@ def least_squares(x: Tensor, cost: Tensor, steps: Tensor, has_minima: bool) -> t
 
 
 def first_steps(scale: Tensor, minimum: Tensor, format_: KQuant) -> KSteps:
-    """The steps [B] that the largest scales and minima [B, G] of super-blocks just fill."""
+    """The steps [B, 1] that the largest scales and minima [B, G] of super-blocks just fill."""
     least, most = format_.scale_range
     if format_.layout.has_minima:
-        return KSteps(as_float16(divide(scale.amax(-1), most)), as_float16(divide(minimum.amax(-1), most)))
-    low, high = scale.amin(-1), scale.amax(-1)
+        return KSteps(*(as_float16(divide(x.amax(-1, keepdim=True), most)) for x in (scale, minimum)))
+    low, high = scale.amin(-1, keepdim=True), scale.amax(-1, keepdim=True)
     d = as_float16(divide(torch.where(high > -low, high, low), least))
     return KSteps(d, torch.zeros_like(d))
 
@@ -139,14 +136,15 @@ def coded_groups(
     x: Tensor, cost: Tensor, scale: Tensor, minimum: Tensor, steps: KSteps, format_: KQuant
 ) -> tuple[Coded, Tensor]:
     """(Codes, errors) [..., G] of scales and minima [..., G] in steps [..., 1], the neighbours of least error."""
-    best = x.new_full(scale.shape, torch.inf)
-    chosen = Coded(torch.zeros_like(scale), torch.zeros_like(scale))
-    for tried in neighbours(nearest_codes(scale, minimum, steps, format_), format_):
-        _, values = values_of(x, affine(tried, steps, format_), format_.layout.bits)
-        error = (cost * (x - values).square()).sum(-1)
-        chosen = chosen_of(error < best, tried, chosen)
-        best = torch.minimum(error, best)
-    return chosen, best
+
+    def tried(codes: Coded) -> Candidate:
+        _, values = values_of(x, affine(codes, steps, format_), format_.layout.bits)
+        return (cost * (x - values).square()).sum(-1), codes
+
+    none = x.new_full(scale.shape, torch.inf), (torch.zeros_like(scale), torch.zeros_like(scale))
+    near = neighbours(nearest_codes(scale, minimum, steps, format_), format_)
+    error, chosen = least_cost(none, map(tried, near))
+    return Coded(*chosen), error
 
 
 def nearest_codes(scale: Tensor, minimum: Tensor, steps: KSteps, format_: KQuant) -> Coded:
@@ -173,51 +171,39 @@ def of_one_line(scales: Tensor, minima: Tensor) -> Coded:
     return Coded(scales, torch.where(scales == 0, torch.zeros_like(minima), minima))
 
 
-def chosen_of(better: Tensor, new: Coded, old: Coded) -> Coded:
-    return Coded(*(torch.where(better, a, b) for a, b in zip(new, old, strict=True)))
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Super-blocks fitted: steps [B], codes of scales and minima [B, G], and the error of each [B]."""
+class Fit(NamedTuple):
+    """Super-blocks fitted: steps [B, 1], codes of scales and minima [B, G], and the error of each [B]."""
 
     steps: KSteps
     coded: Coded
     error: Tensor
 
-    def or_better(self, other: "Fit") -> "Fit":
-        better = other.error < self.error
-        steps = KSteps(*(torch.where(better, a, b) for a, b in zip(other.steps, self.steps, strict=True)))
-        coded = chosen_of(better.unsqueeze(-1), other.coded, self.coded)
-        return Fit(steps, coded, torch.minimum(other.error, self.error))
-
 
 def fit_blocks(x: Tensor, cost: Tensor, format_: KQuant) -> Fit:
-    """KSteps and codes of super-blocks x [B, G, g] for the least cost (x - value)^2. cost: [G, g] or [B, G, g]."""
+    """Steps and codes of super-blocks x [B, G, g] for the least cost (x - value)^2. cost: [G, g] or [B, G, g]."""
     scale, minimum = fit_groups(x, cost, format_)
-    found: Fit | None = None
     steps = first_steps(scale, minimum, format_)
+    best: Candidate | None = None
     for _ in range(ROUNDS):
-        wide = KSteps(*(step.unsqueeze(-1) for step in steps))
-        coded, error = coded_groups(x, cost, scale, minimum, wide, format_)
-        tried = Fit(steps, coded, error.sum(-1))
-        found = tried if found is None else found.or_better(tried)
-        steps = refit_steps(x, cost, found, format_)
-    assert found is not None
-    return found
+        coded, error = coded_groups(x, cost, scale, minimum, steps, format_)
+        tried = error.sum(-1, keepdim=True), (*steps, *coded)
+        best = tried if best is None else least_cost(best, [tried])
+        d, dmin, *codes = best[1]
+        fit = Fit(KSteps(d, dmin), Coded(*codes), best[0].squeeze(-1))
+        steps = refit_steps(x, cost, fit, format_)
+    return fit
 
 
-def refit_steps(x: Tensor, cost: Tensor, found: Fit, format_: KQuant) -> KSteps:
-    """The steps of least error for the codes that a fit has."""
-    wide = KSteps(*(step.unsqueeze(-1) for step in found.steps))
-    codes, _ = values_of(x, affine(found.coded, wide, format_), format_.layout.bits)
-    slope = found.coded.scales.unsqueeze(-1) * (codes - format_.zero)
+def refit_steps(x: Tensor, cost: Tensor, fit: Fit, format_: KQuant) -> KSteps:
+    """The steps [B, 1] of least error for the codes that a fit has."""
+    codes, _ = values_of(x, affine(fit.coded, fit.steps, format_), format_.layout.bits)
+    slope = fit.coded.scales.unsqueeze(-1) * (codes - format_.zero)
     if not format_.layout.has_minima:
-        d, dmin = least_squares(x.flatten(1), cost.expand_as(x).flatten(1), slope.flatten(1), False)
-        return KSteps(as_float16(d), dmin)
-    d, dmin = two_steps(x, cost, slope, found.coded.minima.unsqueeze(-1).expand_as(x))
+        alone = least_squares(x.flatten(1), cost.expand_as(x).flatten(1), slope.flatten(1), False)
+        return KSteps(*(as_float16(step).unsqueeze(-1) for step in alone))
+    d, dmin = (t.unsqueeze(-1) for t in two_steps(x, cost, slope, fit.coded.minima.unsqueeze(-1).expand_as(x)))
     good = (d > 0) & (dmin >= 0) & torch.isfinite(d) & torch.isfinite(dmin)
-    return KSteps(*(as_float16(torch.where(good, a, b)) for a, b in zip((d, dmin), found.steps, strict=True)))
+    return KSteps(*(as_float16(torch.where(good, a, b)) for a, b in zip((d, dmin), fit.steps, strict=True)))
 
 
 def two_steps(x: Tensor, cost: Tensor, slope: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,18 +156,17 @@ class Hessian:
             if first and second:
                 contrast = self.drift[0] if late is None else self.drift[0].clone()
                 contrast.sub_(self.drift[1]).mul_((first * second) ** 0.5 / tokens)
-        whole = _result_of(self.total.div_(max(tokens, 1)), tokens, self.products.sum(), drift, contrast)
-        whole = replace(whole, few=self.early is not None)
+        noise = _shrinkage(self.total.div_(max(tokens, 1)), tokens, self.products.sum())
+        whole = HessianResult(self.total, tokens, drift, contrast, noise, few=self.early is not None)
         if self.early is None or late is None:
             self.early = self.drift = None
             return whole
-        drifts = (None, None) if self.drift is None else self.drift
-        halves = (
-            _result_of(sum_KK.div_(count), count, products, of_half, contrast, (tokens / count) ** 0.5)
-            for sum_KK, count, products, of_half in zip(
-                (self.early, late), self.counts, self.products, drifts, strict=True
-            )
-        )
+        drifts, halves = (None, None) if self.drift is None else self.drift, []
+        for sum_KK, count, products, of_half in zip(
+            (self.early, late), self.counts, self.products, drifts, strict=True
+        ):
+            noise, factor = _shrinkage(sum_KK.div_(count), count, products), (tokens / count) ** 0.5
+            halves.append(HessianResult(sum_KK, count, of_half, contrast, noise, contrast_factor=factor))
         return replace(whole, halves=tuple(halves))
 
 
@@ -181,35 +180,6 @@ def _add_products(sum_KK: Tensor, x_MK: Tensor) -> None:
     """Add x^T x to a sum, but for the blocks below its diagonal."""
     for part in symmetric_blocks(len(sum_KK)):
         sum_KK[part, part.start :].addmm_(x_MK[:, part].t(), x_MK[:, part.start :])
-
-
-class AffineHessian(Hessian):
-    """`Hessian` of an input with one more channel, the last, that is always one, for the layer's bias."""
-
-    def __init__(
-        self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
-    ) -> None:
-        super().__init__(channels + 1, device, dtype=dtype, reference=reference)
-
-    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        super().update(_with_one(x_MK), None if reference_MK is None else _with_one(reference_MK))
-
-
-def _with_one(x_MK: Tensor) -> Tensor:
-    return torch.cat([x_MK, x_MK.new_ones(len(x_MK), 1)], dim=1)
-
-
-def _result_of(
-    hessian: Tensor,
-    tokens: int,
-    products: Tensor,
-    drift: Tensor | None,
-    contrast: Tensor | None,
-    contrast_factor: float = 1.0,
-) -> HessianResult:
-    """The result of means over so many tokens. products: as `_shrinkage` has them."""
-    shrinkage = _shrinkage(hessian, tokens, products)
-    return HessianResult(hessian, tokens, drift, contrast, shrinkage, contrast_factor=contrast_factor)
 
 
 def _shrinkage(hessian: Tensor, tokens: int, products: Tensor) -> float:

@@ -6,18 +6,17 @@ Shapes: N outputs, K inputs. `passes.trellis` has the equations, and says where 
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns
+from compress.kernels.cpu.column_sweep import ColumnBlock
 from compress.kernels.layouts.trellis import levels_of, spread_of
-from compress.solvers.column_sweep import DAMP, ActOrder, Factor, Ordered, damped, ordered, sweep
-from compress.solvers.gptq import POLISH_DAMP, Solved
-from compress.solvers.polish import Polish, SettledRule
+from compress.solvers.column_sweep import CodeRule, Polish, Solved, move_column
+from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.trellis.viterbi import best_states
 from compress.weights.formats.trellis import TrellisCodes, Trellised
+from compress.weights.matrix import Matrix
 from compress.weights.scales import round_scale
 
 
@@ -33,54 +32,24 @@ def trellis(
     polish_damp: float = POLISH_DAMP,
     scale_dtype: torch.dtype | None = None,
 ) -> Solved:
-    """Quantize a weight to trellis codes for the least tr(E H E^T). Pure: no rank, no device, no state.
-
-    H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
-    sweeps: rounds of each once the sweep is over. polish_damp: damping of H in those; K / T more where T tokens are
-    few. scale_dtype: that of the stored scales (the weight's own, if not given). Raises CompressError where H is not
-    finite.
-    """
+    """Quantize a weight to trellis codes for the least tr(E H E^T). Pure: no rank, no device, no state. Options are as
+    in `gptq.gptq`. Raises CompressError where H is not finite."""
     work = weight_NK.to(hessian_KK.dtype)
-    seen = ordered(hessian_KK, damp, act_order, None)
-    dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
-    solve = partial(solve_trellis, work, seen, format_=format_, scale_dtype=dtype)
-    return solve(refit=refit, sweeps=sweeps, polish_damp=polish_damp)
+    problem = Problem.of(hessian_KK, damp, act_order, None, polish_damp)
+    rule = TrellisRule.of(work, problem, format_, weight_NK.dtype if scale_dtype is None else scale_dtype)
+    return rule.solve(work, problem, refit, sweeps)
 
 
-def solve_trellis(
-    weight_NK: Tensor,
-    seen: Ordered,
-    *,
-    format_: TrellisCodes,
-    scale_dtype: torch.dtype,
-    refit: int = 0,
-    sweeps: int = 0,
-    polish_damp: float = POLISH_DAMP,
-) -> Solved:
-    """`trellis` of rows of a weight, [N, K] in its own column order and the Hessian's dtype. Rows of one run of outputs
-    have to come together."""
-    weight = weight_NK[:, seen.order_K]
-    rule = TrellisRule.of(weight, format_, scale_dtype)
-    values, loss = sweep(weight, seen.factor, rule)
-    if refit or sweeps:
-        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        loss = state.rounds(partial(refit_outputs, state), refit, sweeps)
-    states = seen.back(rule.states.t())
-    return Solved(Trellised(states, rule.scale.to(scale_dtype), format_), loss, seen.factor.damp)
-
-
-def nearest_states(weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> Trellised:
+def nearest_states(weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> Matrix:
     """The path nearest to each column of a weight [N, K], every weight counting the same."""
-    columns = weight_NK.shape[1]
-    alone = Factor(torch.eye(columns).to(weight_NK), weight_NK.new_ones(columns), 0.0)
-    rule = TrellisRule.of(weight_NK, format_, scale_dtype)
-    sweep(weight_NK, alone, rule)
-    return Trellised(rule.states.t().contiguous(), rule.scale.to(scale_dtype), format_)
+    alone = Problem.of(torch.eye(weight_NK.shape[1]).to(weight_NK), damp=0.0)
+    return TrellisRule.of(weight_NK, alone, format_, scale_dtype).solve(weight_NK, alone, 0, 0).weight
 
 
 @dataclass
-class TrellisRule(SettledRule):
-    """Find the best path for each column: its sum of squared errors over all outputs is the least.
+class TrellisRule(CodeRule):
+    """Find the best path for each column: its sum of squared errors over all outputs is the least. Rows of one run of
+    outputs have to come together.
 
     scale [N]: numbers of the stored dtype; states int16 [K, N], in sweep order. divisor, importance [N]: of targets, as
     the search takes them.
@@ -93,14 +62,14 @@ class TrellisRule(SettledRule):
     divisor: Tensor = field(init=False)
     importance: Tensor = field(init=False)
     group: int = 0
-    settled: bool = False
+    swept: bool = False
 
     @classmethod
-    def of(cls, weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> "TrellisRule":
+    def of(cls, weight_NK: Tensor, problem: Problem, format_: TrellisCodes, scale_dtype: torch.dtype) -> "TrellisRule":
         """The rule before the first column. A code of k bits has at best (1 - 4^-k) of the energy of what it stands
         for, and scales are smaller by its root. Those of outputs that are all 0 are 0."""
         rows, columns = weight_NK.shape
-        rms_N = weight_NK.square().mean(1).sqrt()
+        rms_N = weight_NK[:, problem.order].square().mean(1).sqrt()
         scale_N = rms_N * (math.sqrt(1 - 4.0**-format_.bits) / spread_of(format_.code))
         stored = torch.where(rms_N > 0, round_scale(scale_N, scale_dtype), 0.0)
         states = torch.zeros(columns, rows, dtype=torch.int16, device=weight_NK.device)
@@ -115,9 +84,6 @@ class TrellisRule(SettledRule):
         # In units of their mean: the squares of small scales are too small for float32.
         unit = scale_N.mean().clamp(min=torch.finfo(scale_N.dtype).tiny)
         self.importance = (scale_N / unit).square().float()
-
-    def begin(self, column: int, updated_gN: Tensor) -> None:
-        raise AssertionError("scales are of outputs, not of groups")
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         self.states[column] = self.path(target_N)
@@ -136,11 +102,8 @@ class TrellisRule(SettledRule):
         """Levels [..., N] of states."""
         return levels_of(self.format.code, states).to(self.scale.dtype)
 
-    def at(self, column: int) -> tuple[Tensor, ...]:
+    def codes_at(self, column: int) -> tuple[Tensor, ...]:
         return (self.states[column],)
-
-    def held(self) -> DecidedColumns | None:
-        return None
 
     def descend(self, block: ColumnBlock) -> None:
         """Each column of a block takes the path nearest its own optimum, one column after another. A run of outputs
@@ -152,9 +115,8 @@ class TrellisRule(SettledRule):
             values = self.values(states)
             nearer = self.by_run((values - wanted).square() - (before - wanted).square()) < 0
             self.states[column] = torch.where(nearer, states, self.states[column])
-            block.change[j] = torch.where(nearer, values - before, 0.0)
+            move_column(block, j, torch.where(nearer, values - before, 0.0))
             block.value[j] += block.change[j]
-            block.target[j + 1 :].addr_(block.matrix[j, j + 1 :], block.change[j], alpha=-1)
 
     def by_run(self, of_outputs_N: Tensor) -> Tensor:
         """[N], the sums over each run of outputs, at every output of the run."""
@@ -162,19 +124,21 @@ class TrellisRule(SettledRule):
         padded = torch.nn.functional.pad(of_outputs_N, (0, -count % run)).view(-1, run)
         return padded.sum(1).repeat_interleave(run)[:count]
 
+    def refit(self, polish: Polish) -> None:
+        """For fixed paths the loss is quadratic in the scale of each output: set it to its minimum."""
+        level_KN = self.levels(self.states)
+        slope_N = (polish.gradient * level_KN).sum(0)
+        curvature_N = ((polish.hessian @ level_KN) * level_KN).sum(0)
+        moved_N = self.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)
+        valid = (self.scale > 0) & (curvature_N > 0) & torch.isfinite(moved_N) & (moved_N > 0)
+        old = self.scale
+        self.take_scale(torch.where(valid, round_scale(moved_N, self.scale_dtype), old))
+        change = self.values(self.states) - polish.values
+        # Rounding the scale may lose what the step gained: keep the old one there.
+        better = (change * (2 * polish.gradient - polish.hessian @ change)).sum(0) > 0
+        self.take_scale(torch.where(better, self.scale, old))
+        polish.move(slice(None), torch.where(better, change, 0.0))
 
-def refit_outputs(state: "Polish[TrellisRule]") -> None:
-    """For fixed paths the loss is quadratic in the scale of each output: set it to its minimum."""
-    rule = state.rule
-    level_KN = rule.levels(rule.states)
-    slope_N = (state.gradient * level_KN).sum(0)
-    curvature_N = ((state.hessian @ level_KN) * level_KN).sum(0)
-    moved_N = rule.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)
-    valid = (rule.scale > 0) & (curvature_N > 0) & torch.isfinite(moved_N) & (moved_N > 0)
-    old = rule.scale
-    rule.take_scale(torch.where(valid, round_scale(moved_N, rule.scale_dtype), old))
-    change = rule.values(rule.states) - state.values
-    # Rounding the scale may lose what the step gained: keep the old one there.
-    better = (change * (2 * state.gradient - state.hessian @ change)).sum(0) > 0
-    rule.take_scale(torch.where(better, rule.scale, old))
-    state.move(slice(None), torch.where(better, change, 0.0))
+    def to_weight(self, problem: Problem, values_NK: Tensor) -> Trellised:
+        states = problem.restore(self.states.t().contiguous())
+        return Trellised(states, self.scale.to(self.scale_dtype), self.format)
