@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
     from compress.passes.magnitude import Magnitude
-    from compress.passes.protocol.base import Pass
-    from compress.passes.protocol.layer_filter import but, only
+    from compress.passes.protocol.base import Pass, but, only
     from compress.passes.protocol.recipe import load_recipe
     from compress.passes.reconstruct import Reconstruct
     from compress.passes.rtn import RTN
@@ -104,7 +103,7 @@ _HOMES = {
     "Train": "compress.passes.train",
     "Trellis": "compress.passes.trellis",
     "Wanda": "compress.passes.wanda",
-    "but": "compress.passes.protocol.layer_filter",
+    "but": "compress.passes.protocol.base",
     "cache_logits": "compress.jobs.cache_logits",
     "compile_steps": "compress.inference.load.steps",
     "evaluate": "compress.evaluation.evaluate",
@@ -121,7 +120,7 @@ _HOMES = {
     "load_recipe": "compress.passes.protocol.recipe",
     "lora": "compress.inference.layers.adapters",
     "on_codes": "compress.jobs.on_codes",
-    "only": "compress.passes.protocol.layer_filter",
+    "only": "compress.passes.protocol.base",
     "plan": "compress.jobs.forecast.forecast",
     "prepare_qat": "compress.jobs.qat_loop",
     "quantize": "compress.jobs.quantize",

@@ -64,6 +64,13 @@ def one_of(what: str, given: str, allowed: Iterable[str], meant: str | None = No
     raise InputError(f"unknown {what} {given!r}{hint} allowed: {', '.join(names)}")
 
 
+def check_least(options: object, least: int, *names: str, unit: str = "") -> None:
+    """Raises InputError for the first of these options that is less than it may be."""
+    for name in names:
+        if not (value := getattr(options, name)) >= least:
+            raise InputError(f"{name} {value}; allowed: {least} or more{unit}")
+
+
 def likeliest(given: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant, quoted: `given` in other capitals or with other dashes, or the closest name.
     None where no name is close."""

@@ -31,7 +31,7 @@ from compress.passes.options.quantize import FoldThenRound
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.solve import solve_rows
 from compress.passes.protocol.stages import Rewrite
-from compress.solvers.awq import best, candidates, rounded, scaled_loss
+from compress.solvers.awq import best, candidates, round_rows, scaled_loss
 from compress.solvers.outliers import set_apart
 from compress.solvers.problem import quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
@@ -107,7 +107,7 @@ class AWQ(FoldThenRound):
             if self.outliers:
                 rest, found = set_apart(weight, grid, scale_dtype, self.outliers, hessian.diagonal())
                 exact = (found,)
-            round_part = partial(rounded, hessian_KK=hessian, grid=grid, scale_dtype=scale_dtype, clip=self.clip)
+            round_part = partial(round_rows, hessian_KK=hessian, grid=grid, scale_dtype=scale_dtype, clip=self.clip)
             if self.per_tensor:
                 quantized: Matrix = round_part(rest)
             else:

@@ -48,7 +48,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.sites import Site
@@ -84,9 +84,8 @@ class GPTQ(SecondOrder, QuantizeWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, unit in (("refit", "rounds"), ("sweeps", "rounds"), ("steps", "steps")):
-            if getattr(self, option) < 0:
-                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more {unit}")
+        check_least(self, 0, "refit", "sweeps", unit=" rounds")
+        check_least(self, 0, "steps", unit=" steps")
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 

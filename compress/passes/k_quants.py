@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError, check_least, one_of
 from compress.kernels.layouts.k_quants import BLOCK
 from compress.model.patterns import ignoring
 from compress.passes.gptq import GPTQ
@@ -91,9 +91,7 @@ class KQuants(SecondOrder):
         super().__post_init__()
         one_of("K-quant", self.scheme, K_SCHEMES)
         one_of("rounding", self.rounding, get_args(Rounding))
-        for option in ("refit", "sweeps", "blocks"):
-            if getattr(self, option) < 0:
-                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more")
+        check_least(self, 0, "refit", "sweeps", "blocks")
         idle = [f.name for f in fields(self) if f.name in OF_GPTQ and getattr(self, f.name) != f.default]
         if idle and not self.calibrates:
             raise InputError(f"{idle[0]} is of rounding=gptq, and rounding is nearest; leave it out")

@@ -32,15 +32,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
-from compress.solvers.low_rank import approximated, with_outliers
+from compress.solvers.low_rank import approximate, with_outliers
 from compress.solvers.outliers import check_share
-from compress.solvers.problem import DAMP, check_drift, drift_correction, quadratic
+from compress.solvers.problem import DAMP, check_reliance, drift_correction, quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
@@ -79,9 +79,8 @@ class LowRank(RankBudget):
         if not 0 < self.share <= 1:
             raise InputError(f"share {self.share}; allowed: above 0, at most 1")
         check_share(self.outliers)
-        if self.iterations < 1:
-            raise InputError(f"iterations {self.iterations}; allowed: 1 or more")
-        check_drift(self.drift)
+        check_least(self, 1, "iterations")
+        check_reliance(DAMP, self.drift, self.statistics)
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         rows, columns = shape
@@ -145,7 +144,7 @@ class LowRank(RankBudget):
         owner = site.comm.assign({each: float(min(w.shape)) for each, w in site.weights.items()})[name]
 
         def low(rest_NK: Tensor) -> Tensors:
-            return approximated(site.comm, owner, rest_NK, hessian_KK, rank, dtype, self.factor_bits)
+            return approximate(site.comm, owner, rest_NK, hessian_KK, rank, dtype, self.factor_bits)
 
         def loss(error_NK: Tensor) -> float:
             return quadratic(site.comm, error_NK, hessian_KK)

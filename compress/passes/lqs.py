@@ -31,13 +31,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.gptq import GPTQ
 from compress.passes.options.rank_budget import RankBudget
 from compress.passes.options.second_order import Result, Solution, Target
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Stage
-from compress.solvers.low_rank import approximated
+from compress.solvers.low_rank import approximate
 from compress.solvers.lqs import Parts, best_turn, in_turns
 from compress.solvers.problem import Problem, quadratic
 from compress.weights.decision import Figures
@@ -62,8 +62,7 @@ class LQS(RankBudget, GPTQ):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.iterations < 0:
-            raise InputError(f"iterations {self.iterations}; allowed: 0 or more rounds")
+        check_least(self, 0, "iterations", unit=" rounds")
         if not self.rank and not self.ranks:
             raise InputError("rank 0 leaves nothing beside what gptq finds; give a rank, or use gptq")
 
@@ -77,7 +76,7 @@ class LQS(RankBudget, GPTQ):
             return found
         return replace(found, terms=(*found.terms, LowRankFactors(rank=rank, bits=self.factor_bits)))
 
-    def approximated(self, site: Site, name: str) -> Tensor:
+    def to_approximate(self, site: Site, name: str) -> Tensor:
         weight = site.weights[name].double()
         return weight - self.nearest(site, name, torch.float64).dequantize()
 
@@ -100,7 +99,7 @@ class LQS(RankBudget, GPTQ):
         for name, rest in rests.items():
             rank, dtype = self.rank_of(name, (len(rest), rest.shape[1])), site.scale_dtypes[name]
             how = (problem.hessian, rank, dtype, self.factor_bits)
-            low[name] = approximated(site.comm, owners[name], rest, *how) if rank else None
+            low[name] = approximate(site.comm, owners[name], rest, *how) if rank else None
         return low
 
     def _best(self, site: Site, problem: Problem, target: Tensor, turns: Sequence[Parts]) -> Result:

@@ -26,7 +26,7 @@ Departs from the papers:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.stages import Reconstruction, Stage
 
@@ -59,12 +59,8 @@ class Reconstruct(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("steps", 1), ("rows", 1), ("checks", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} {getattr(self, name)}; allowed: {least} or more")
-        for name in ("rate", "scale_rate"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} {getattr(self, name)}; allowed: 0 or more")
+        check_least(self, 1, "steps", "rows", "checks")
+        check_least(self, 0, "seed", "rate", "scale_rate")
         if not self.rate and not self.scale_rate:
             raise InputError("rate and scale_rate are 0, which leaves nothing to train; give one of them")
 

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.options.second_order import SecondOrder, Solution
 from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
@@ -71,8 +71,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 0:
-            raise InputError(f"steps {self.steps}; allowed: 0 or more")
+        check_least(self, 0, "steps")
         if self.of_each is not None and self.act_order == "static":
             raise InputError(
                 f"act_order static visits inputs apart that {self.pattern} prunes together; allowed: none, group"

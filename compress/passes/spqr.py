@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
@@ -107,9 +107,8 @@ class SpQR(SecondOrder):
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: 1 to {MAX_BITS}")
-        for option, least in (("group_size", 0), ("tile_rows", 1), ("refit", 0), ("sweeps", 0)):
-            if getattr(self, option) < least:
-                raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")
+        check_least(self, 0, "group_size", "refit", "sweeps")
+        check_least(self, 1, "tile_rows")
         if self.act_order == "static":
             raise InputError(
                 "act_order static fixes scales beforehand, and spqr fits them as it goes; give group or none"

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from compress.base.errors import InputError
+from compress.base.errors import InputError, check_least
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
 from compress.model.patterns import ignoring
@@ -79,9 +79,7 @@ class Trellis(SecondOrder):
             raise InputError(f"state_bits {self.state_bits}; allowed: {allowed}")
         if self.run < 64 or self.run % BLOCK:
             raise InputError(f"run {self.run}; allowed: 64 or more, in steps of {BLOCK}")
-        for option, least in (("refit", 0), ("sweeps", 0)):
-            if getattr(self, option) < least:
-                raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")
+        check_least(self, 0, "refit", "sweeps")
 
     @property
     def format(self) -> TrellisCodes:
@@ -111,7 +109,7 @@ class Trellis(SecondOrder):
     def together(self) -> int:
         return self.run
 
-    def compared(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
+    def references(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
         return {}  # rounding to nearest takes as long as all else
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:

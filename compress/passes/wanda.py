@@ -53,9 +53,9 @@ class Wanda(SparsityBudget, Ranked):
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
         norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()
 
-        def pruned(name: str, share: float) -> Tensor:
+        def prune(name: str, share: float) -> Tensor:
             weight = site.weights[name].double()
             choice = Choice(None, share, together=self.per == "layer")
             return survivors(weight, choice.kept(wanda(weight, norm_K), None), torch.float64).values
 
-        return pruned
+        return prune

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from compress.solvers.candidates import least_loss
 from compress.weights.grid import Grid, Quantized, fake_quantize, fit_matrix, quantize
 
 POWERS = tuple(a / 20 for a in range(20))
@@ -26,7 +27,7 @@ def awq(
     no device, no state.
 
     mean: of |x| for each input, at least 0. scale_dtype: that of the grid's stored scales (the weight's own, if not
-    given). `rounded(weight * s, ...)` is what is stored, and x / s what the layer is given.
+    given). `round_rows(weight * s, ...)` is what is stored, and x / s what the layer is given.
     """
     work, dtype = weight_NK.to(hessian_KK.dtype), weight_NK.dtype if scale_dtype is None else scale_dtype
     plain = grid.plain
@@ -38,15 +39,14 @@ def awq(
 def candidates(mean_C: Tensor, size_C: Tensor) -> dict[str, Tensor]:
     """{name: scales [C]}, those of no scaling first. mean: of |x| of each channel; size: of |w| that multiplies it."""
     found = {"none": torch.ones_like(mean_C)}
-    found |= {f"{a:g}": balanced(mean_C**a) for a in POWERS[1:]}
-    found |= {f"{a:g} with weights": balanced(mean_C**a / size_C ** (1 - a)) for a in POWERS}
+    found |= {f"{a:g}": balance(mean_C**a) for a in POWERS[1:]}
+    found |= {f"{a:g} with weights": balance(mean_C**a / size_C ** (1 - a)) for a in POWERS}
     return found
 
 
 def best(tried: Mapping[str, Tensor], losses: Tensor) -> tuple[Tensor, str, float]:
     """(The scales of least loss, their name, their loss as a part of that of the first.)"""
-    least = int(losses.argmin())
-    share = float(losses[least] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny))
+    least, share = least_loss(losses)
     return list(tried.values())[least], list(tried)[least], share
 
 
@@ -67,7 +67,7 @@ def scaled_loss(
     return (error @ hessian_KK) * error
 
 
-def balanced(s_C: Tensor) -> Tensor:
+def balance(s_C: Tensor) -> Tensor:
     """s with its largest and smallest value around 1; channels without a finite, positive scale get 1."""
     usable = torch.isfinite(s_C) & (s_C > 0)
     if not usable.any():
@@ -77,7 +77,7 @@ def balanced(s_C: Tensor) -> Tensor:
     return torch.where(usable, s_C, torch.ones_like(s_C))
 
 
-def rounded(
+def round_rows(
     weight_NK: Tensor, hessian_KK: Tensor, grid: Grid, scale_dtype: torch.dtype, clip: bool = True
 ) -> Quantized:
     """Each row to the nearest codes of its whole range or (clip) of the one that `grid` searches, whichever has the

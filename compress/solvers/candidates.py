@@ -1,4 +1,4 @@
-"""The best of some candidates, chosen for each element of a tensor by itself."""
+"""The best of some candidates: of all, or for each element of a tensor by itself."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,3 +17,9 @@ def least_cost(first: Candidate, others: Iterable[Candidate]) -> tuple[Tensor, t
         best = torch.where(better, cost, best)
         chosen = tuple(torch.where(better, new, old) for new, old in zip(values, chosen, strict=True))
     return best, chosen
+
+
+def least_loss(losses: Tensor) -> tuple[int, float]:
+    """(The index of the least of losses, its loss as a part of that of the first.)"""
+    least = int(losses.argmin())
+    return least, float(losses[least] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny))

@@ -59,7 +59,7 @@ def svd_llm(
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
 
     def low(rest_NK: Tensor) -> Tensors:
-        return approximated(alone, alone.rank, rest_NK, hessian, rank, dtype, factor_bits)
+        return approximate(alone, alone.rank, rest_NK, hessian, rank, dtype, factor_bits)
 
     def loss(error_NK: Tensor) -> float:
         return quadratic(alone, error_NK, hessian)
@@ -119,7 +119,7 @@ def basis(comm: Comm, owner: int, weight_NK: Tensor, hessian_KK: Tensor, rank: i
     return comm.all_reduce(found)
 
 
-def approximated(
+def approximate(
     comm: Comm, owner: int, weight_NK: Tensor, hessian_KK: Tensor, rank: int, dtype: torch.dtype, bits: int
 ) -> Tensors:
     """The best term of a rank for a weight, as it is stored; found by one rank of the run for all."""

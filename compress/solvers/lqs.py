@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.solvers.gptq import outlier_prices, solve_on_grid
-from compress.solvers.low_rank import approximated
+from compress.solvers.low_rank import approximate
 from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem, quadratic
 from compress.weights.grid import Grid
 from compress.weights.matrix import Matrix, added
@@ -75,7 +75,7 @@ def lqs(
         return {"": solve_on_grid(rest, problem, grid, dtype, refit=refit, sweeps=sweeps, price_N=price_N).weight}
 
     def low_of(rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
-        return {"": approximated(alone, alone.rank, rests[""], hessian_KK, rank, dtype, factor_bits)}
+        return {"": approximate(alone, alone.rank, rests[""], hessian_KK, rank, dtype, factor_bits)}
 
     targets = {"": target}
     turns = in_turns(targets, codes_of(targets), codes_of, low_of, iterations)[""]

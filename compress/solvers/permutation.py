@@ -36,20 +36,20 @@ def better_order(score_RU: Tensor, pattern: Pattern, rounds: int) -> Tensor:
     rows = torch.linspace(0, len(score_RU) - 1, min(ROWS, len(score_RU))).round().long()
     some = score_RU[rows.to(score_RU.device)]
     same = torch.arange(score_RU.shape[1], device=score_RU.device)
-    order = max((same, dealt(some, pattern)), key=lambda o: kept_of(some[:, o], pattern))
+    order = max((same, deal(some, pattern)), key=lambda o: kept_of(some[:, o], pattern))
     generator = torch.Generator().manual_seed(0)
     for _ in range(rounds):
-        order = exchanged(some, order, pattern, generator)
+        order = exchange(some, order, pattern, generator)
     return order if kept_of(score_RU[:, order], pattern) > kept_of(score_RU, pattern) else same
 
 
-def dealt(score_RU: Tensor, pattern: Pattern) -> Tensor:
+def deal(score_RU: Tensor, pattern: Pattern) -> Tensor:
     """Channels by their sums, the largest of each group first."""
     falling = score_RU.sum(0, dtype=torch.float64).argsort(descending=True, stable=True)
     return falling.view(pattern.length, -1).t().flatten()
 
 
-def exchanged(score_RU: Tensor, order_U: Tensor, pattern: Pattern, generator: torch.Generator) -> Tensor:
+def exchange(score_RU: Tensor, order_U: Tensor, pattern: Pattern, generator: torch.Generator) -> Tensor:
     """The order after groups in random pairs [P] have exchanged the two channels that gain most, if any do."""
     groups = order_U.view(-1, pattern.length).clone()
     drawn = torch.randperm(len(groups), generator=generator).to(order_U.device)

@@ -11,6 +11,7 @@ drift_correction   X_q [T, K] is the input behind the compressed prefix, X the s
                    2505.11695).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
-from compress.solvers.statistics.hessian import HessianResult, symmetric_blocks
+from compress.solvers.statistics.hessian import HessianResult, precision, symmetric_blocks
 
 DAMP = 0.01
 DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
@@ -55,29 +56,22 @@ class Problem:
         group_size: int | None = None,
         polish_damp: float = POLISH_DAMP,
     ) -> "Problem":
-        """The problem of a Hessian. group_size: inputs that share a scale, for act_order "group". The damping is raised
-        tenfold until H is positive definite; raises CompressError where it is not even with 1000 times the mean
-        diagonal (the statistics are not finite)."""
+        """The problem of a Hessian. group_size: inputs that share a scale, for act_order "group". Raises CompressError
+        where no damping makes H positive definite."""
         order = column_order(hessian_KK.diagonal(), act_order, group_size)
         in_order = hessian_KK if act_order == "none" else hessian_KK[order][:, order]
-        level = damp
-        while level <= DAMP_LIMIT:
-            # Few matrices of [K, K] at a time: one may take a gigabyte.
-            flipped = in_order.flip(0, 1)
-            flipped.diagonal().add_(_damping(in_order.diagonal(), level).flip(0))
-            lower, failed = torch.linalg.cholesky_ex(flipped)
-            del flipped
-            if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
-                upper = lower.flip(0, 1)
-                del lower
-                root = upper.diagonal().clone()
-                fixed = act_order == "static"
-                return cls(hessian_KK, order, in_order, upper.div_(root), root * root, level, polish_damp, fixed)
-            level = max(level * DAMP_GROWTH, 1e-4)
-        raise CompressError(
-            f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
-            "check the calibration data for non-finite activations"
-        )
+
+        def flipped(level: float) -> Tensor:
+            matrix = in_order.flip(0, 1)
+            matrix.diagonal().add_(_damping(in_order.diagonal(), level).flip(0))
+            return matrix
+
+        lower, level = factorize(flipped, damp)
+        upper = lower.flip(0, 1)
+        del lower
+        root = upper.diagonal().clone()
+        fixed = act_order == "static"
+        return cls(hessian_KK, order, in_order, upper.div_(root), root * root, level, polish_damp, fixed)
 
     def restore(self, columns_in_order: Tensor) -> Tensor:
         """[..., K] in the order of the sweep -> in the layer's own."""
@@ -93,6 +87,21 @@ class Problem:
     def polish_hessian(self) -> Tensor:
         """[K, K] H of the steps after a sweep, in its order; as large as H, so computed where it is needed."""
         return add_damping(self.in_order, self.polish_damp)
+
+
+def factorize(matrix: Callable[[float], Tensor], damp: float) -> tuple[Tensor, float]:
+    """(The Cholesky factor of a matrix [K, K] with so much damping, which is raised tenfold until there is one; the
+    damping.) Raises CompressError where there is none even with 1000: the statistics are not finite."""
+    while damp <= DAMP_LIMIT:
+        # Few matrices of [K, K] at a time: one may take a gigabyte.
+        lower, failed = torch.linalg.cholesky_ex(matrix(damp))
+        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
+            return lower, damp
+        damp = max(damp * DAMP_GROWTH, 1e-4)
+    raise CompressError(
+        f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
+        "check the calibration data for non-finite activations"
+    )
 
 
 def add_damping(hessian_KK: Tensor, damp: float) -> Tensor:
@@ -178,9 +187,13 @@ class Correction:
         return weight_NK + share * step_NK, share
 
 
-def check_drift(drift: float) -> None:
+def check_reliance(damp: float, drift: float, statistics: str) -> None:
+    """Refuse options of a Hessian that cannot be. Raises InputError."""
+    if not 0 < damp <= 1:
+        raise InputError(f"damp {damp}; allowed: above 0, at most 1 (0.01 is usual)")
     if not 0 <= drift <= 1:
         raise InputError(f"drift {drift}; allowed: 0 (off) to 1")
+    precision(statistics)
 
 
 def drift_correction(statistics: HessianResult, damp: float) -> Correction | None:

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.base.errors import CompressError
-from compress.solvers.problem import DAMP_GROWTH, DAMP_LIMIT
+from compress.solvers.problem import factorize
 from compress.solvers.statistics.hessian import Hessian
 
 
@@ -44,18 +43,14 @@ def regular(hessian_KK: Tensor, damp: float) -> tuple[Tensor, Tensor]:
     is never active costs the damping alone, and goes first. Raises CompressError where H is not finite."""
     mean = hessian_KK.diagonal().mean()
     mean = mean if mean > 0 else torch.ones_like(mean)
-    level = damp
-    while level <= DAMP_LIMIT:
+
+    def regularized(level: float) -> Tensor:
         result = hessian_KK.clone()
         result.diagonal().add_(level * mean)
-        lower, failed = torch.linalg.cholesky_ex(result)
-        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
-            return result, lower
-        level = max(level * DAMP_GROWTH, 1e-4)
-    raise CompressError(
-        f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
-        "check the calibration data for non-finite activations"
-    )
+        return result
+
+    lower, level = factorize(regularized, damp)
+    return regularized(level), lower
 
 
 class Costs(Protocol):
@@ -143,7 +138,7 @@ def best(scores_G: Tensor, count: int) -> Tensor:
     return scores_G.cpu().argsort(stable=True)[count:].sort().values
 
 
-def compensated(consumer: CutConsumer, staying_S: Tensor) -> Tensor:
+def compensate(consumer: CutConsumer, staying_S: Tensor) -> Tensor:
     """[N, S] W H_{:,S} H_SS^-1 of the damped H: the weights that do best on what is left."""
     hessian, _ = regular(consumer.hessian, consumer.damp)
     inside_SS = hessian[staying_S][:, staying_S]

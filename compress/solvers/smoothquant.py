@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compress.solvers.candidates import least_loss
 from compress.weights.grid import Grid, fake_quantize, scale_of_range
 from compress.weights.rounding import ActivationCodes
 
@@ -59,8 +60,7 @@ def candidates(largest_C: Tensor, heaviest_C: Tensor) -> list[Tensor]:
 
 def best(tried: Sequence[Tensor], losses: Tensor) -> tuple[Tensor, float | str, float]:
     """(The scales of least loss, their alpha or "none", their loss as a part of that of the first.)"""
-    least = int(losses.argmin())
-    share = float(losses[least] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny))
+    least, share = least_loss(losses)
     return tried[least], ALPHAS[least - 1] if least else "none", share
 
 

@@ -127,13 +127,13 @@ class TileRule(CodeRule):
             exact = self.exact[column]
             none = encode_unsigned(torch.zeros_like(target_N), scale, zero, self.format.bits)
             codes = torch.where(exact, none, codes)
-            whole, extra = self.completed(target_N, self._values(none, scale, zero))
+            whole, extra = self.complete(target_N, self._values(none, scale, zero))
             values = torch.where(exact, whole, values)
             self.extra[column] = torch.where(exact, extra, torch.zeros_like(extra))
         self.codes[column] = codes
         return values
 
-    def completed(self, target: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def complete(self, target: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """(what stands for a target of which codes have these values, and what is added to them), as it is stored."""
         extra = (target - values).to(self.dtype)
         return summed(iter((values.to(self.dtype), extra))).to(target.dtype), extra
@@ -164,14 +164,14 @@ class TileRule(CodeRule):
 
         def tried(numbers: Sequence[Tensor]) -> Candidate:
             values = self._values(codes, *scales_and_zeros(numbers[0], numbers[1], self.ranges[group]))
-            moved = torch.where(exact, self.completed(old, values)[0], values) - old
+            moved = torch.where(exact, self.complete(old, values)[0], values) - old
             return -(moved * (2 * gradient - block @ moved)).sum(0), (moved, *numbers)
 
         first = self.scale_codes[group].clone(), self.zero_codes[group].clone()
         stay = torch.zeros_like(self.scale[group]), (torch.zeros_like(old), *first)
         _, (change, *chosen) = least_cost(stay, map(tried, neighbours(first, self.format)))
         self._choose(group, chosen)
-        extra = self.completed(old, self._values(codes, self.scale[group], self.zero[group]))[1]
+        extra = self.complete(old, self._values(codes, self.scale[group], self.zero[group]))[1]
         self.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
         polish.move(columns, change)
 

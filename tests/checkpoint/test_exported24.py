@@ -18,7 +18,7 @@ from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
 from compress.inference.check.dense_twin import compared
 from compress.inference.layers.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
-from compress.passes.protocol.layer_filter import only
+from compress.passes.protocol.base import only
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
 LAYERS = 14

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm, RowShard
 from compress.passes.magnitude import Magnitude
-from compress.passes.protocol.base import Pass
-from compress.passes.protocol.layer_filter import but, only
+from compress.passes.protocol.base import Pass, but, only
 from compress.passes.protocol.recipe import PASSES, pass_class
 from compress.passes.protocol.sites import Site
 from compress.passes.sparsegpt import SparseGPT

@@ -23,8 +23,7 @@ from compress.passes.k_quants import KQuants
 from compress.passes.low_rank import LowRank
 from compress.passes.lqs import LQS
 from compress.passes.options.weight_format import WeightFormat
-from compress.passes.protocol.base import Pass
-from compress.passes.protocol.layer_filter import but, only
+from compress.passes.protocol.base import Pass, but, only
 from compress.passes.protocol.recipe import options_of
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Rewrite

@@ -14,7 +14,7 @@ from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
 from compress.inference.check.dense_twin import compared
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.passes.protocol.layer_filter import only
+from compress.passes.protocol.base import only
 from compress.passes.protocol.recipe import describe, parse_recipe
 
 METHODS = {

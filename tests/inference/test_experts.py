@@ -16,7 +16,7 @@ from compress.inference.layers.experts import ExpertStack, StackedExperts
 from compress.inference.layers.linear import PackedLinear
 from compress.kernels.cpu import direct
 from compress.model.experts import SortedExperts
-from compress.passes.protocol.layer_filter import but, only
+from compress.passes.protocol.base import but, only
 
 # Settings of RTN, by what their layers are. Rows of tiny experts have one scale.
 SCHEMES = {

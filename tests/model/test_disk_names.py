@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import compress
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.split_experts import split_experts
-from compress.passes.protocol.layer_filter import but, only
+from compress.passes.protocol.base import but, only
 from compress.recipes.studies.models.small import small
 
 PAIRS = [

@@ -16,7 +16,7 @@ from compress.checkpoint.read.source import find_source
 from compress.jobs.verify import outputs, probe
 from compress.model.edits.folds import UNTOUCHED
 from compress.passes.protocol.sites import FoldSite, Reader
-from compress.solvers.awq import balanced
+from compress.solvers.awq import balance
 from compress.solvers.smoothquant import smoothing
 from compress.solvers.statistics.hessian import Hessian
 from compress.solvers.statistics.input_statistics import ChannelMean, MinMax, TokenSample
@@ -130,8 +130,8 @@ def test_query_heads_that_share_a_value_head_share_a_scale():
 
 
 def test_scales_stay_usable():
-    assert torch.equal(balanced(torch.tensor([0.0, float("inf"), float("nan")])), torch.ones(3))
-    found = balanced(torch.tensor([0.0, 4.0, 1.0]))
+    assert torch.equal(balance(torch.tensor([0.0, float("inf"), float("nan")])), torch.ones(3))
+    found = balance(torch.tensor([0.0, 4.0, 1.0]))
     assert found[0] == 1
     assert found[1] / found[2] == 4
 

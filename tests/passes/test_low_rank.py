@@ -13,7 +13,7 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Finding
 from compress.solvers.allocation import RankCurve, allocate
-from compress.solvers.low_rank import approximated, spectrum
+from compress.solvers.low_rank import approximate, spectrum
 from compress.solvers.outliers import dearest
 from compress.solvers.statistics.hessian import Hessian
 
@@ -49,7 +49,7 @@ def truncated(weight: Tensor, hessian: Tensor, rank: int) -> Tensor:
 
 
 def best(weight: Tensor, hessian: Tensor, rank: int) -> Tensor:
-    return approximated(Comm(), 0, weight, hessian, rank, torch.float64, 16).dequantize()
+    return approximate(Comm(), 0, weight, hessian, rank, torch.float64, 16).dequantize()
 
 
 @every_shape
@@ -105,7 +105,7 @@ def test_an_output_of_zeros_stays_one():
     weight = drawn(24, 40)
     weight[[3, 20]] = 0
     for bits in (16, 8):
-        found = approximated(Comm(), 0, weight, hessian_of(inputs(40)), 9, torch.bfloat16, bits).dequantize()
+        found = approximate(Comm(), 0, weight, hessian_of(inputs(40)), 9, torch.bfloat16, bits).dequantize()
         assert not found[[3, 20]].any()
         assert torch.isfinite(found).all()
 

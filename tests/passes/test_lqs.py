@@ -9,7 +9,7 @@ from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding
 from compress.solvers.gptq import gptq
-from compress.solvers.low_rank import approximated
+from compress.solvers.low_rank import approximate
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.grid import Quantized
 
@@ -52,7 +52,7 @@ def transcribed(iterations: int) -> list[float]:
     for turn in range(iterations + 1):
         if turn:
             codes = gptq(WEIGHT - low, HESSIAN, grid=grid).weight.dequantize()
-        low = approximated(Comm(), 0, WEIGHT - codes, HESSIAN, RANK, torch.float64, 16).dequantize()
+        low = approximate(Comm(), 0, WEIGHT - codes, HESSIAN, RANK, torch.float64, 16).dequantize()
         losses.append(loss(codes + low))
     return losses
 

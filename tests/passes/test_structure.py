@@ -6,7 +6,7 @@ import torch
 from compress.base.collectives import Comm
 from compress.engine.shrink.groups import Reading, choose
 from compress.passes.whole_model.structure import Structure
-from compress.solvers.removal import AffineHessian, CutConsumer, LeastSquares, Zeroing, best, compensated, greedy
+from compress.solvers.removal import AffineHessian, CutConsumer, LeastSquares, Zeroing, best, compensate, greedy
 from compress.solvers.statistics.hessian import Hessian
 
 T, N, SIZE, GROUPS = 400, 5, 3, 6
@@ -123,7 +123,7 @@ def test_what_others_can_replace_goes_before_what_is_small():
     assert 3 not in kept
     assert not {1, 2, 6} <= set(kept)  # one of the three that depend on each other
     staying = layer.inputs(torch.tensor(kept))
-    torch.testing.assert_close(x[:, staying] @ compensated(layer, staying).T, x @ weight.T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(x[:, staying] @ compensate(layer, staying).T, x @ weight.T, rtol=0, atol=1e-5)
     assert 5 not in greedy([Zeroing(layer)], 8, 2, 64).tolist()
     assert best(weight.square().sum(0), 1).tolist() == [0, 1, 2, 3, 4, 6, 7]
 

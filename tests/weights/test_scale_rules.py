@@ -7,7 +7,7 @@ import torch
 
 import compress
 from compress.base.errors import InputError
-from compress.solvers.awq import rounded
+from compress.solvers.awq import round_rows
 from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.grid import Grid, decode, encode, fit
 from compress.weights.scales import FLOAT8
@@ -94,7 +94,7 @@ def test_rules_stay_where_a_pass_wants_the_plain_range():
     grid = POWERS["mxfp4"].with_range("floor")
     assert grid.plain == grid
     assert torch.equal(
-        rounded(x, torch.diag(weight), grid, torch.bfloat16).scale[:, 0], fit(x, grid, torch.bfloat16)[0]
+        round_rows(x, torch.diag(weight), grid, torch.bfloat16).scale[:, 0], fit(x, grid, torch.bfloat16)[0]
     )
     assert NVFP4.with_range("4/6").plain == NVFP4
     assert compress.GPTQ(scheme="mxfp4a16", scale_rule="floor").weight_grid().range_choice == "floor"

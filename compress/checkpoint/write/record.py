@@ -14,7 +14,7 @@ from compress.model.known_edits import Edit
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.solvers.statistics.calibrators import Range
-from compress.solvers.statistics.histogram import merged, merged_edge, pooled
+from compress.solvers.statistics.histogram import merge_bins, merged_edge, pool
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 
@@ -180,8 +180,8 @@ def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ())
     that read the tensor."""
     histogram = None
     if found.counts is not None and found.width is not None:
-        counts, width = pooled(found.counts, found.width)
-        histogram = HistogramRecord(width, *merged(counts))
+        counts, width = pool(found.counts, found.width)
+        histogram = HistogramRecord(width, *merge_bins(counts))
     return RangeRecord(
         tensor,
         role,

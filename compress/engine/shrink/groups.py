@@ -19,7 +19,7 @@ from compress.solvers.removal import (
     LeastSquares,
     Zeroing,
     best,
-    compensated,
+    compensate,
     greedy,
     relative_loss,
 )
@@ -75,7 +75,7 @@ def choose(
     for name, consumer in consumers.items():
         inputs = consumer.inputs(kept)
         plain = readings[name].plain[:, inputs]
-        weight = compensated(consumer, inputs) if p.compensate else plain
+        weight = compensate(consumer, inputs) if p.compensate else plain
         losses.append((relative_loss(consumer, inputs, weight), relative_loss(consumer, inputs, plain)))
         tokens = readings[name].stats["hessian"].tokens
         if p.compensate:

@@ -4,14 +4,15 @@ Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel
 pruned are worth nothing and stay zero: a pass adds to a mask. `weights.masks` has the counting.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError, check_least, one_of
+from compress.passes.options.layer_pairs import check_names, layer_pairs
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Reorder, Stage, Survey
@@ -66,9 +67,7 @@ class Prune(Pass):
                 f"sparsity {self.sparsity}; allowed: above 0, below 1 (0.5 makes half of the weights zero)"
             )
         one_of("per", self.per, self.rankings)
-        object.__setattr__(self, "sparsities", tuple(_pairs(self.sparsities)))
-        if len(dict(self.sparsities)) < len(self.sparsities):
-            raise InputError("sparsities name a layer twice; give each once")
+        object.__setattr__(self, "sparsities", layer_pairs("sparsities", self.sparsities, _as_share, "share", 0.6))
         said = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
             if self.sparsity not in (None, said):
@@ -79,8 +78,7 @@ class Prune(Pass):
                 raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
             if self.sparsities:
                 raise InputError(f"sparsities have no say in pattern {self.pattern}; leave one out")
-        if self.permute < 0:
-            raise InputError(f"permute {self.permute}; allowed: 0 or more rounds")
+        check_least(self, 0, "permute", unit=" rounds")
         if self.permute and self.of_each is None:
             raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
         object.__setattr__(self, "sparsity", said if self.sparsity is None else self.sparsity)
@@ -129,10 +127,7 @@ class Prune(Pass):
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
-        if strange := next((name for name, _ in self.sparsities if name not in shapes), None):
-            raise InputError(
-                f"sparsities of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}"
-            )
+        check_names("sparsities", self.sparsities, shapes)
         for name, (_, columns) in shapes.items():
             if self.of_each is not None and columns % self.of_each.length:
                 raise InputError(
@@ -151,13 +146,6 @@ class Prune(Pass):
         return survivors(site.weights[name], kept, site.scale_dtypes[name])
 
 
-def _pairs(given: Any) -> Iterator[tuple[str, float]]:
-    """Pairs of a layer and its share of zeros, as tuples. Raises InputError for anything else."""
-    for each in given if isinstance(given, tuple | list) else [given]:
-        match each:
-            case [str(layer), int(share) | float(share)] if 0 <= share <= 1 and not isinstance(share, bool):
-                yield layer, float(share)
-            case _:
-                raise InputError(
-                    f"sparsities {each!r}; allowed: [layer, share] pairs, like [model.layers.0.mlp.up_proj, 0.6]"
-                )
+def _as_share(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    return float(value) if known else None

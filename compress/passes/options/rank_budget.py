@@ -4,7 +4,7 @@ Shapes: N outputs, K inputs. A rank of a layer is N + K numbers; the layer as it
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError, one_of
-from compress.passes.protocol.base import Pass
-from compress.passes.protocol.layer_filter import but
+from compress.base.errors import InputError, check_least, one_of
+from compress.passes.options.layer_pairs import check_names, layer_pairs
+from compress.passes.protocol.base import Pass, but
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
 from compress.solvers.allocation import RankCurve, allocate
@@ -56,13 +56,11 @@ class RankBudget(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank is not None and self.rank < self.least:
-            raise InputError(f"rank {self.rank}; allowed: {self.least} or more")
+        if self.rank is not None:
+            check_least(self, self.least, "rank")
         one_of("allocate", self.allocate, get_args(Allocation))
         check_bits("factor_bits", self.factor_bits)
-        object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
-        if len(dict(self.ranks)) < len(self.ranks):
-            raise InputError("ranks name a layer twice; give each once")
+        object.__setattr__(self, "ranks", layer_pairs("ranks", self.ranks, _as_rank, "rank", 8))
         if self.ranks and self.allocate != "uniform":
             raise InputError(f"ranks are given, and allocate={self.allocate} would find others; give one of them")
         precision(self.statistics)
@@ -86,8 +84,7 @@ class RankBudget(Pass):
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
-        if strange := next((name for name, _ in self.ranks if name not in shapes), None):
-            raise InputError(f"ranks of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}")
+        check_names("ranks", self.ranks, shapes)
         for name, shape in shapes.items():
             given = dict(self.ranks).get(name, self.rank or 0)
             if given > min(shape):
@@ -118,11 +115,11 @@ class RankBudget(Pass):
             values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
             if site.comm.rank == owners[name]:
                 energy = ((weight.double() @ hessian) * weight).sum().clamp(min=torch.finfo(torch.float64).tiny)
-                values = spectrum(self.approximated(site, name), hessian).values / energy
+                values = spectrum(self.to_approximate(site, name), hessian).values / energy
             found[name] = site.comm.all_reduce(values).cpu()
         return found
 
-    def approximated(self, site: Site, name: str) -> Tensor:
+    def to_approximate(self, site: Site, name: str) -> Tensor:
         """[N, K] what a low rank is to approximate, as far as is known beforehand."""
         return site.weights[name]
 
@@ -142,11 +139,5 @@ class RankBudget(Pass):
         return Settled(but(settled, *map(escape, whole)) if whole else settled, whole)
 
 
-def _pairs(given: Any) -> Iterator[tuple[str, int]]:
-    """Pairs of a layer and its rank, as tuples. Raises InputError for anything else."""
-    for each in given if isinstance(given, tuple | list) else [given]:
-        match each:
-            case [str(layer), int(rank)] if rank >= 0 and not isinstance(rank, bool):
-                yield layer, rank
-            case _:
-                raise InputError(f"ranks {each!r}; allowed: [layer, rank] pairs, like [model.layers.0.mlp.up_proj, 8]")
+def _as_rank(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 and not isinstance(value, bool) else None

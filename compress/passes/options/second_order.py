@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from compress.base.collectives import Comm
-from compress.base.errors import InputError, one_of
+from compress.base.errors import one_of
 from compress.base.threads import one_thread
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Rows, solve_stacked
 from compress.passes.protocol.stages import Decide
 from compress.solvers.outliers import has_outliers, share_of_outliers
-from compress.solvers.problem import POLISH_DAMP, ActOrder, Problem, check_drift, drift_correction, quadratic
+from compress.solvers.problem import POLISH_DAMP, ActOrder, Problem, check_reliance, drift_correction, quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision, Figures
@@ -69,11 +69,8 @@ class SecondOrder(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.damp <= 1:
-            raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
-        check_drift(self.drift)
+        check_reliance(self.damp, self.drift, self.statistics)
         one_of("act_order", self.act_order, get_args(ActOrder))
-        precision(self.statistics)
 
     @property
     @abstractmethod
@@ -185,7 +182,7 @@ class SecondOrder(Pass):
         rows: dict[str, Rows] = {n: self.rows(site, n, target, problem) for n, target in targets.items()}
         return solve_stacked(site, rows, partial(self.solve_rows, site, problem), self.together)
 
-    def compared(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
+    def references(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
         """{figure: the weight whose loss it is} of the weights that the record compares a layer's with."""
         return {self.nearest_loss: self.nearest(site, name, dtype)}
 
@@ -195,7 +192,7 @@ class SecondOrder(Pass):
         energy = quadratic(site.comm, target[0], hessian) or 1.0
         losses = {
             figure: quadratic(site.comm, target[0] - other.dequantize(hessian.dtype), hessian) / energy
-            for figure, other in {"loss": weight, **self.compared(site, name, hessian.dtype)}.items()
+            for figure, other in {"loss": weight, **self.references(site, name, hessian.dtype)}.items()
         }
         return {
             **losses,

@@ -123,7 +123,7 @@ class SparsityBudget(Prune):
         shares = by_outliers(of_block, self.zeros, self.outlier, self.deviation)
         own = {name: shares[block] for block, layers in blocks.items() for name in layers}
         alone = ("the model runs as one block: owl takes every layer for one",) if not several else ()
-        return self._settled(own, found, alone)
+        return self._settle(own, found, alone)
 
     def settle_by_losses(self, found: Mapping[str, Finding]) -> Settled:
         """The pass with a share of zeros for each layer, of the least sum of losses as they are worth."""
@@ -134,9 +134,9 @@ class SparsityBudget(Prune):
             asked[name] = sum(part.asked for part in finding.parts) / energy
             sizes[name] = math.prod(finding.shape)
         worth = worths({name: finding.damage for name, finding in found.items()}, asked)
-        return self._settled(by_losses(curves, sizes, self.zeros, worth), found)
+        return self._settle(by_losses(curves, sizes, self.zeros, worth), found)
 
-    def _settled(
+    def _settle(
         self, shares: Mapping[str, float], found: Mapping[str, Finding], notes: tuple[str, ...] = ()
     ) -> Settled:
         if self.per == "row":

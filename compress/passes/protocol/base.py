@@ -5,7 +5,7 @@ which share their statistics. How to add a pass: CONTRIBUTING.md.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeVar
 
 from compress.model.patterns import compiled, matches
@@ -190,3 +190,16 @@ class Pass:
     def fitted(self, widths: Collection[int]) -> "Pass":
         """This pass for layers of so many inputs: with what its options leave open settled."""
         return self
+
+
+P = TypeVar("P", bound=Pass)
+
+
+def only(inner: P, *patterns: str) -> P:
+    """The pass on the layers that match: `only(GPTQ(scheme="w3a16"), "*.mlp.*")`."""
+    return replace(inner, where=(*inner.where, Filter("only", patterns)))
+
+
+def but(inner: P, *patterns: str) -> P:
+    """The pass on the layers that do not match: `but(RTN(), "*.down_proj")`, or `but(RTN(), "re:.*down_proj")`."""
+    return replace(inner, where=(*inner.where, Filter("but", patterns)))

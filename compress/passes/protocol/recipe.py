@@ -194,7 +194,7 @@ def _step(step: Any, where: str) -> "Pass":
             patterns = step[key]
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
                 raise InputError(f"{where}: `{key}` must be a list of layer patterns")
-            from compress.passes.protocol.layer_filter import but, only
+            from compress.passes.protocol.base import but, only
 
             result = (only if key == "only" else but)(result, *patterns)
     return result

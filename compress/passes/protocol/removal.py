@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-import torch
-
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError, check_least, one_of
+from compress.solvers.problem import check_reliance
 from compress.solvers.removal import AffineHessian
-from compress.solvers.statistics.hessian import Hessian
+from compress.solvers.statistics.hessian import Hessian, Precision, precision
 from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory
 
 Importance = Literal["loss", "activation", "magnitude"]
@@ -71,7 +70,7 @@ class RemovalOptions:
     rounds: int = 64
     """1 or more: in so many turns groups go, by scores that are computed anew; more is slower, closer to the best."""
 
-    statistics: Literal["float32", "float64"] = "float32"
+    statistics: Precision = "float32"
     """The dtype in which H is summed; it is solved in float64."""
 
     def __post_init__(self) -> None:
@@ -79,19 +78,14 @@ class RemovalOptions:
         for part in (*PARTS, "hidden", "experts"):
             if not 0 <= (share := getattr(self, part)) < 1:
                 raise InputError(f"{part} {share}; allowed: a share of what there is, 0 (none) or more, below 1")
-        for option, least in (("layers", 0), ("multiple", 1), ("rounds", 1)):
-            if (given := getattr(self, option)) < least:
-                raise InputError(f"{option} {given}; allowed: {least} or more")
+        check_least(self, 0, "layers")
+        check_least(self, 1, "multiple", "rounds")
         if self.experts and (self.shares or self.hidden or self.layers):
             raise InputError("experts go in a step of their own; give structure twice, experts first")
         if self.multiple > 1 and not self.channels:
             raise InputError("multiple is of the channels that stay, and none go; give channels or leave it out")
         one_of("importance", self.importance, get_args(Importance))
-        if not 0 < self.damp <= 1:
-            raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
-        if not 0 <= self.drift <= 1:
-            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
-        one_of("statistics", self.statistics, ("float32", "float64"))
+        check_reliance(self.damp, self.drift, self.statistics)
 
     @property
     def shares(self) -> dict[Part, float]:
@@ -123,8 +117,8 @@ class RemovalOptions:
     def needs_of(self, bias: bool) -> Mapping[str, StatisticFactory]:
         """The statistics of a consumer's input, of one that has a bias or none."""
         if self.solves:
-            dtype = torch.float64 if self.statistics == "float64" else torch.float32
-            return {"hessian": partial(AffineHessian if bias else Hessian, dtype=dtype, reference=self.compares)}
+            kind, dtype = AffineHessian if bias else Hessian, precision(self.statistics)
+            return {"hessian": partial(kind, dtype=dtype, reference=self.compares)}
         return {"norm": ChannelNorm} if self.importance == "activation" else {}
 
     def staying(self, part: Part | Literal["hidden"], groups: int) -> int:

@@ -34,14 +34,14 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Matri
     mine = shares[comm.rank]
     part = solve(**{key: tensor[mine] for key, tensor in rows.items()})
     lengths = [share.stop - share.start for share in shares]
-    return added(*(_gathered(comm, term, lengths) for term in part.terms))
+    return added(*(_gather(comm, term, lengths) for term in part.terms))
 
 
 def _times(part: slice, factor: int, most: int) -> slice:
     return slice(min(part.start * factor, most), min(part.stop * factor, most))
 
 
-def _gathered(comm: Comm, term: Term, lengths: list[int]) -> Term:
+def _gather(comm: Comm, term: Term, lengths: list[int]) -> Term:
     """The rows of all ranks' terms below each other, of which each has so many."""
     if isinstance(term, Sparse):
         chosen = replace(term, value=torch.ones_like(term.value)).dequantize().bool()

@@ -19,7 +19,7 @@ SlimGPT (Ling et al. 2024, arXiv 2412.18110). Blocks: SLEB (Song et al. 2024, ar
 without which the model loses least, again and again.
 
 Paper -> code: saliency of a group -> `removal.LeastSquares.scores`; its update -> `remove`; the weight that is left ->
-`removal.compensated`; the loss without a block -> `engine.shrink.block_importance`.
+`removal.compensate`; the loss without a block -> `engine.shrink.block_importance`.
 
 Departs from the papers:
 - several groups go between two looks at the scores (`rounds`), the cost of the set being exact; survivors are solved

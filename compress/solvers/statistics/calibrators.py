@@ -26,7 +26,7 @@ from compress.base.errors import InputError, one_of
 from compress.solvers.statistics.clipping import PERCENT
 from compress.solvers.statistics.entropy import ZeroBin
 from compress.solvers.statistics.histogram import BINS, MAX_BINS, MIN_BINS
-from compress.solvers.statistics.input_statistics import Statistic, StatisticFactory
+from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.solvers.statistics.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, Range
 from compress.weights.grid import Grid, scale_of_range
 
@@ -57,16 +57,10 @@ def calibrator(name: str, grid: Grid, **options: Any) -> StatisticFactory:
     for key, value in chosen.items():
         _check_option(name, key, value)
     if name == "minmax":
-        return partial(_make, MinMaxObserver, grid, chosen)
+        return partial(MinMaxObserver, grid=grid, **chosen)
     if name == "moving-average":
-        return partial(_make, MovingAverageObserver, grid, chosen)
-    return partial(_make, HistogramObserver, grid, {"method": name, **chosen})
-
-
-def _make(
-    kind: type[MinMaxObserver], grid: Grid, options: Mapping[str, Any], channels: int, device: torch.device
-) -> Statistic:
-    return kind(channels, device, grid, **options)
+        return partial(MovingAverageObserver, grid=grid, **chosen)
+    return partial(HistogramObserver, grid=grid, method=name, **chosen)
 
 
 def _check_grid(name: str, grid: Grid) -> None:

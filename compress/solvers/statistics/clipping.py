@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.solvers.statistics.histogram import folded, in_order, used_bins
+from compress.solvers.statistics.histogram import fold_sides, in_order, used_bins
 from compress.weights.grid import Grid, decode, encode, scale_of_range
 
 PERCENT = 10**6  # percentiles are told apart to a millionth of a percent
@@ -60,7 +60,7 @@ def observed_bins(counts_R2B: Tensor, grid: Grid) -> Tensor:
     """[R, 2] bins that keep everything (for an unsigned symmetric range, everything that is not negative)."""
     if not grid.symmetric:
         return used_bins(counts_R2B)
-    above = used_bins(folded(counts_R2B, grid.signed))
+    above = used_bins(fold_sides(counts_R2B, grid.signed))
     return torch.stack([above if grid.signed else torch.zeros_like(above), above], -1)
 
 
@@ -77,7 +77,7 @@ def percentile_bins(counts_R2B: Tensor, grid: Grid, percentile: float) -> Tensor
     if not grid.symmetric:
         allowed = total * outside // (2 * 100 * PERCENT)
         return torch.stack([bins_with_tail(counts_R2B[:, side], allowed) for side in (0, 1)], -1)
-    above = bins_with_tail(folded(counts_R2B, grid.signed), total * outside // (100 * PERCENT))
+    above = bins_with_tail(fold_sides(counts_R2B, grid.signed), total * outside // (100 * PERCENT))
     return torch.stack([above if grid.signed else torch.zeros_like(above), above], -1)
 
 

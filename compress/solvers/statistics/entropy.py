@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.solvers.statistics.clipping import BUDGET, TIE, observed_bins, widest_of_least
-from compress.solvers.statistics.histogram import folded, in_order
+from compress.solvers.statistics.histogram import fold_sides, in_order
 from compress.weights.grid import Grid
 
 ZeroBin = Literal["neighbour", "keep"]
@@ -46,7 +46,7 @@ def kl_bins(counts_R2B: Tensor, grid: Grid, zero_bin: ZeroBin = "neighbour") -> 
     """[R, 2] bins kept below and above zero by the range of least divergence."""
     all_R2 = observed_bins(counts_R2B, grid)
     if grid.symmetric:
-        counts_RA, zero, levels = folded(counts_R2B, grid.signed), 0, 2 ** (grid.bits - int(grid.signed))
+        counts_RA, zero, levels = fold_sides(counts_R2B, grid.signed), 0, 2 ** (grid.bits - int(grid.signed))
         below, above = torch.zeros_like(all_R2[:, 1]), all_R2[:, 1]
     else:
         counts_RA, zero, levels = in_order(counts_R2B), counts_R2B.shape[-1], 2**grid.bits

@@ -65,7 +65,7 @@ class MagnitudeHistogram:
         rows = missing.nonzero().squeeze(1)
         if not len(rows):
             return
-        self.counts[rows] = widened(self.counts[rows], missing[rows])
+        self.counts[rows] = widen(self.counts[rows], missing[rows])
         self.exponent += missing
 
     def sync(self, comm: Comm) -> None:
@@ -74,7 +74,7 @@ class MagnitudeHistogram:
         comm.all_reduce(self.counts)
 
 
-def widened(counts_R2B: Tensor, octaves_R: Tensor) -> Tensor:
+def widen(counts_R2B: Tensor, octaves_R: Tensor) -> Tensor:
     """[R, 2, B] the same values counted in bins that are 2^octaves as wide."""
     bins = counts_R2B.shape[-1]
     shift = octaves_R.clamp(max=bins.bit_length() - 1)  # with this shift every value is in bin 0
@@ -82,10 +82,10 @@ def widened(counts_R2B: Tensor, octaves_R: Tensor) -> Tensor:
     return torch.zeros_like(counts_R2B).scatter_add_(2, target[:, None].expand(-1, 2, -1), counts_R2B)
 
 
-def pooled(counts_R2B: Tensor, width_R: Tensor) -> tuple[Tensor, float]:
+def pool(counts_R2B: Tensor, width_R: Tensor) -> tuple[Tensor, float]:
     """(counts [2, B], width) of the values of all rows together, in the bins of the row whose bins are widest."""
     exponent = torch.frexp(width_R).exponent
-    return widened(counts_R2B, (exponent.max() - exponent).to(torch.int64)).sum(0), float(width_R.max())
+    return widen(counts_R2B, (exponent.max() - exponent).to(torch.int64)).sum(0), float(width_R.max())
 
 
 def merged_edge(index: int) -> int:
@@ -99,7 +99,7 @@ def merged_edge(index: int) -> int:
     return index if octave == 0 else (MERGED_PER_OCTAVE + place) << (octave - 1)
 
 
-def merged(counts_2B: Tensor) -> tuple[list[int], list[int]]:
+def merge_bins(counts_2B: Tensor) -> tuple[list[int], list[int]]:
     """(negative, rest): exact counts in merged bins from zero outwards, without the empty ones at the end."""
     bins = counts_2B.shape[-1]
     octaves = (bins // MERGED_PER_OCTAVE).bit_length()
@@ -120,7 +120,7 @@ def in_order(counts_R2B: Tensor) -> Tensor:
     return torch.cat([counts_R2B[:, 0].flip(-1), counts_R2B[:, 1]], -1)
 
 
-def folded(counts_R2B: Tensor, signed: bool) -> Tensor:
+def fold_sides(counts_R2B: Tensor, signed: bool) -> Tensor:
     """[R, B] for a symmetric range: of |x|, or (unsigned) of max(x, 0)."""
     if signed:
         return counts_R2B.sum(1)

@@ -30,7 +30,7 @@ from compress.kernels.cpu import dense
 from compress.recipes.studies.kernels import products
 from compress.recipes.studies.kernels.ceilings import measure_ceilings
 from compress.recipes.studies.kernels.tables import KernelReport, tables
-from compress.recipes.studies.kernels.tune import Problem, tune
+from compress.recipes.studies.kernels.tune import TunedProduct, tune
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
 GPU_SHAPES: tuple[tuple[int, int], ...] = (
@@ -149,7 +149,7 @@ def bench_linears(options: LinearOptions, report: KernelReport, reporter: Report
 def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
     problems = [
-        Problem(op, M, N, K, bits, group, dtype=options.dtype)
+        TunedProduct(op, M, N, K, bits, group, dtype=options.dtype)
         for N, K in options.shapes
         for M in options.tokens
         for op, bits, group in TUNED

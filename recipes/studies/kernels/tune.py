@@ -55,7 +55,7 @@ CHECKS = 8
 
 
 @dataclass(frozen=True)
-class Problem:
+class TunedProduct:
     """A product whose configuration is wanted. M stands for its whole bucket."""
 
     op: str
@@ -92,7 +92,7 @@ class Problem:
         return step * (shape.num_stages - 1)
 
 
-def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
+def candidates(problem: TunedProduct, device: Device, shared: int) -> list[Choice]:
     """The configurations worth compiling: the derived one first, then every tile and split that fits."""
     derived = problem.derived(device)
     found: list[Choice] = [derived]
@@ -111,7 +111,7 @@ def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list[str]:
+def why_not(problem: TunedProduct, shape: Shape, device: Device, shared: int) -> list[str]:
     """Reasons not to compile a configuration for a problem."""
     reasons = []
     if shape.block_n > max(64, table.bucket(problem.N)):
@@ -134,7 +134,7 @@ def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list
 class TuningOperands:
     """Copies of one quantized weight, enough to be out of the cache when their turn comes, and the true product."""
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
+    def __init__(self, problem: TunedProduct, device: torch.device) -> None:
         g = torch.Generator(device=device).manual_seed(problem.M + problem.N + problem.K)
         self.problem = problem
         N, K, half = problem.N, problem.K, 2 ** (problem.bits - 1)
@@ -217,7 +217,7 @@ def checked(operands: TuningOperands, choice: Choice) -> tuple[list[Call], str]:
     return (calls, "") if worst <= 1 else ([], f"wrong result: {worst:.3g} of the tolerance")
 
 
-def tune_one(problem: Problem, operands: TuningOperands, device: Device, shared: int, timer: Timer) -> TunedEntry:
+def tune_one(problem: TunedProduct, operands: TuningOperands, device: Device, shared: int, timer: Timer) -> TunedEntry:
     """The entry of one problem. Raises CompressError where not even the derived configuration runs."""
     tried: dict[Choice, tuple[list[Call], str]] = {}
 
@@ -247,7 +247,7 @@ def tune_one(problem: Problem, operands: TuningOperands, device: Device, shared:
 
 
 def tune(
-    problems: Sequence[Problem],
+    problems: Sequence[TunedProduct],
     device: torch.device,
     timer: Timer = time_graphs,
     path: Path | None = None,
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     workspace.prepare(device)
     bits, group = (8, -1) if options.op == "w8a8" else (options.bits, options.group)
     sizes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes)]
-    problems = [Problem(options.op, M, N, K, bits, group, options.zero) for N, K in sizes for M in options.tokens]
+    problems = [TunedProduct(options.op, M, N, K, bits, group, options.zero) for N, K in sizes for M in options.tokens]
     tune(problems, device, path=options.out)
 
 

@@ -16,7 +16,7 @@ import compress
 from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.files import RECORD
-from compress.passes.protocol.layer_filter import but, only
+from compress.passes.protocol.base import but, only
 from compress.passes.protocol.recipe import make_pass
 
 TOKENS = torch.randint(2048, (4, 16), generator=torch.Generator().manual_seed(1))

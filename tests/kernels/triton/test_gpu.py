@@ -250,11 +250,11 @@ def test_sparse24_in_a_graph():
 @pytest.mark.parametrize(
     "problem",
     [
-        tune.Problem("weight_only", 1, 1024, 1024),
-        tune.Problem("weight_only", 128, 1024, 1024, 8, -1),
-        tune.Problem("w8a8", 64, 1024, 1024, 8, -1),
-        tune.Problem("w8a8", 512, 1024, 1024, 8, -1),
-        tune.Problem("sparse24", 1, 1024, 4096),
+        tune.TunedProduct("weight_only", 1, 1024, 1024),
+        tune.TunedProduct("weight_only", 128, 1024, 1024, 8, -1),
+        tune.TunedProduct("w8a8", 64, 1024, 1024, 8, -1),
+        tune.TunedProduct("w8a8", 512, 1024, 1024, 8, -1),
+        tune.TunedProduct("sparse24", 1, 1024, 4096),
     ],
 )
 def test_tuning_finds_something_that_is_then_used(problem, tmp_path, monkeypatch):

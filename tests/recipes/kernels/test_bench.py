@@ -163,7 +163,7 @@ def test_work_that_fails_leaves_what_it_had_and_no_report(tmp_path: Path, monkey
 
 def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
-    class Problem:
+    class TunedProduct:
         op: str
         M: int
         N: int
@@ -175,11 +175,11 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
         def stored(self) -> dict[str, Any]:
             return vars(self)
 
-    def answer(problems: list[Problem], device: torch.device, say: Callable[[str], object]) -> list[Problem]:
+    def answer(problems: list[TunedProduct], device: torch.device, say: Callable[[str], object]) -> list[TunedProduct]:
         say(f"{len(problems)} on {device}")
         return problems
 
-    monkeypatch.setattr(bench, "Problem", Problem)
+    monkeypatch.setattr(bench, "TunedProduct", TunedProduct)
     monkeypatch.setattr(bench, "tune", answer)
     wanted = bench.linear_options(shapes="64x128", tokens="1,16", device="cpu")
     said: list[str] = []

@@ -13,10 +13,10 @@ from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device
 from compress.kernels.tuning.table import DEQUANTIZE, Shape
 from compress.recipes.studies.kernels import tune
-from compress.recipes.studies.kernels.tune import HOPPER_SHARED, Problem
+from compress.recipes.studies.kernels.tune import HOPPER_SHARED, TunedProduct
 
 H200 = Device(("NVIDIA H200", "9.0"), 132, 90)
-DECODE = Problem("weight_only", 1, 4096, 4096)
+DECODE = TunedProduct("weight_only", 1, 4096, 4096)
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +64,10 @@ def timer_of(times, default=2.0):
     [
         DECODE,
         replace(DECODE, M=4096),
-        Problem("int8_activation", 16, 4096, 4096),
-        Problem("w8a8", 64, 300, 512, 8, -1),
-        Problem("w8a8", 512, 512, 512, 8, -1),
-        Problem("sparse24", 16, 512, 8192),
+        TunedProduct("int8_activation", 16, 4096, 4096),
+        TunedProduct("w8a8", 64, 300, 512, 8, -1),
+        TunedProduct("w8a8", 512, 512, 512, 8, -1),
+        TunedProduct("sparse24", 16, 512, 8192),
     ],
 )
 def test_every_candidate_can_run(problem):

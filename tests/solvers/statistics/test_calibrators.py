@@ -27,11 +27,11 @@ from compress.solvers.statistics.clipping import bin_values, bounds, mse_bins, s
 from compress.solvers.statistics.entropy import _Prefix
 from compress.solvers.statistics.histogram import (
     MagnitudeHistogram,
-    folded,
+    fold_sides,
     in_order,
-    merged,
+    merge_bins,
     merged_edge,
-    pooled,
+    pool,
     used_bins,
 )
 from compress.solvers.statistics.observers import Range
@@ -500,10 +500,10 @@ def test_a_histogram_merges_to_a_sixteenth_of_every_magnitude(bins):
     width = histogram.width.item()
     edges = [*range(16), *(k << octave for octave in range(bins.bit_length() - 5) for k in range(16, 32)), bins]
     assert [merged_edge(i) for i in range(len(edges))] == edges
-    for side, x in zip(merged(histogram.counts[0]), (-values[values < 0], values[values >= 0]), strict=True):
+    for side, x in zip(merge_bins(histogram.counts[0]), (-values[values < 0], values[values >= 0]), strict=True):
         places = np.searchsorted(np.array(edges) * width, x.double().numpy(), side="right") - 1
         assert side == np.bincount(places).tolist()
-    assert merged(torch.zeros(2, bins, dtype=torch.int64)) == ([], [])
+    assert merge_bins(torch.zeros(2, bins, dtype=torch.int64)) == ([], [])
 
 
 def test_rows_of_different_widths_are_counted_together():
@@ -511,7 +511,7 @@ def test_rows_of_different_widths_are_counted_together():
     rows, one = MagnitudeHistogram(x.shape[1], CPU, BINS), MagnitudeHistogram(1, CPU, BINS)
     rows.update(x, x.abs().amax(0))
     one.update(x, x.abs().amax()[None])
-    counts, width = pooled(rows.counts, rows.width)
+    counts, width = pool(rows.counts, rows.width)
     assert torch.equal(counts, one.counts[0])
     assert width == one.width.item()
 
@@ -621,7 +621,9 @@ def test_mse_is_never_worse_than_minmax_on_its_own_criterion(kind, bits):
     grid = make_grid(kind, bits)
     found = found_by("mse", grid, x, bins=BINS, keep_histogram=True)
     counts = found.counts
-    every = used_bins(counts) if not grid.symmetric else used_bins(folded(counts, grid.signed))[:, None].expand(-1, 2)
+    every = (
+        used_bins(counts) if not grid.symmetric else used_bins(fold_sides(counts, grid.signed))[:, None].expand(-1, 2)
+    )
     full = bounds(every[:, 0], every[:, 1], found.width, found.lowest, found.highest, grid)
     values = bin_values(found.lowest, found.highest, found.width, BINS)
     lo = torch.stack([found.lo.double(), full[0]], 1)
