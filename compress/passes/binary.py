@@ -77,13 +77,13 @@ class Binary(FewLevels, GPTQ):
                 raise InputError(f"salient {self.salient}; {name} has {columns} columns")
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
-        found = super().stored(layer, shape, table)
-        if not self.salient or found is None:
-            return found
-        grid = found.weights
+        scheme = super().stored(layer, shape, table)
+        if not self.salient or scheme is None:
+            return scheme
+        grid = scheme.weights
         groups = 1 if grid.group_size is None else shape[1] // grid.group_size
         second = signs(None if self.group_size == -1 else self.salient, self.scales)
-        return replace(found, terms=(*found.terms, BinaryColumns(grid=second, chosen=groups * self.salient)))
+        return replace(scheme, terms=(*scheme.terms, BinaryColumns(grid=second, chosen=groups * self.salient)))
 
     def solve(
         self, site: Site, problem: Problem, targets: Mapping[str, Target], solution: Solution
@@ -104,7 +104,7 @@ class Binary(FewLevels, GPTQ):
     def _second(
         self, site: Site, problem: Problem, rest_NK: Tensor, column_C: Tensor, dtype: torch.dtype, rounded: bool
     ) -> Matrix:
-        """The second term of what a layer's first leaves, in these columns."""
+        """The second term of a layer, in these columns, for the error of its first."""
         grid = signs(None if self.group_size == -1 else self.salient, self.scales)
         if rounded:
             return quantize(rest_NK[:, column_C], grid, dtype)

@@ -131,7 +131,7 @@ class KQuants(SecondOrder):
         return BLOCK
 
     def sized(self, widths: Collection[int], example: str) -> tuple[Pass, str | None]:
-        """This pass, and what layers get whose inputs are no multiple of 256."""
+        """This pass, and the types of layers whose inputs are no multiple of 256."""
         instead = ", ".join(f"{kind} becomes {FALLBACKS[kind]}" for kind in types_of(self.scheme))
         return self, (
             f"{example}, no multiple of {BLOCK}, like others perhaps: there {instead}, in groups of {FALLBACK_GROUP}, "

@@ -138,7 +138,7 @@ class LowRank(RankBudget):
         return decisions
 
     def _best(self, site: Site, name: str, target_NK: Tensor, hessian_KK: Tensor) -> tuple[Weight, float]:
-        """The best of what the turns find for a layer, and its loss."""
+        """The best turn of a layer, and its loss."""
         rows, columns = target_NK.shape
         rank, dtype = self.rank_of(name, (rows, columns)), site.scale_dtypes[name]
         owner = site.comm.assign({each: float(min(w.shape)) for each, w in site.weights.items()})[name]

@@ -71,10 +71,10 @@ class LQS(RankBudget, GPTQ):
         return *self.survey, *super().stages
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
-        found, rank = super().stored(layer, shape, table), self.rank_of(layer, shape)
-        if not rank or found is None:
-            return found
-        return replace(found, terms=(*found.terms, LowRankFactors(rank=rank, bits=self.factor_bits)))
+        scheme, rank = super().stored(layer, shape, table), self.rank_of(layer, shape)
+        if not rank or scheme is None:
+            return scheme
+        return replace(scheme, terms=(*scheme.terms, LowRankFactors(rank=rank, bits=self.factor_bits)))
 
     def to_approximate(self, site: Site, name: str) -> Tensor:
         weight = site.weights[name].double()
@@ -93,7 +93,7 @@ class LQS(RankBudget, GPTQ):
         return {name: self._best(site, problem, target, turns[name]) for name, target in values.items()}
 
     def _low_ranks(self, site: Site, problem: Problem, rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
-        """The best low rank of what codes, and exact weights, leave."""
+        """The best low rank for the errors of codes and exact weights."""
         owners = site.comm.assign({name: float(min(rest.shape)) for name, rest in rests.items()})
         low: dict[str, Tensors | None] = {}
         for name, rest in rests.items():
@@ -103,7 +103,7 @@ class LQS(RankBudget, GPTQ):
         return low
 
     def _best(self, site: Site, problem: Problem, target: Tensor, turns: Sequence[Parts]) -> Result:
-        """The turn of least loss of a layer, with the loss of gptq alone and the rank of what is beside its codes."""
+        """The turn of least loss of a layer, with the loss of gptq alone and the rank beside its codes."""
         best, codes_loss = best_turn(target, turns, lambda error: quadratic(site.comm, error, problem.hessian))
         energy = quadratic(site.comm, target, problem.hessian) or 1.0
         rank = 0 if best.low is None else best.low.held["left"].shape[1]

@@ -160,18 +160,18 @@ class SpQR(SecondOrder):
         return replace(self, group_size=size)
 
     def sized(self, widths: Collection[int], example: str) -> tuple[Pass, str | None]:
-        """One size for all layers where one near the usual divides the inputs of them all, and what it costs."""
-        found = self.fitted(widths)
-        assert isinstance(found, SpQR)
+        """One size for all layers where one near the usual divides the inputs of them all, and its price in words."""
+        fitted = self.fitted(widths)
+        assert isinstance(fitted, SpQR)
         slow = "torch multiplies by them many times slower for few tokens, kernels have multiples of 16"
-        if found.group_size == 0:
-            return found, (
+        if fitted.group_size == 0:
+            return fitted, (
                 f"no group size near {USUAL_GROUP} divides the inputs of all layers ({example}): each has the nearest "
                 f"of its own; {slow}; --group-size gives one for all"
             )
-        price = "" if found.group_size % USUAL_GROUP == 0 else f"; {slow}"
-        instead = f"groups of {found.group_size} instead of groups of {USUAL_GROUP}"
-        return found, f"{instead}: {example}{price}; --group-size gives another"
+        price = "" if fitted.group_size % USUAL_GROUP == 0 else f"; {slow}"
+        instead = f"groups of {fitted.group_size} instead of groups of {USUAL_GROUP}"
+        return fitted, f"{instead}: {example}{price}; --group-size gives another"
 
     def fitted(self, widths: Collection[int]) -> Pass:
         """One size for all layers where one near the usual divides the inputs of them all; else it stays open, and one

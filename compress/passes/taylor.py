@@ -57,7 +57,7 @@ class Taylor(Ranked):
         return Gradients(self.first_order, self.settle_by_gradients), self.decide_stage
 
     def first_order(self, weight_NK: Tensor, gradient_NK: Tensor) -> Tensor:
-        """[N, K] float64: what the loss of a micro-batch changes by, in squares or in size."""
+        """[N, K] float64: the change of the loss of a micro-batch, squared or in size."""
         return taylor(weight_NK, gradient_NK, self.measure)
 
     def size(self, sums: Tensor) -> Tensor:

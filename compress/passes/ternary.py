@@ -52,12 +52,12 @@ class Ternary(FewLevels, GPTQ):
         one_of("packing", self.packing, get_args(Packing))
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
-        found = super().stored(layer, shape, table)
-        if self.packing == "words" or found is None:
-            return found
-        first, *others = found.terms
+        scheme = super().stored(layer, shape, table)
+        if self.packing == "words" or scheme is None:
+            return scheme
+        first, *others = scheme.terms
         assert isinstance(first, CodesFormat)
-        return replace(found, terms=(formats.TernaryCodes(grid=first.grid), *others))
+        return replace(scheme, terms=(formats.TernaryCodes(grid=first.grid), *others))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         decisions = super().apply(site)

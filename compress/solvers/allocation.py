@@ -35,7 +35,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class RankCurve:
-    """values [R]: what each rank takes off the loss, falling. cost: of a rank. whole: of the layer as it is, infinite
+    """values [R]: the fall of the loss by each rank, falling. cost: of a rank. whole: of the layer as it is, infinite
     where that is no choice."""
 
     values: Tensor
@@ -76,7 +76,7 @@ def allocate(curves: Mapping[str, RankCurve], budget: float, least: int = 1) -> 
 
 
 def worths(damages: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
-    """{layer: what a unit of its loss does to the model}: its damage over its loss, both of the same change; where
+    """{layer: the damage to the model of a unit of its loss}: its damage over its loss, both of the same change; where
     there is no loss, the mean of the others. All alike where no layer does any damage."""
     found = {name: damages[name] / loss for name, loss in losses.items() if loss > 0}
     if not any(found.values()):
@@ -149,17 +149,17 @@ def _solved(units: Mapping[str, Sequence[UnitOption]], budget: float) -> dict[st
     one_each = coo_array((np.ones(len(owners)), (owners, range(len(owners)))), (len(units), len(owners)))
     whole = sum(max(o.loss for o in options) for options in units.values()) or 1.0
     with native_output_dropped():
-        found = milp(
+        solution = milp(
             losses * (SCALE / whole),
             integrality=np.ones(len(owners)),
             bounds=Bounds(0, 1),
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None] / budget, ub=1.0)],
             options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
         )
-    if found.x is None:  # rounding of the budget's row, where it is just that of the cheapest
+    if solution.x is None:  # rounding of the budget's row, where it is just that of the cheapest
         return {name: min(range(len(o)), key=lambda i: o[i].cost) for name, o in units.items()}
     chosen, first = {}, 0
     for name, options in units.items():
-        chosen[name] = int(found.x[first : first + len(options)].argmax())
+        chosen[name] = int(solution.x[first : first + len(options)].argmax())
         first += len(options)
     return chosen

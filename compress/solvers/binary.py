@@ -71,7 +71,7 @@ def salient_columns(weight_NK: Tensor, inverse_K: Tensor, grid: Grid, count: int
 
 
 def saliency(weight_NK: Tensor, inverse_K: Tensor) -> Tensor:
-    """[K] what a column counts: the sum over rows of (w_j / [H^-1]_jj)^2. inverse: the diagonal of H^-1."""
+    """[K] the saliency of each column: the sum over rows of (w_j / [H^-1]_jj)^2. inverse: the diagonal of H^-1."""
     return (weight_NK / inverse_K).square().sum(0)
 
 
@@ -82,7 +82,7 @@ def choose_columns(scores_K: Tensor, length: int, count: int) -> Tensor:
 
 
 def second_problem(problem: Problem, rest_NK: Tensor, column_C: Tensor, grid: Grid) -> tuple[Problem, Tensor]:
-    """(The problem in some columns alone, [N, C] what these should hold to make up for all of the rest:
+    """(The problem in some columns alone; its target [N, C], by which these make up for all of the rest:
     R H_:C H_CC^-1, H damped)."""
     stiff_KK = add_damping(problem.hessian, problem.damp)
     target_NC = torch.linalg.solve(stiff_KK[column_C][:, column_C], (rest_NK @ stiff_KK[:, column_C]).t()).t()

@@ -10,7 +10,7 @@ Candidate = tuple[Tensor, Sequence[Tensor]]
 
 
 def least_cost(first: Candidate, others: Iterable[Candidate]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(The least cost of all, what it was of); of equals the first, which stays where a cost is no number."""
+    """(The least cost, its tensors); of equals the first, which stays where a cost is no number."""
     best, chosen = first[0], tuple(first[1])
     for cost, values in others:
         better = cost < best

@@ -195,7 +195,7 @@ def move_column(block: ColumnBlock, j: int, change_N: Tensor) -> None:
 
 
 class Polish:
-    """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors.
+    """Refit and coordinate descent on the decisions of a finished sweep, in sweep order. Updates the rule's tensors.
 
     weight, values [N, K] as a sweep has them; kept as [K, N], outputs side by side, as the rule's tensors are.
     gradient [K, N]: (E H)^T, kept up to date by whatever changes values.

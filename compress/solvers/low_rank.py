@@ -78,7 +78,7 @@ def with_outliers(
 ) -> tuple[Weight, float]:
     """(The best of what turns of a low rank and of outliers find, its loss). target: float64. diagonal: that of H. low:
     the best low rank for a matrix [N, K]. loss: of an error [N, K]. share: of outliers; 0 is a low rank alone."""
-    found: list[tuple[Weight, float]] = []
+    turns: list[tuple[Weight, float]] = []
     outliers: tuple[Term, ...] = ()
     for turn in range(1 + 2 * (iterations if share else 0)):
         if turn % 2 == 0:
@@ -87,8 +87,8 @@ def with_outliers(
             rest = target_NK - factors.dequantize(torch.float64)
             outliers = (sparse(rest.to(dtype), dearest(rest, diagonal_K, share)),)
         weight = Weight((factors, *outliers))
-        found.append((weight, loss(target_NK - weight.dequantize(torch.float64))))
-    return min(found, key=lambda each: each[1])
+        turns.append((weight, loss(target_NK - weight.dequantize(torch.float64))))
+    return min(turns, key=lambda each: each[1])
 
 
 def spectrum(weight_NK: Tensor, hessian_KK: Tensor) -> Spectrum:

@@ -50,7 +50,7 @@ def counts_of(length: int) -> list[int]:
 
 
 def costs(x: Tensor, grid: Grid, scale_dtype: torch.dtype, cost: Tensor) -> Tensor:
-    """[C, ..., g] what the errors of groups x [..., g] cost where the c-th count of largest weights is outside of the
+    """[C, ..., g] the costs of errors of groups x [..., g] where the c-th count of largest weights is outside of the
     range; infinite for those. cost: d_j, of shape that broadcasts to x."""
     plain = grid.plain
 
@@ -62,44 +62,44 @@ def costs(x: Tensor, grid: Grid, scale_dtype: torch.dtype, cost: Tensor) -> Tens
 
 
 def by_count(size: Tensor, without: Callable[[Tensor], Tensor]) -> Tensor:
-    """[C, ..., g] what errors cost where the c-th count of the largest |size| [..., g] is outside of the range, which
-    `without` is told (bool [..., g]); infinite for those."""
+    """[C, ..., g] the costs of errors where the c-th count of the largest |size| [..., g] is outside of the range, of
+    which `without` is told (bool [..., g]); infinite for those."""
     rank = size.abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1, stable=True)
     masks = [rank < count for count in counts_of(size.shape[-1])]
     return torch.stack([without(outside).masked_fill(outside, math.inf) for outside in masks])
 
 
-def exact_places(found: Tensor, price: Tensor | float) -> Tensor:
-    """Bool [..., g]: which weights are exact at a price, [..., 1] or a number; found: as `costs` gives it."""
-    best = torch.minimum(found, torch.as_tensor(price, dtype=found.dtype, device=found.device)).sum(-1).argmin(0)
-    chosen = found.gather(0, best[None, ..., None].expand(1, *found.shape[1:]))[0]
+def exact_places(costs_C: Tensor, price: Tensor | float) -> Tensor:
+    """Bool [..., g]: which weights are exact at a price, [..., 1] or a number; costs_C: as `costs` gives it."""
+    best = torch.minimum(costs_C, torch.as_tensor(price, dtype=costs_C.dtype, device=costs_C.device)).sum(-1).argmin(0)
+    chosen = costs_C.gather(0, best[None, ..., None].expand(1, *costs_C.shape[1:]))[0]
     return chosen > price
 
 
-def price_of(share: float, found: Tensor) -> float:
+def price_of(share: float, costs_C: Tensor) -> float:
     """The price at which just so large a share of the weights is exact."""
-    finite = found[torch.isfinite(found)]
+    finite = costs_C[torch.isfinite(costs_C)]
     high, low = float(finite.max()), float(finite.max()) * LOWEST_PRICE
     if high <= 0:
         return math.inf
     for _ in range(HALVINGS):
         middle = math.sqrt(high * low)
-        if float(exact_places(found, middle).double().mean()) > share:
+        if float(exact_places(costs_C, middle).double().mean()) > share:
             low = middle
         else:
             high = middle
     return high
 
 
-def price_by_trial(share: float, found: Tensor, swept: Callable[[float], Matrix]) -> float:
+def price_by_trial(share: float, costs_C: Tensor, swept: Callable[[float], Matrix]) -> float:
     """The price at which a sweep makes so large a share of a weight exact.
 
     Found without a sweep first. What is fed back makes later weights larger and dearer, so that a sweep makes more of
     them exact: by how much is seen on a few rows, that `swept` solves at a price, and so much less is asked for.
     """
-    price = price_of(share, found)
+    price = price_of(share, costs_C)
     taken = share_of_outliers(swept(price))
-    return price_of(share * share / taken, found) if taken else price
+    return price_of(share * share / taken, costs_C) if taken else price
 
 
 def sampled_rows(rows: int, columns: int, together: int = 1) -> Tensor:
@@ -165,7 +165,7 @@ def places_at(weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, cost_K: T
 def nearest(
     weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, outliers: float = 0.0, cost_K: Tensor | None = None
 ) -> Quantized | Weight:
-    """A weight rounded to nearest, beside a share of outliers. cost: what an error of each input costs."""
+    """A weight rounded to nearest, beside a share of outliers. cost: of an error in each input."""
     if not outliers:
         return quantize(weight_NK, grid, scale_dtype)
     rest, exact = set_apart(weight_NK, grid, scale_dtype, outliers, cost_K)

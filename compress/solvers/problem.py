@@ -145,7 +145,7 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Correction:
-    """M [K, K] and the contrast (None: the noise is not known), and what divides them: the Cholesky factor of
+    """M [K, K], the contrast (None: the noise is not known) and their divisor: the Cholesky factor of
     H + damp, or, where rounding left it none, that matrix itself."""
 
     drift: Tensor
@@ -181,7 +181,7 @@ class Correction:
     def target(
         self, comm: Comm, weight_NK: Tensor, hessian_KK: Tensor, most: float, measured: bool
     ) -> tuple[Tensor, float]:
-        """(W + a W D, a): what codes should aim at. a is `most`, of what the noise leaves where it is `measured`."""
+        """(W + a W D, a): the target of the codes. a is `most`, of what the noise leaves where it is `measured`."""
         step_NK, noise_NK = self.of(weight_NK)
         share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
         return weight_NK + share * step_NK, share

@@ -17,7 +17,7 @@ from compress.solvers.statistics.hessian import Hessian
 
 @dataclass(frozen=True)
 class CutConsumer:
-    """A layer that reads what goes: the weight [N, K] that it aims at and second moments of its input [K, K], both
+    """A layer that reads removed channels: its target weight [N, K] and second moments of its input [K, K], both
     float64, the inputs of each group, and the damping."""
 
     weight: Tensor
@@ -54,7 +54,7 @@ def regular(hessian_KK: Tensor, damp: float) -> tuple[Tensor, Tensor]:
 
 
 class Costs(Protocol):
-    """Costs to a layer of removing groups, given what has gone already."""
+    """Costs to a layer of removing groups, given the groups removed before."""
 
     def scores(self) -> Tensor:
         """[G] the cost of each group that is left; of one that has gone, anything."""
@@ -66,8 +66,8 @@ class Costs(Protocol):
 
 
 class LeastSquares:
-    """tr(W_R ([H^-1]_RR)^-1 W_R^T): the cost where the others make up for what goes. W and H^-1 are those of what is
-    left, by block elimination."""
+    """tr(W_R ([H^-1]_RR)^-1 W_R^T): the cost of removal where the others make up for it. W and H^-1 are those of the
+    others, by block elimination."""
 
     def __init__(self, consumer: CutConsumer) -> None:
         self.columns_Gs = consumer.columns_Gs
@@ -139,7 +139,7 @@ def best(scores_G: Tensor, count: int) -> Tensor:
 
 
 def compensate(consumer: CutConsumer, staying_S: Tensor) -> Tensor:
-    """[N, S] W H_{:,S} H_SS^-1 of the damped H: the weights that do best on what is left."""
+    """[N, S] W H_{:,S} H_SS^-1 of the damped H: the best weights for the inputs that are left."""
     hessian, _ = regular(consumer.hessian, consumer.damp)
     inside_SS = hessian[staying_S][:, staying_S]
     right_SN = hessian[staying_S] @ consumer.weight.t()
@@ -147,7 +147,7 @@ def compensate(consumer: CutConsumer, staying_S: Tensor) -> Tensor:
 
 
 def relative_loss(consumer: CutConsumer, staying_S: Tensor, weight_NS: Tensor) -> float:
-    """|X W^T - X_S Q^T|^2 / |X W^T|^2, W being what is aimed at."""
+    """|X W^T - X_S Q^T|^2 / |X W^T|^2, W being the target."""
     error = consumer.weight.clone()
     error[:, staying_S] -= weight_NS
     energy = ((consumer.weight @ consumer.hessian) * consumer.weight).sum()

@@ -40,7 +40,7 @@ def widest(sparsity: float) -> float:
 def by_outliers(
     blocks: Mapping[str, ScoreHistogram], sparsity: float, outlier: float, deviation: float
 ) -> dict[str, float]:
-    """{block: its share of zeros}; an outlier is what lies in a bin above that of so many means."""
+    """{block: its share of zeros}; outliers lie in bins above that of so many means."""
     share = {name: b.above(outlier * b.total / b.size) / b.size for name, b in blocks.items()}
     spread = max(share.values()) - min(share.values())
     if not spread:
@@ -60,10 +60,10 @@ def by_losses(
     everything = sum(sizes.values())
     left = everything - pruned_before(everything, sparsity)
     least = int(left >= sum(curve.cost for curve in curves.values()))  # of no layer nothing, where that can be
-    found = allocate(curves, left, least)
-    kept = {name: (found[name] or 0) * size // STEPS for name, size in sizes.items()}
+    allocated = allocate(curves, left, least)
+    kept = {name: (allocated[name] or 0) * size // STEPS for name, size in sizes.items()}
     left -= sum(kept.values())
-    for name in sorted(kept, key=lambda n: -_next(curves[n], found[n] or 0)):
+    for name in sorted(kept, key=lambda n: -_next(curves[n], allocated[n] or 0)):
         more = min(left, sizes[name] - kept[name])
         kept[name], left = kept[name] + more, left - more
     return {name: share_of(size - kept[name], size) for name, size in sizes.items()}
@@ -89,7 +89,7 @@ def _next(curve: RankCurve, step: int) -> float:
 
 
 def steps(losses_L: Tensor) -> Tensor:
-    """[STEPS] what each `STEPS`-th of a layer's weights takes off its loss once it is kept, the first of them first."""
+    """[STEPS] the fall of a layer's loss as each `STEPS`-th of its weights is kept, in the order of keeping them."""
     tiny = torch.finfo(torch.float64).tiny
     known = losses_L.double().clamp(min=tiny).cummax(0).values.log().tolist()
     known.append(max(known[-1], 0.0))  # of everything: 1

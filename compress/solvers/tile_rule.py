@@ -134,7 +134,7 @@ class TileRule(CodeRule):
         return values
 
     def complete(self, target: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(what stands for a target of which codes have these values, and what is added to them), as it is stored."""
+        """(The value for a target, the exact weight beside codes of these values), both as they are stored."""
         extra = (target - values).to(self.dtype)
         return summed(iter((values.to(self.dtype), extra))).to(target.dtype), extra
 
@@ -200,7 +200,7 @@ def inner_range(x_Ng: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounding_cost(x: Tensor, lowest: Tensor, highest: Tensor, bits: int, cost: Tensor) -> Tensor:
-    """[..., g] what rounding x costs on codes from lowest to highest [...], whose scale and zero point are not
+    """[..., g] the cost of rounding x to codes from lowest to highest [...], whose scale and zero point are not
     rounded."""
     step = divide(highest - lowest, 2**bits - 1).unsqueeze(-1)
     values = encode_unsigned(x, step, -lowest.unsqueeze(-1) / step, bits) * step + lowest.unsqueeze(-1)

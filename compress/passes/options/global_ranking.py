@@ -34,7 +34,7 @@ class Ranked(Prune):
             raise InputError("per model finds out how many zeros each layer has, and sparsities say it; give one")
 
     def score(self, site: Site, name: str) -> Tensor:
-        """[N, K] what each weight of a layer is worth, never negative."""
+        """[N, K] the scores of a layer's weights, never negative."""
         raise NotImplementedError
 
     def apply(self, site: Site) -> dict[str, Decision]:

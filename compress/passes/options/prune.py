@@ -114,7 +114,7 @@ class Prune(Pass):
         return (Reorder({"norm": ChannelNorm}, self.worth, order, kept, self.of_each.length),)
 
     def worth(self, site: Site, name: str) -> Tensor:
-        """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
+        """[N, K] the scores of a layer's weights, given the norms of its inputs."""
         return wanda(site.weights[name], site.stats["norm"])
 
     @property

@@ -89,13 +89,13 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
             grid = grid.reaching(float(torch.maximum(-largest.lowest, largest.highest).max()))
         if self.activations == "dynamic":
             return dict.fromkeys(site.weights, ActivationCodes(grid))
-        found: Range = site.stats["range"]
-        if self.activation_grid == "unsigned" and bool((found.lowest < 0).any()):
+        limits: Range = site.stats["range"]
+        if self.activation_grid == "unsigned" and bool((limits.lowest < 0).any()):
             raise CompressError(
-                f"the input of {next(iter(site.weights))} goes down to {float(found.lowest.amin()):.4g}, and unsigned "
+                f"the input of {next(iter(site.weights))} goes down to {float(limits.lowest.amin()):.4g}, and unsigned "
                 "codes begin at 0; give activation_grid=asymmetric, or this pass only to layers behind a ReLU (`only`)"
             )
-        return {name: fixed_codes(found, grid, dtype) for name, dtype in site.scale_dtypes.items()}
+        return {name: fixed_codes(limits, grid, dtype) for name, dtype in site.scale_dtypes.items()}
 
 
 def beside_outliers(scheme: Scheme, share: float, shape: tuple[int, int]) -> Scheme:

@@ -106,35 +106,35 @@ class RankBudget(Pass):
         return precision(self.statistics)
 
     def look(self, site: Site) -> dict[str, Tensor]:
-        """{layer: what each rank takes off its loss, as a part of what its output has in squares}. Each rank of the run
+        """{layer: the fall of its loss by each rank, as a part of the squares of its output}. Each rank of the run
         finds its share of the layers."""
         statistics: HessianResult = site.stats["hessian"]
         hessian = statistics.shrunk().hessian.double()
-        owners, found = site.comm.assign(dict.fromkeys(site.weights, 1.0)), {}
+        owners, curves = site.comm.assign(dict.fromkeys(site.weights, 1.0)), {}
         for name, weight in site.weights.items():
             values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
             if site.comm.rank == owners[name]:
                 energy = ((weight.double() @ hessian) * weight).sum().clamp(min=torch.finfo(torch.float64).tiny)
                 values = spectrum(self.to_approximate(site, name), hessian).values / energy
-            found[name] = site.comm.all_reduce(values).cpu()
-        return found
+            curves[name] = site.comm.all_reduce(values).cpu()
+        return curves
 
     def to_approximate(self, site: Site, name: str) -> Tensor:
-        """[N, K] what a low rank is to approximate, as far as is known beforehand."""
+        """[N, K] the target of a layer's low rank, as far as it is known beforehand."""
         return site.weights[name]
 
-    def settle(self, found: Mapping[str, Finding]) -> Settled:
+    def settle(self, findings: Mapping[str, Finding]) -> Settled:
         """The pass with a rank for each layer, and the layers that it leaves as they are."""
-        shapes = {name: finding.shape for name, finding in found.items()}
+        shapes = {name: finding.shape for name, finding in findings.items()}
         curves = {
             name: RankCurve(
-                found[name].parts[0], self.cost(shape), *([math.prod(shape) * WHOLE_BITS] if self.or_whole else [])
+                findings[name].parts[0], self.cost(shape), *([math.prod(shape) * WHOLE_BITS] if self.or_whole else [])
             )
             for name, shape in shapes.items()
         }
-        given = allocate(curves, self.budget(shapes), self.least)
-        whole = {name: "its share of the budget holds it as it is" for name in given if given[name] is None}
-        ranks = tuple((name, rank) for name, rank in given.items() if rank is not None)
+        ranks_of = allocate(curves, self.budget(shapes), self.least)
+        whole = {name: "its share of the budget holds it as it is" for name in ranks_of if ranks_of[name] is None}
+        ranks = tuple((name, rank) for name, rank in ranks_of.items() if rank is not None)
         settled = replace(self, ranks=ranks, allocate="uniform")
         return Settled(but(settled, *map(escape, whole)) if whole else settled, whole)
 

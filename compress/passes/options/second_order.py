@@ -33,9 +33,9 @@ from compress.weights.matrix import Matrix
 
 # A layer's weight, and its own figures.
 Result = tuple[Matrix, Figures]
-# What a layer aims at, [N, K], and the share of the drift correction in it.
+# The values [N, K] that a layer aims at, and the share of the drift correction in them.
 Target = tuple[Tensor, float]
-# What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
+# Solutions, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
 SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
@@ -79,7 +79,7 @@ class SecondOrder(Pass):
 
     @abstractmethod
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
-        """A layer's weight, as it is now, rounded to nearest: what it gets where nothing better is borne out."""
+        """A layer's weight, as it is now, rounded to nearest: its solution where nothing better is borne out."""
 
     def rows(self, site: Site, name: str, target_NK: Tensor, problem: Problem) -> dict[str, Tensor]:
         """Arguments of `solve_rows` that have a row for each output of a layer, its target among them."""
@@ -158,7 +158,7 @@ class SecondOrder(Pass):
         return {name: boldest(of_layer) for name, of_layer in losses.items()}
 
     def targets(self, site: Site, problem: Problem, solution: Solution) -> dict[str, Target]:
-        """{layer: what it aims at by a solution}."""
+        """{layer: its target by a solution}."""
         weights = {n: site.wanted(n).to(problem.hessian.dtype) for n in site.weights}
         if problem.correction is None or solution != "gptq":
             return {n: (w, 0.0) for n, w in weights.items()}

@@ -97,53 +97,53 @@ class SparsityBudget(Prune):
         return super().survey
 
     def look_at_losses(self, site: Site) -> dict[str, LossCurve]:
-        """{layer: what it loses}."""
+        """{layer: its loss at several shares of zeros}."""
         statistics: HessianResult = site.stats["hessian"]
-        pruned, hessian, found = self.trial(site, statistics), statistics.shrunk().hessian, {}
+        pruned, hessian, curves = self.trial(site, statistics), statistics.shrunk().hessian, {}
         for name, weight in site.weights.items():
             whole = weight.double()
             errors = (whole - pruned(name, share) for share in (*LEVELS, self.zeros))
             *losses, asked = (quadratic(site.comm, error, hessian) for error in errors)
             energy = quadratic(site.comm, whole, hessian)
-            found[name] = LossCurve(torch.tensor(losses, dtype=torch.float64), asked, energy)
-        return found
+            curves[name] = LossCurve(torch.tensor(losses, dtype=torch.float64), asked, energy)
+        return curves
 
     def pruned_alone(self, site: Site) -> dict[str, Tensor]:
         """{layer: its weight [N, K], pruned by the share of the budget}."""
         pruned = self.trial(site, site.stats["hessian"])
         return {name: pruned(name, self.zeros) for name in site.weights}
 
-    def settle_by_outliers(self, found: Mapping[str, Finding]) -> Settled:
+    def settle_by_outliers(self, findings: Mapping[str, Finding]) -> Settled:
         """The pass with a share of zeros for each layer, that of its block."""
         blocks: dict[str, dict[str, ScoreHistogram]] = {}
-        several = len({finding.block for finding in found.values()}) > 1
-        for name, finding in found.items():
+        several = len({finding.block for finding in findings.values()}) > 1
+        for name, finding in findings.items():
             blocks.setdefault(finding.block if several else name, {})[name] = added(finding.parts)
         of_block = {block: added(list(layers.values())) for block, layers in blocks.items()}
         shares = by_outliers(of_block, self.zeros, self.outlier, self.deviation)
         own = {name: shares[block] for block, layers in blocks.items() for name in layers}
         alone = ("the model runs as one block: owl takes every layer for one",) if not several else ()
-        return self._settle(own, found, alone)
+        return self._settle(own, findings, alone)
 
-    def settle_by_losses(self, found: Mapping[str, Finding]) -> Settled:
+    def settle_by_losses(self, findings: Mapping[str, Finding]) -> Settled:
         """The pass with a share of zeros for each layer, of the least sum of losses as they are worth."""
         curves, asked, sizes = {}, {}, {}
-        for name, finding in found.items():
+        for name, finding in findings.items():
             energy = sum(part.energy for part in finding.parts) or 1.0
             curves[name] = sum(part.losses for part in finding.parts) / energy
             asked[name] = sum(part.asked for part in finding.parts) / energy
             sizes[name] = math.prod(finding.shape)
-        worth = worths({name: finding.damage for name, finding in found.items()}, asked)
-        return self._settle(by_losses(curves, sizes, self.zeros, worth), found)
+        worth = worths({name: finding.damage for name, finding in findings.items()}, asked)
+        return self._settle(by_losses(curves, sizes, self.zeros, worth), findings)
 
     def _settle(
-        self, shares: Mapping[str, float], found: Mapping[str, Finding], notes: tuple[str, ...] = ()
+        self, shares: Mapping[str, float], findings: Mapping[str, Finding], notes: tuple[str, ...] = ()
     ) -> Settled:
         if self.per == "row":
-            shares = by_rows(shares, {name: finding.shape for name, finding in found.items()}, self.zeros)
+            shares = by_rows(shares, {name: finding.shape for name, finding in findings.items()}, self.zeros)
         alike = {"allocate": "uniform", "outlier": OUTLIER, "deviation": DEVIATION}
-        made = replace(self, **alike, sparsities=tuple(shares.items()))  # type: ignore[arg-type]
-        return Settled(made, notes=(*notes, *told(self.name, shares)))
+        settled = replace(self, **alike, sparsities=tuple(shares.items()))  # type: ignore[arg-type]
+        return Settled(settled, notes=(*notes, *told(self.name, shares)))
 
 
 def look_at_products(site: Site) -> dict[str, ScoreHistogram]:

@@ -170,7 +170,7 @@ class Pass:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
 
     def placed(self, layers: Sequence[str]) -> "Pass":
-        """This pass for a model whose layers have these names, with what depends on their places settled."""
+        """This pass for a model whose layers have these names, with options that depend on their places filled in."""
         return self
 
     @property
@@ -188,7 +188,7 @@ class Pass:
         return None
 
     def fitted(self, widths: Collection[int]) -> "Pass":
-        """This pass for layers of so many inputs: with what its options leave open settled."""
+        """This pass for layers of so many inputs, with open options filled in."""
         return self
 
 

@@ -24,14 +24,13 @@ def going(share: float, groups: int) -> int:
 
 
 def upwards(share: float) -> str:
-    """A share in words, rounded up to three places: what is given as it reads is enough."""
+    """A share in words, rounded up to three places, so that the share as written is enough."""
     return f"{math.ceil(share * 1000 - EXACT) / 1000:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemovalOptions:
-    """The options of what goes of a model, as much of every block, and of how the rest makes up for it
-    (`engine.shrink`)."""
+    """The options of removal, the same share of every block, and of its compensation (`engine.shrink`)."""
 
     heads: float = 0.0
     """0 or more, below 1: share of each attention's heads that goes; query heads go with their key-value head."""

@@ -51,7 +51,7 @@ class Site:
         return self.decided[layer].kept if layer in self.decided else None
 
     def wanted(self, layer: str) -> Tensor:
-        """The weight whose outputs a layer should have still: of a pruned one what it was before."""
+        """The weight whose outputs a layer should return; of a pruned layer the weight before pruning."""
         return self.before.get(layer, self.weights[layer])
 
     def rows(self, parts: Mapping[str, slice]) -> "Site":

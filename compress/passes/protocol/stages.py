@@ -66,8 +66,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Settled:
-    """The pass that knows what was found about all layers; which of these it leaves alone then, and why; and what the
-    report says about that."""
+    """The result of a survey: the configured pass, {layer: reason} for those that it skips, notes for the report."""
 
     made: Any
     alone: Mapping[str, str] = field(default_factory=dict)

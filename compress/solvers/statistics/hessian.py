@@ -46,8 +46,8 @@ class HessianResult:
 
     @property
     def contrast(self) -> Tensor | None:
-        """[K, K] what has the noise of the drift, and expects zero; None without a reference, or where a half has no
-        token. The noise of a mean grows as its tokens get fewer: that of a half is a multiple of that of all."""
+        """[K, K] a matrix with the noise of the drift and expectation zero; None without a reference, or where a half
+        has no token. The noise of a mean grows as its tokens get fewer: a half's is a multiple of that of all."""
         if self.contrast_of_all is None or self.contrast_factor == 1.0:
             return self.contrast_of_all
         return self.contrast_of_all * self.contrast_factor

@@ -176,13 +176,13 @@ class HistogramObserver(MinMaxObserver):
         assert self.histogram is not None
         counts, width = self.histogram.counts, self.histogram.width
         if self.method == "percentile":
-            kept = percentile_bins(counts, self.grid, **self.how)
+            bins = percentile_bins(counts, self.grid, **self.how)
         elif self.method == "mse":
-            kept = mse_bins(counts, width, lowest_R, highest_R, self.grid)
+            bins = mse_bins(counts, width, lowest_R, highest_R, self.grid)
         else:
-            kept = kl_bins(counts, self.grid, **self.how)
-        below, above = kept.unbind(-1)
-        share = share_beyond(counts, kept)
+            bins = kl_bins(counts, self.grid, **self.how)
+        below, above = bins.unbind(-1)
+        share = share_beyond(counts, bins)
         return self.made(bounds(below, above, width, lowest_R, highest_R, self.grid), lowest_R, highest_R, share)
 
 
