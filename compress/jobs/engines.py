@@ -124,7 +124,7 @@ def engine_named(name: str) -> Engine:
     return ENGINES[one_of("engine", name, ENGINES)]
 
 
-def picked(
+def pick_options(
     name: str, method: str, options: Mapping[str, Any], known: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """(Options of a method, those that the engine needs among them; a line for a person about these). options: those
@@ -142,7 +142,7 @@ def picked(
     return {**options, **added}, [f"--for {name} picks {said}; it opens {form}: {engine.why}"]
 
 
-def with_its_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:
+def with_float16_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:
     """(Passes, whose scales are numbers that the engine's files have; a line for a person where that changes any)."""
     if not engine_named(name).limits.half:
         return tuple(passes), []
@@ -179,19 +179,21 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return f"{name} searches no ranges of inputs; drop input_range, or leave --for out"
     if each.name == "embeddings":
         return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
-    if each.writes != "quantized weight" or (stored := each.stored("", (SAMPLE, SAMPLE))) is None:
+    if each.writes != "quantized weight":
         return None
-    if any(isinstance(term, SparseRows) for term in stored.terms):
+    stored = each.stored("", (SAMPLE, SAMPLE))
+    if stored is not None and any(isinstance(term, SparseRows) for term in stored.terms):
         return f"{name} runs no codes with exact outliers beside them; drop outliers, or leave --for out"
     if each.name in engine.methods:
         return _why_not_own(name, engine.methods[each.name], each.name, given)
-    codes, scheme = stored.codes, getattr(each, "scheme", None)
+    codes, scheme = None if stored is None else stored.codes, getattr(each, "scheme", None)
     plain = codes is not None and (codes.layout is not None or isinstance(codes, LevelCodes))
     if not plain and (scheme is None or scheme in SCHEMES):
         return f"{name} does not run the format of {each.name}; use --method gptq, or leave --for out"
     if scheme not in engine.schemes:
         return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {engine.scheme}"
-    assert isinstance(each, WeightFormat)
+    if not isinstance(each, WeightFormat):
+        return None
     if each.per_tensor and each.numbers.floating and engine.merges == "inputs":
         return f"{name} rounds float8 of q, k and v again, to one scale for all of them; drop per_tensor"
     if not each.numbers.has_groups:

@@ -19,7 +19,7 @@ from compress.checkpoint.write.writer import InMemory, Writer
 from compress.data.teacher_file import checksum_of
 from compress.engine.plan.batches import ChainBrokenError, check_batches
 from compress.engine.plan.existing_zeros import check_plan
-from compress.engine.plan.format_limits import caches_said, check_halved, check_storable
+from compress.engine.plan.format_limits import caches_config, check_halved, check_storable
 from compress.engine.plan.plan import Plan, plan, planned
 from compress.engine.plan.task_loss import check_loss
 from compress.engine.walk.stacks import chained_stacks
@@ -190,7 +190,7 @@ def sink_of(
     if place is None:
         return InMemory(request.keep_codes), {}
     check_storable(plan_)
-    caches = caches_said(plan_, model := opened.model)
+    caches = caches_config(plan_, model := opened.model)
     halved = plan_.treated if request.store == TWO_OF_FOUR else plan_.halved
     check_halved(plan_, halved)
     blocks = [(table.name, table.module) for table in plan_.tables]

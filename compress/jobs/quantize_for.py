@@ -24,7 +24,7 @@ from compress.checkpoint.write.directory import claimed
 from compress.checkpoint.write.manifest import read_record
 from compress.engine.plan.plan import plan
 from compress.inference.check.opening import NOT_LOADED
-from compress.jobs.engines import check_engine, check_inputs, engine_named, with_its_scales
+from compress.jobs.engines import check_engine, check_inputs, engine_named, with_float16_scales
 from compress.jobs.forecast.forecast import shapes_of
 from compress.jobs.fused_layers import check_merged
 from compress.jobs.job import Result
@@ -67,7 +67,7 @@ def quantize_for(
     for work that failed.
     """
     check_engine(engine, several(passes))
-    passes, said = with_its_scales(engine, several(passes))
+    passes, said = with_float16_scales(engine, several(passes))
     to, reporter, notes = engine_named(engine).to, reporter or Silent(), [*notes, *said]
     for line in said:
         reporter.note(line)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from safetensors.torch import save_file
 
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import say_what_is_lost, why_no_tables
+from compress.checkpoint.export.integers import note_losses, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
@@ -64,7 +64,7 @@ class MatMulNBitsGraph(Exporter):
         """Trace the graph and write it, with our outputs for a few tokens or images."""
         import onnx_ir
 
-        say_what_is_lost(checkpoint, place)
+        note_losses(checkpoint, place)
         made = graph_of(checkpoint, self.form)
         graph, tensors = place.file(GRAPH), place.file(TENSORS)
         onnx_ir.save(made.program, graph, external_data=tensors.name)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,16 +17,10 @@ from compress.weights.number_formats import WIDE, ScaleNumbers
 from compress.weights.scheme import Scheme, block_scheme
 
 # Older writers call integers that are not packed "naive".
-LAYOUTS: dict[str, Layout] = {
-    "pack-quantized": "pack-quantized",
-    "int-quantized": "int-quantized",
-    "naive-quantized": "int-quantized",
-    "float-quantized": "float-quantized",
-}
+LAYOUTS: dict[str, Layout] = {layout: layout for layout in get_args(Layout)} | {"naive-quantized": "int-quantized"}
 OF_LEVELS = {kind.layout: kind for kind in LEVEL_FORMATS.values() if kind.layout is not None}
-LAYOUTS |= {layout: layout for layout in OF_LEVELS}
-# The dtype in which scales are stored, where it is not the model's.
 REGULAR = "re:"  # before a regular expression among the targets
+# The dtype in which scales are stored, where it is not the model's.
 SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 # Names of tensors that mark a layer of a checkpoint as compressed.
 OWN_PARTS = frozenset(

@@ -68,6 +68,9 @@ from compress.weights.ternary_scale import scale_of_levels
 
 RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]
 
+# {field of a grid: its words}.
+CHOICES = {"granularity": get_args(Granularity), "range_choice": get_args(RangeChoice)}
+CHOICES |= {"scales": get_args(ScaleNumbers), "type": get_args(NumberType)}
 # {range choice: the only numbers that its scales can be}; the others are for all.
 RULES: dict[str, ScaleNumbers] = {"floor": "e8m0", "ceil": "e8m0", "4/6": "e4m3"}
 MAX_BITS = WIDE
@@ -135,12 +138,10 @@ class Grid:
                 raise InputError("signs have 1 bit and are symmetric; leave the other options of the grid out")
         elif not MIN_BITS <= self.bits <= MAX_BITS:
             raise InputError(f"bits {self.bits}; allowed: {MIN_BITS} to {MAX_BITS}")
-        if self.granularity not in get_args(Granularity):
-            raise InputError(f"granularity {self.granularity!r}; allowed: {', '.join(get_args(Granularity))}")
-        if self.range_choice not in get_args(RangeChoice):
-            raise InputError(f"range choice {self.range_choice!r}; allowed: {', '.join(get_args(RangeChoice))}")
-        if self.scales not in get_args(ScaleNumbers):
-            raise InputError(f"scales {self.scales!r}; allowed: {', '.join(get_args(ScaleNumbers))}")
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                words = field.replace("_", " ")
+                raise InputError(f"{words} {getattr(self, field)!r}; allowed: {', '.join(allowed)}")
         if (self.granularity == "group") != (self.group_size is not None):
             raise InputError(
                 f"granularity {self.granularity!r} with group size {self.group_size}; "
@@ -151,8 +152,6 @@ class Grid:
         self._check_block()
         if self.signed_scale and not (self.symmetric and self.signed and not self.narrow):
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
-        if self.type not in get_args(NumberType):
-            raise InputError(f"type {self.type!r}; allowed: {', '.join(get_args(NumberType))}")
         if self.type not in ("int", "sign"):
             self._check_levels()
         elif self.scales in OWN_DTYPE:

@@ -23,6 +23,8 @@ ASKED: dict[str, tuple[str, str]] = {
     "rounded inputs": ("--for llama.cpp --scheme w8a8", "does not run w8a8; it runs w2a16,"),
     "float8": ("--for llama.cpp --scheme fp8", "give --scheme w4a16"),
     "inputs of 4 bits": ("--for vllm --scheme w4a4", "vllm does not run w4a4"),
+    "inputs that compressed-tensors has not": ("--for transformers --scheme w2a2", "transformers does not run w2a2"),
+    "trellis codes": ("--for vllm --method trellis --calibration demo", "the format of trellis; use --method gptq"),
     "floats without a block": ("--for llama.cpp --scheme mxfp8a16", "it runs w2a16, w3a16, w4a16, w5a16, w6a16, w7a16"),
     "floats that ONNX lacks": ("--for ort --scheme nvfp4a16", "ort does not run nvfp4a16; it runs w2a16, w4a16"),
     "floats of few inputs": (

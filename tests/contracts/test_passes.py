@@ -94,7 +94,7 @@ every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, 
 def laid_out(one: Pass, layout: dict) -> Pass:
     """The pass with those options of a layout that it has; tiles have groups, and K-quants schemes of their own."""
     chosen = {key: value for key, value in layout.items() if key in options_of(type(one))}
-    if isinstance(one, SpQR | Embeddings) and SCHEMES[layout["scheme"]].of_levels:
+    if isinstance(one, SpQR | Embeddings) and "scheme" in layout and SCHEMES[layout["scheme"]].of_levels:
         del chosen["scheme"]  # these take integers alone
     if isinstance(one, KQuants | Trellis):
         return one

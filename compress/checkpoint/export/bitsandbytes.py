@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import copied, say_what_is_lost, uncompressed, why_no_tables
+from compress.checkpoint.export.integers import names_to_copy, note_losses, uncompressed, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import check_values, summary
 from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, halves_exchanged
@@ -53,8 +53,8 @@ class BitsandbytesLayout(Exporter):
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Repack the layers, one after the other, and write config.json."""
-        say_what_is_lost(checkpoint, place)
-        rest, layers = list(copied(checkpoint)), stored_in(checkpoint).layers
+        note_losses(checkpoint, place)
+        rest, layers = list(names_to_copy(checkpoint)), stored_in(checkpoint).layers
         values: dict[str, str] = {}
         place.tensors(_tensors(checkpoint, rest, values), len(rest) + len(PARTS) * len(layers))
         dtype = _word(read_config(checkpoint).dtype)

@@ -53,8 +53,8 @@ def integers_of(source: Source, layer: str) -> Integers:
 def write_layers(source: Source, place: Place, pack: Pack, parts: int) -> Written:
     """Write every layer in words, one after the other, behind the tensors that are no part of one. pack: makes so many
     tensors of a layer's codes. Notes what the layouts of integers leave out."""
-    say_what_is_lost(source, place)
-    layers, rest = stored_in(source).layers, list(copied(source))
+    note_losses(source, place)
+    layers, rest = stored_in(source).layers, list(names_to_copy(source))
     values: dict[str, str] = {}
     place.tensors(_tensors(source, rest, pack, values), len(rest) + parts * len(layers))
     return Written(len(layers), {"values": values})
@@ -128,7 +128,7 @@ def uncompressed(source: Source) -> list[str]:
     return [*own, *matrices(beside(source))]
 
 
-def copied(source: Source) -> Iterator[str]:
+def names_to_copy(source: Source) -> Iterator[str]:
     """Names of the tensors that are no part of a compressed layer or of a cache."""
     stored = stored_in(source)
     parts = {name for layer in stored.layers.values() for name in layer.parts.values()}
@@ -137,7 +137,7 @@ def copied(source: Source) -> Iterator[str]:
     return (name for name in source.weights if name not in parts)
 
 
-def say_what_is_lost(source: Source, place: Place) -> None:
+def note_losses(source: Source, place: Place) -> None:
     """Note a key-value cache, which these layouts do not describe."""
     caches = stored_in(source).caches
     if caches is not None:

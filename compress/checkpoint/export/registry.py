@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # {word: place of the class}, imported (with torch) only when used, so that a wrong word is refused at once.
 EXPORTERS = {
     "dense": "compress.checkpoint.export.dense:DenseLayout",
-    "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
-    "awq": "compress.checkpoint.export.awq:AWQLayout",
+    "gptq": "compress.checkpoint.export.gptq_awq:GPTQLayout",
+    "awq": "compress.checkpoint.export.gptq_awq:AWQLayout",
     "bitsandbytes": "compress.checkpoint.export.bitsandbytes:BitsandbytesLayout",
     "gguf": "compress.checkpoint.export.gguf.exporter:GGUFLayout",
     "onnx": "compress.onnx.exporters:MatMulNBitsGraph",

@@ -48,7 +48,6 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # {checkpoint_format: what is subtracted from zero points before they are stored}.
 LESS = {"gptq": 1, "gptq_v2": 0}
 INTS = (torch.int32,)
-Headers = Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
 
 
 def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
@@ -127,17 +126,13 @@ def _own_words(quantization: Mapping[str, Any], layer: str, where: object) -> Ma
 def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed, dict[str, View]]:
     """(The format that a layer is shown in, the views of its tensors.)"""
     (lines, rows), bits = _size(files, layer), grid.bits
-    columns, groups = lines * WORD // bits, _groups(grid, lines * WORD // bits, layer)
-    _check(files, layer, {
-        "qzeros": ((groups, words_of(rows, bits)), INTS),
-        "scales": ((groups, rows), FLOATS),
-        MARK: ((words_of(columns, bits), rows), INTS),
-    })  # fmt: skip
-    index = f"{layer}.g_idx"
+    columns, zeros, index = lines * WORD // bits, f"{layer}.qzeros", f"{layer}.g_idx"
+    if columns * bits % WORD:
+        raise CheckpointError(f"{layer} has {columns} inputs; codes of {bits} bits do not fill words of {WORD}")
+    groups = _groups(files, layer, grid, rows, columns)
     if index in files:
-        _check(files, layer, {"g_idx": ((columns,), INTS)})
+        _check(files, index, (columns,), INTS)
     in_order = index not in files or torch.equal(files.tensor(index), groups_in_order(columns, groups))
-    zeros = f"{layer}.qzeros"
 
     def stored(held: Tensor) -> Tensor:
         return unpack_rows(held, bits, rows, signed=False)  # [G, N], less `less`
@@ -167,12 +162,8 @@ def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed
 def _awq(files: WeightFiles, layer: str, grid: Grid) -> tuple[Packed, dict[str, View]]:
     """(The format that a layer is shown in, the views of its tensors.)"""
     columns, words = _size(files, layer)
-    groups, rows = _groups(grid, columns, layer), words * len(ORDER)
-    _check(files, layer, {
-        "qzeros": ((groups, words), INTS),
-        "scales": ((groups, rows), FLOATS),
-        MARK: ((columns, words), INTS),
-    })  # fmt: skip
+    rows = words * len(ORDER)
+    _groups(files, layer, grid, rows, columns)
 
     def packed(held: Tensor) -> Tensor:
         codes = pad(from_words(held).t(), (0, -columns % len(ORDER)))
@@ -217,36 +208,36 @@ def _views(
 
 def _size(files: WeightFiles, layer: str) -> tuple[int, int]:
     """The shape of a layer's words. Raises CheckpointError where it has not two dimensions, or nothing is in it."""
-    shape, _ = files.headers[f"{layer}.{MARK}"]
+    name = f"{layer}.{MARK}"
+    shape, _ = files.headers[name]
     if len(shape) != 2:
-        raise CheckpointError(f"{layer}.{MARK} has shape {shape}; it must have two dimensions")
+        raise CheckpointError(f"{name} has shape {shape}; it must have two dimensions")
     if 0 in shape:
-        raise CheckpointError(f"{layer}.{MARK} has shape {shape}; there is nothing in it")
+        raise CheckpointError(f"{name} has shape {shape}; there is nothing in it")
+    _check(files, name, shape, INTS)
     return shape[0], shape[1]
 
 
-def _groups(grid: Grid, columns: int, layer: str) -> int:
-    """The groups of a row. Raises CheckpointError where they do not fill it, or its codes fill no words."""
-    problem = Packed(grid=grid).problem(1, columns)
-    if problem is None and columns * grid.bits % WORD:
-        problem = f"has {columns} inputs; codes of {grid.bits} bits do not fill words of {WORD}"
-    if problem is not None:
+def _groups(files: WeightFiles, layer: str, grid: Grid, rows: int, columns: int) -> int:
+    """The groups of a row, once its zero points and scales are checked. Raises CheckpointError."""
+    if (problem := Packed(grid=grid).problem(rows, columns)) is not None:
         raise CheckpointError(f"{layer} {problem}")
-    return Packed(grid=grid).groups(columns)
+    groups = Packed(grid=grid).groups(columns)
+    _check(files, f"{layer}.qzeros", (groups, words_of(rows, grid.bits)), INTS)
+    _check(files, f"{layer}.scales", (groups, rows), FLOATS)
+    return groups
 
 
-def _check(files: WeightFiles, layer: str, wanted: Headers) -> None:
-    """Raises CheckpointError, which names the tensor, for one that is missing or of another shape or dtype."""
-    for part, (size, dtypes) in wanted.items():
-        name = f"{layer}.{part}"
-        if name not in files:
-            raise CheckpointError(f"{name} is missing from the checkpoint")
-        shape, dtype = files.headers[name]
-        if shape != size:
-            raise CheckpointError(f"{name} has shape {shape}; its layer needs {size}")
-        if DTYPES.get(dtype) not in dtypes:
-            allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
-            raise CheckpointError(f"{name} is {dtype}; it must be {allowed}")
+def _check(files: WeightFiles, name: str, size: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> None:
+    """Raises CheckpointError for a tensor that is missing or of another shape or dtype."""
+    if name not in files:
+        raise CheckpointError(f"{name} is missing from the checkpoint")
+    shape, dtype = files.headers[name]
+    if shape != size:
+        raise CheckpointError(f"{name} has shape {shape}; its layer needs {size}")
+    if DTYPES.get(dtype) not in dtypes:
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        raise CheckpointError(f"{name} is {dtype}; it must be {allowed}")
 
 
 def groups_in_order(columns: int, groups: int) -> Tensor:

@@ -120,13 +120,13 @@ def for_engine(
     engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
-    from compress.jobs.engines import engine_named, picked
+    from compress.jobs.engines import engine_named, pick_options
     from compress.passes.protocol.recipe import options_of, pass_class
 
     engine_named(engine)
     if recipe is not None:
         return dict(chosen), []
-    return picked(engine, method, chosen, list(options_of(pass_class(method))))
+    return pick_options(engine, method, chosen, list(options_of(pass_class(method))))
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
     return None
 
 
-def caches_said(plan: Plan, model: nn.Module) -> dict[str, Any]:
+def caches_config(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """The part of a run's `quantization_config` about key-value caches; empty where they stay as they are. Raises
     InputError for caches that readers do not round, or not so."""
     scheme = plan.cache_scheme

@@ -19,7 +19,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.unplaced_tensors import beside, totals
 from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
-from compress.engine.plan.format_limits import caches_said, check_storable
+from compress.engine.plan.format_limits import caches_config, check_storable
 from compress.engine.plan.matching import tied_head
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.plan import plan as matched
@@ -261,7 +261,7 @@ def outline(
     loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured.
     available: bytes that the device has; None: those that are free."""
     check_storable(plan)
-    caches_said(plan, model)
+    caches_config(plan, model)
     layers = _stored(plan, request.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)

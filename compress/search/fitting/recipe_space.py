@@ -6,7 +6,7 @@ from typing import Any
 
 from compress.base.errors import InputError, one_of
 from compress.engine.plan.matching import tied_head
-from compress.jobs.engines import check_engine, engine_named, picked
+from compress.jobs.engines import check_engine, engine_named, pick_options
 from compress.jobs.forecast.forecast import plan, shapes_of
 from compress.jobs.model_source import found_model
 from compress.kernels.layouts.k_quants import K_QUANTS
@@ -112,7 +112,7 @@ def _schemes(engine: str | None) -> list[Candidate]:
                 f"transformers (for {engine}: compress quantize --for {engine}; K-quants: --method k-quants)"
             )
         schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
-        options, _ = picked(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])
+        options, _ = pick_options(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])
         del options["scheme"]
     full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, **options),)) for s in schemes]
     if engine is not None:

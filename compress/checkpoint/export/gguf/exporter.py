@@ -26,7 +26,7 @@ from compress.checkpoint.export.gguf.graft import Template, entries_of
 from compress.checkpoint.export.gguf.library import gguf, missing
 from compress.checkpoint.export.gguf.names import entry_of, floats_why_not, planned, unnamed
 from compress.checkpoint.export.gguf.readback import read_back
-from compress.checkpoint.export.integers import say_what_is_lost, why_not_float16
+from compress.checkpoint.export.integers import note_losses, why_not_float16
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.leftovers import LEGAL
 from compress.checkpoint.read.compressed_layers import stored_in
@@ -68,7 +68,7 @@ class GGUFLayout(Exporter):
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the file, one tensor after the other."""
-        say_what_is_lost(checkpoint, place)
+        note_losses(checkpoint, place)
         if self.template is not None:
             held = _grafted(checkpoint, place, Template(Path(self.template)))
         else:
