@@ -19,9 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/start.md", "docs/guides.md"),
     *(
+        "docs/ci.md",
         "docs/commands.md",
         "docs/engines.md",
         "docs/formats.md",
+        "docs/limits.md",
         "docs/memory.md",
         "docs/models.md",
         "docs/troubleshooting.md",

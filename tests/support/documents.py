@@ -1,7 +1,8 @@
 """Commands and snippets of the documents, and what their placeholders stand for in a test.
 
 A command is a line of a fenced block, or code in the first column of a table, that begins with `compress`, `torchrun`,
-`make` or `pip`, or with variables of the environment before these. A snippet is a fenced block of Python or YAML.
+`make` or `pip`, or with variables of the environment before these; of a file of CI, a step. A snippet is a fenced block
+of Python or YAML.
 """
 
 import re
@@ -15,6 +16,9 @@ DOCUMENTS = (
         "README.md",
         "CONTRIBUTING.md",
         "docs/start.md",
+        "docs/ci.md",
+        "docs/ci/github.yml",
+        "docs/ci/gitlab.yml",
         "docs/commands.md",
         "docs/guides.md",
         "docs/memory.md",
@@ -99,6 +103,8 @@ def _of(document: str) -> list[Snippet]:
             block.append(line)
             if not fence and COMMAND.match(line):
                 found.append(Snippet(document, number, "command", line))
+        elif document.endswith(".yml") and (step := re.match(r"\s+- (?:run: )?(compress .*)", line)):
+            found.append(Snippet(document, number, "command", step[1]))
         elif line.startswith("| `"):
             first = line.split(" | ")[0]
             found += [
