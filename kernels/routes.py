@@ -23,17 +23,17 @@ from compress.kernels.cpu import dense
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import FEW_TOKENS, TYPES, Operation, strips_operation
 from compress.kernels.cpu.dense_thresholds import NEVER
+from compress.kernels.cpu.layouts import why_not_lay_in_strips
 from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
-from compress.kernels.layouts.words import LevelTable, Planar
+from compress.kernels.layouts.words import CodeWords, LevelTable
 from compress.kernels.layouts.words24 import Words24
-from compress.kernels.operators import fp8, fp8_blocks, sparse, tiles
+from compress.kernels.operators import fp8, fp8_blocks, sparse, sparse24, tiles
 from compress.kernels.operators import words as ops
-from compress.kernels.operators import words24 as sparse24
-from compress.kernels.operators.int8_activation import why_not_int8
-from compress.kernels.operators.pairs24 import NO_KERNEL
-from compress.kernels.operators.strips import why_not_lay_in_strips
+from compress.kernels.operators.devices import path_of
+from compress.kernels.operators.int8_rows import why_not_w8a8
+from compress.kernels.operators.sparse24 import NO_KERNEL
 from compress.kernels.operators.tiles import MANY
 
 TOKENS = (1, 8, 64, 512)  # at which tables show routes
@@ -69,7 +69,7 @@ def planar_route(
     if device.type == "cpu":
         return _cpu_route("int8_activation" if int8_input else "weight_only", M, (N, K), bits, group_size, dtype)
     meta = torch.device("meta")
-    weight = Planar(
+    weight = CodeWords(
         torch.empty(N, 0, dtype=torch.int16, device=meta),
         torch.empty(0, dtype=dtype, device=meta),
         torch.empty(0, dtype=torch.uint8, device=meta) if zero else None,
@@ -78,12 +78,12 @@ def planar_route(
     )
     x_MK = _tokens(M, K, dtype, device)
     if int8_input:
-        reasons = why_not_int8(x_MK, weight)
-        return Route(ops.path_of(device, reasons), tuple(reasons))
+        reasons = ops.why_not_int8(x_MK, weight)
+        return Route(path_of(device, reasons), tuple(reasons))
     return _fused_route(x_MK, weight)
 
 
-def _fused_route(x_MK: torch.Tensor, weight: Planar) -> Route:
+def _fused_route(x_MK: torch.Tensor, weight: CodeWords) -> Route:
     """The route of a weight in planar words on a GPU, with x as it is."""
     path, _ = ops.weight_only_path(x_MK, weight)
     fused = tuple(ops.why_not_weight_only(x_MK, weight))
@@ -100,7 +100,9 @@ def why_not_batch_invariant(
     if int8_input:
         return []
     nothing = torch.empty(0, dtype=dtype, device="meta")
-    return ops.why_not_batch_invariant(_tokens(1, K, dtype, device), Planar(nothing, nothing, None, group_size, bits))
+    return ops.why_not_batch_invariant(
+        _tokens(1, K, dtype, device), CodeWords(nothing, nothing, None, group_size, bits)
+    )
 
 
 def strips_route(
@@ -134,7 +136,7 @@ def levels_route(
         meta = torch.device("meta")
         table = LevelTable(torch.empty(0, device=meta), signed=False)
         words, scale = torch.empty(N, 0, device=meta), torch.empty(0, dtype=scales or dtype, device=meta)
-        return _fused_route(_tokens(M, K, dtype, device), Planar(words, scale, None, group_size, NIBBLE, table))
+        return _fused_route(_tokens(M, K, dtype, device), CodeWords(words, scale, None, group_size, NIBBLE, table))
     return _cpu_route("table_strips", M, (N, K), NIBBLE, group_size, dtype, why_not_strips(N, NIBBLE))
 
 
@@ -195,8 +197,8 @@ def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device)
     if device.type == "cpu":
         return _cpu_route("w8a8", M, (N, K), BYTE, -1, dtype)
     x_MK = _tokens(M, K, dtype, device)
-    reasons = ops.why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"))
-    return Route(ops.path_of(device, reasons), tuple(reasons))
+    reasons = why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"))
+    return Route(path_of(device, reasons), tuple(reasons))
 
 
 def fp8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:

@@ -7,9 +7,10 @@ until the arithmetic of that loop costs more than unpacking a slab.
 import ctypes
 import sys
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
 
@@ -69,6 +70,28 @@ class Arguments(ctypes.Structure):
     def dtype(self) -> torch.dtype:
         """The dtype of x."""
         return next(dtype for dtype, number in TYPES.items() if number == self.x_type)
+
+
+class LoopWeight(NamedTuple):
+    """A weight as the loops read it, with its bias: in planar words or strips, as `operators.words.words_linear` takes
+    it, or rows of int8, as `operators.int8_rows.w8a8_linear` does (of these row_sum and what comes after it)."""
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+    bits: int
+    group_size: int
+    input_group: int | None
+    table: Tensor | None = None
+    row_sum: Tensor | None = None
+    input_scale: Tensor | None = None
+    input_zero: Tensor | None = None
+    symmetric: bool = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part for part in self if isinstance(part, Tensor)]
 
 
 def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:

@@ -4,15 +4,16 @@ weights of experts, for pairs of a token and an expert sorted by expert (`operat
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
-Layers call them where no gradient is needed: for a small product, the Python code on the way to the loops takes longer
-than the product itself (`kernels.operators.register`). The checks here run at every call and are written for speed.
+The operators of `kernels.operators` call them where no gradient is needed: for a small product, the Python code on the
+way to the loops takes longer than the product itself. The checks here run at every call and are written for speed.
 
 A compiled graph holds an operator as one node. They are a small library of their own on torch's stable C interface
-(`cpu_operators.cpp`), built like the others at first use; where it cannot be built, layers call the loops from Python.
+(`cpuoperators.cpp`), built like the others at first use; where it cannot be built, Python calls the loops.
 """
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,18 +24,21 @@ from torch.compiler import is_compiling
 
 from compress.kernels.cpu import build, dense
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.cpu.arguments import PAIRS, TYPES, Operation, rows_up_to
-from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
+from compress.kernels.cpu.arguments import PAIRS, TYPES, LoopWeight, Operation, rows_up_to
+from compress.kernels.layouts.strips import BYTE, lines_of
+from compress.kernels.layouts.words import ROWS, STRIPS_DIMENSIONS, planar_words
 
 DIMENSIONS = 4  # of the tensors that attention reads
-# By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
+# By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpuoperators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
-# Namespace of the operators that the library registers.
-_operators: Any = torch.ops.compress
+# Namespace of the operators that the library registers: those above by their names, `.default`.
+operators: Any = torch.ops.compress
+# The operators of products, as torch's bindings call them.
+_calls: dict[str, Callable[..., Any]] = {}
 
 
 class _Loops(ctypes.Structure):
-    """`Loops` of cpu_operators.cpp, field by field."""
+    """`Loops` of cpuoperators.cpp, field by field."""
 
     _fields_ = (
         ("exact", ctypes.c_void_p),
@@ -66,6 +70,8 @@ def _build() -> None:
 @cache
 def _register() -> None:
     use(build.library())
+    # Without a frame of Python's.
+    _calls.update({name: getattr(operators, f"cpu_{name}").default._op for name in PRODUCTS})
     torch.library.register_fake("compress::cpu_linear", _like_product)
     torch.library.register_fake("compress::cpu_w8a8", _like_rows)
     torch.library.register_fake("compress::cpu_experts", _like_experts)
@@ -84,108 +90,78 @@ def use(library: ctypes.CDLL) -> None:
     build.library("operators").use(ctypes.byref(_Loops(exact, rounded, *by_rows, attend, by_blocks)))
 
 
-@cache
-def _takes(operation: Operation, columns: int, group_size: int, _: tuple[str, ...]) -> bool:
-    return not cpu_gemm.why_not_sizes(operation, columns, group_size) and not why_not()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def takes(operation: Operation, columns: int, group_size: int) -> bool:
-    """True where the operator can be had for weights of these sizes."""
-    return _takes(operation, columns, group_size, build.why_not())
-
-
-def serves(operation: Operation, x: Tensor, dtype: torch.dtype, columns: int, group_size: int = -1) -> bool:
-    """True where an operator multiplies x [..., columns] by the weight of a layer that computes in `dtype`: on a CPU,
-    without a gradient."""
-    given: torch.dtype = x.dtype
+def serves(x: Tensor) -> bool:
+    """True where the operators multiply x: on a CPU, without a gradient."""
+    # A traced graph takes the type of a device for a constant; asking for it takes six times as long.
     return (
-        # A traced graph takes the type of a device for a constant; asking for it takes six times as long.
         (x.device.type == "cpu" if is_compiling() else x.is_cpu)
-        and given is dtype
-        and given in TYPES
-        and x.shape[-1] == columns
+        and x.dtype in TYPES
         and not (x.requires_grad and torch.is_grad_enabled())
         and forward_ad._current_level < 0
-        and takes(operation, columns, group_size)
     )
 
 
-def linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    input_group: int | None,
-    table: Tensor | None = None,
-) -> Tensor:
-    """[..., N] = x weight^T + bias; only where `serves` is true. The weight is the parts of a `layouts.words.Planar`,
-    or of a `layouts.strips.Strips`; input_group as in `strips.strips_linear`, table as in `gemm.strips`."""
-    out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group, table)
-    return out
+def _fits_words(
+    columns: int, words: tuple[int, ...], bits: int, group_size: int, input_group: int | None, table: bool
+) -> bool:
+    """True for x of so many columns and codes whose words have this shape. input_group: as in `operators.words`;
+    table: there is one."""
+    strips, rounded = len(words) == STRIPS_DIMENSIONS, input_group is not None
+    if words[1] != (lines_of(columns, bits) if strips else planar_words(columns, bits)):
+        return False
+    if input_group is not None and input_group != -1 and input_group % cpu_gemm.INPUT_GROUP_STEP:
+        return False
+    operation: Operation = "table_strips" if table else "int8_activation" if rounded else "weight_only"
+    taken = strips and not rounded if table else not (strips and rounded and bits == BYTE)
+    return taken and not cpu_gemm.why_not_sizes(operation, columns, group_size)
 
 
-def w8a8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sum: Tensor | None,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    input_zero: Tensor | None,
-    symmetric: bool,
-) -> Tensor:
-    """[..., N] = quantize(x) weight^T scaled + bias; only where `serves` is true; arguments as of
-    `operators.words.w8a8_linear`."""
-    sums = (weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
-    out: Tensor = _operators.cpu_w8a8.default(x, weight, *sums)
-    return out
+def _fits_rows(columns: int, weight: tuple[int, ...]) -> bool:
+    """True for x of so many columns and rows of int8 [..., N, K]."""
+    return columns == weight[-1] and not cpu_gemm.why_not_sizes("w8a8", columns, -1)
 
 
-def experts(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    token: Tensor | None,
-    start: Tensor,
-    bits: int,
-    group_size: int,
-    input_group: int | None,
-    table: Tensor | None = None,
-) -> Tensor:
-    """[P, N] = x_token(p) weight_e(p)^T + bias_e(p) of x [M, K]; only where `serves` is true.
-
-    The weights are the parts of a `layouts.words.Planar` or `layouts.strips.Strips` for each of E experts, stacked;
-    bias [E, N]. token int32 [P], or None where the pairs are the rows of x; start int32 [E + 1], as in
-    `grouped.Routing`; table as in `gemm.strips`, of all experts. Pairs without an expert get zeros.
-    """
-    out: Tensor = _operators.cpu_experts.default(
-        x, words, scale, zero, bias, token, start, bits, group_size, input_group, table
-    )
-    return out
+# The products, and whether they take a weight.
+PRODUCTS: dict[str, Callable[..., bool]] = {
+    "linear": _fits_words,
+    "w8a8": _fits_rows,
+    "experts": _fits_words,
+    "experts_w8a8": _fits_rows,
+}
 
 
-def experts_w8a8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sum: Tensor | None,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    input_zero: Tensor | None,
-    token: Tensor | None,
-    start: Tensor,
-    symmetric: bool,
-) -> Tensor:
-    """`experts` with weights [E, N, K] as of `operators.grouped.grouped_w8a8`."""
-    sums = (weight_scale, row_sum, bias, input_scale, input_zero, token, start, symmetric)
-    out: Tensor = _operators.cpu_experts_w8a8.default(x, weight, *sums)
-    return out
+@cache
+def takes_sizes(name: str, *sizes: Any) -> bool:
+    """True where the operator of this name takes a weight of these sizes."""
+    return PRODUCTS[name](*sizes) and not why_not()
+
+
+def product(name: str, x: Tensor, weight: torch.Size, *sizes: Any) -> Callable[..., Any] | None:
+    """The operator compress::cpu_NAME for x and a weight of this shape and sizes (`PRODUCTS`); None where it does not
+    serve. Every call asks: it is written for speed."""
+    if is_compiling():
+        ours = serves(x) and PRODUCTS[name](x.shape[-1], weight, *sizes) and _built()
+        return getattr(operators, f"cpu_{name}").default if ours else None
+    try:
+        ours = (
+            x.is_cpu
+            and x.dtype in TYPES
+            and not (x.requires_grad and torch.is_grad_enabled())
+            and forward_ad._current_level < 0
+            and takes_sizes(name, x.shape[-1], weight, *sizes)
+        )
+    except TypeError:  # sizes that are symbols cannot be looked up
+        return None
+    return _calls[name] if ours else None
+
+
+def takes(weight: LoopWeight, columns: int) -> bool:
+    """True where the operators take a weight, for x of so many columns."""
+    words = weight.words
+    if words.dtype == torch.int8:
+        return takes_sizes("w8a8", columns, words.shape)
+    sizes = (weight.bits, weight.group_size, weight.input_group, weight.table is not None)
+    return takes_sizes("linear", columns, words.shape, *sizes)
 
 
 @cache
@@ -243,7 +219,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     query: [batch, heads, 1, size]; key and value: [batch, key heads, keys, size], each shared by heads / key heads
     consecutive heads; mask: of bools (False: not seen) or added, [batch or 1, heads or 1, 1, keys].
     """
-    out: Tensor = _operators.cpu_attention.default(query, key, value, mask, scale)
+    out: Tensor = operators.cpu_attention.default(query, key, value, mask, scale)
     return out
 
 
@@ -259,22 +235,11 @@ def _like_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _like_experts(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, token: Tensor | None, *_: Any
-) -> Tensor:
-    rows = words.shape[1] * (ROWS if words.dim() == STRIPS_DIMENSIONS + 1 else 1)
+def _like_experts(x: Tensor, words: Tensor, *others: Any) -> Tensor:
+    rows, token = words.shape[1] * (ROWS if words.dim() == STRIPS_DIMENSIONS + 1 else 1), others[3]
     return x.new_empty(x.shape[0] if token is None else token.shape[0], rows)
 
 
-def _like_rows_of_experts(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sum: Tensor | None,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    input_zero: Tensor | None,
-    token: Tensor | None,
-    *_: Any,
-) -> Tensor:
+def _like_rows_of_experts(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    token = others[5]
     return x.new_empty(x.shape[0] if token is None else token.shape[0], weight.shape[1])

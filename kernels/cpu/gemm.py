@@ -1,10 +1,12 @@
 """The CPU products of `cpu_gemm.cpp` on tensors, and the choice among its loops for given sizes.
 
-Both loops read the words that every device reads (`layouts.words.Planar`), strips of them (`layouts.strips.Strips`) or
-plain int8. `arguments` has the crossovers between them; products of many tokens may be left to `dense` blocks.
+Both loops read the words that every device reads (`layouts.words`), strips of them (`layouts.strips`) or plain int8.
+`arguments` has the crossovers between them; products of many tokens may be left to `dense` blocks.
 """
 
 import ctypes
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +19,17 @@ from compress.kernels.cpu.arguments import (
     TYPES,
     Arguments,
     Loop,
+    LoopWeight,
     Operation,
     by_rows,
+    rows_up_to,
     strips_operation,
 )
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.layouts.strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
+from compress.kernels.layouts.strips import BYTE, NIBBLE
 from compress.kernels.layouts.strips24 import Strips24
-from compress.kernels.layouts.tiles import TileStrips
-from compress.kernels.layouts.words import PLANE, Planar
+from compress.kernels.layouts.tiles import TileWords
+from compress.kernels.layouts.words import LINE_BYTES, PLANE, ROWS, STRIPS_DIMENSIONS, CodeWords
 
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
@@ -72,37 +76,55 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
     return "strips" if operation.endswith(("strips", "tiles", "24")) else "rows"
 
 
-def _filled(
-    operation: Operation,
-    x_MK: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    batch_invariant: bool = False,
-) -> Arguments:
-    M, K = x_MK.shape
-    filled = Arguments(x=x_MK.data_ptr(), weight=weight.data_ptr(), scale=scale.data_ptr(), M=M, N=len(weight), K=K)
-    filled.row_bytes = weight.shape[1] * weight.element_size()
-    filled.x_type, filled.scale_type = TYPES[x_MK.dtype], TYPES[scale.dtype]
+def _filled(weight: LoopWeight, columns: int, dtype: torch.dtype) -> tuple[Arguments, Loop, Operation]:
+    """The arguments of a product but for x, M, the result and threads; the loop that takes them; the operation."""
+    words, scale, rounded = weight.words, weight.scale, weight.input_group is not None
+    filled = Arguments(weight=words.data_ptr(), scale=scale.data_ptr(), K=columns, G=1, bits=weight.bits)
+    filled.x_type, filled.scale_type, filled.symmetric = TYPES[dtype], TYPES[scale.dtype], weight.symmetric
+    filled.group, filled.input_group = weight.group_size, -1 if weight.input_group is None else weight.input_group
+    _add_bias(filled, weight.bias)
+    for name in ("zero", "table", "row_sum", "input_scale", "input_zero"):
+        part: Tensor | None = getattr(weight, name)
+        if part is not None:
+            setattr(filled, name, part.data_ptr())
+    if words.dtype == torch.int8:
+        filled.N, filled.row_bytes = words.shape
+        return filled, "int8_activation", "w8a8"
+    loop: Loop = "int8_activation" if rounded else "weight_only"
+    if words.dim() == STRIPS_DIMENSIONS:
+        _in_strips(filled, words)
+        filled.G = scale.shape[1]
+        return filled, loop, strips_operation(rounded, dtype)
+    filled.planar, filled.N, filled.G = True, len(words), scale.shape[0]
+    filled.row_bytes = words.shape[1] * words.element_size()
+    return filled, loop, loop
+
+
+def _in_strips(filled: Arguments, words: Tensor) -> None:
+    filled.strips, filled.N, filled.row_bytes = True, len(words) * ROWS, words.nbytes // (len(words) * ROWS)
+
+
+def _add_bias(filled: Arguments, bias: Tensor | None) -> None:
     if bias is not None:
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
-    filled.G = scale.shape[0] if scale.dim() == 2 else 1
-    filled.group = filled.input_group = -1
-    # Over a slab every token is summed alike, whatever tile it is in.
-    filled.by_rows = by_rows(operation, M) and not batch_invariant
-    filled.threads = torch.get_num_threads()
-    return filled
 
 
-def bias_of(bias: Tensor | None) -> Tensor | None:
+def of_step(weight: LoopWeight, columns: int, dtype: torch.dtype) -> tuple[Arguments, Loop, int]:
+    """(Arguments but for x, M, the result and threads; the loop; tokens up to which it reads rows front to back)."""
+    filled, loop, operation = _filled(weight, columns, dtype)
+    return filled, loop, rows_up_to(operation, cpu.library())
+
+
+def _readable(bias: Tensor | None) -> Tensor | None:
     """A bias as the loops read it."""
     if bias is None:
         return None
     return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
 
 
-def _contiguous(entries: Entries | None) -> Entries | None:
-    return None if entries is None else Entries(*(tensor.contiguous() for tensor in entries))
+def _whole(parts: Iterable[Any]) -> list[Any]:
+    """The parts of a weight, tensors contiguous: they must live until a call returns."""
+    return [part.contiguous() if isinstance(part, Tensor) else part for part in parts]
 
 
 def _add_entries(filled: Arguments, entries: Entries | None) -> None:
@@ -114,9 +136,14 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> None:
     filled.short_columns = entries.column.dtype == torch.int16
 
 
-def call(name: Loop, filled: Arguments, x_MK: Tensor, batch_invariant: bool = False) -> Tensor:
+def call(name: Loop, operation: Operation, filled: Arguments, x_MK: Tensor, batch_invariant: bool = False) -> Tensor:
     """[M, N] in the dtype of x: the result of a loop on arguments that live until it returns, or of dense blocks where
     these are faster and not asked to be batch-invariant."""
+    x_MK = x_MK.contiguous()
+    filled.x, filled.x_type, filled.M = x_MK.data_ptr(), TYPES[x_MK.dtype], len(x_MK)
+    # Over a slab every token is summed alike, whatever tile it is in.
+    filled.by_rows = by_rows(operation, filled.M) and not batch_invariant
+    filled.threads = torch.get_num_threads()
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     large = filled.M > FEW_TOKENS and filled.N * filled.K >= FEW_WEIGHTS
@@ -127,121 +154,67 @@ def call(name: Loop, filled: Arguments, x_MK: Tensor, batch_invariant: bool = Fa
     return out_MN
 
 
-def _planar(
-    operation: Operation,
+def words(
     x_MK: Tensor,
-    weight: Planar,
-    bias: Tensor | None,
-    input_group: int,
-    entries: Entries | None = None,
-    batch_invariant: bool = False,
-) -> Tensor:
-    # What is made contiguous here must live until the call returns.
-    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
-    words, scale = weight.words.contiguous(), weight.scale.contiguous()
-    zero = None if weight.zero is None else weight.zero.contiguous()
-    filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
-    filled.zero = None if zero is None else zero.data_ptr()
-    filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
-    filled.planar = filled.symmetric = True
-    _add_entries(filled, entries)
-    loop: Loop = "weight_only" if operation == "weight_only" else "int8_activation"
-    return call(loop, filled, x_MK, batch_invariant)
-
-
-def weight_only(
-    x_MK: Tensor,
-    weight: Planar,
-    bias: Tensor | None = None,
-    entries: Entries | None = None,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """[M, N] = x (weight + entries)^T + bias, in the dtype of x. batch_invariant: by the slower loop for few tokens."""
-    return _planar("weight_only", x_MK, weight, bias, -1, entries, batch_invariant)
-
-
-def int8_activation(
-    x_MK: Tensor,
-    weight: Planar,
-    bias: Tensor | None = None,
-    input_group: int = -1,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
-    return _planar("int8_activation", x_MK, weight, bias, input_group, None, batch_invariant)
-
-
-def strips(
-    x_MK: Tensor,
-    weight: Strips,
+    weight: CodeWords,
     bias: Tensor | None = None,
     input_group: int | None = None,
     batch_invariant: bool = False,
     entries: Entries | None = None,
-    table: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] = x (weight + entries)^T + bias, in the dtype of x, which is multiplied as it is (None) or, without
-    entries, rounded to int8, symmetric, per token (-1) or per token and `input_group` columns. table: fp32 [17], the
-    values of codes of 4 bits before they are scaled and a factor of all scales, for x that is not rounded (None: the
-    codes less 8)."""
-    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
-    words, scale = weight.words.contiguous(), weight.scale.contiguous()
-    zero = None if weight.zero is None else weight.zero.contiguous()
-    operation = strips_operation(input_group is not None, x_MK.dtype)
-    filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
-    filled.N, filled.G, filled.row_bytes = len(words) * ROWS, scale.shape[1], words.shape[1] * words.shape[2] // ROWS
-    filled.zero = None if zero is None else zero.data_ptr()
-    filled.bits, filled.group, filled.strips, filled.symmetric = weight.bits, weight.group_size, True, True
-    if input_group is not None:
-        filled.input_group = input_group
-    if table is not None:
-        assert weight.bits == NIBBLE
-        assert input_group is None
-        filled.table = table.data_ptr()
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x, of a weight in planar words or in strips.
+
+    x is multiplied as it is (None) or, without entries, rounded to int8, symmetric, per token (-1) or per token and
+    `input_group` columns. A table is for strips of 4 bits and x that is not rounded. batch_invariant: by the slower
+    loop for few tokens.
+    """
+    table = None if weight.table is None else weight.table.values
+    assert table is None or (weight.bits == NIBBLE and input_group is None)
+    sizes = (weight.bits, weight.group_size, input_group)
+    held = LoopWeight(*_whole((weight.words, weight.scale, weight.zero, _readable(bias), *sizes, table)))
+    entries = None if entries is None else Entries(*_whole(entries))
+    filled, loop, operation = _filled(held, x_MK.shape[1], x_MK.dtype)
     _add_entries(filled, entries)
-    return call("weight_only" if input_group is None else "int8_activation", filled, x_MK, batch_invariant)
+    return call(loop, operation, filled, x_MK, batch_invariant)
 
 
-def tiles(x_MK: Tensor, weight: TileStrips, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
-    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
-    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
-    words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
-    filled = _filled("tiles", x_MK, words, ranges, bias)
-    filled.N, filled.row_bytes = len(words) * ROWS, words.shape[1] * words.shape[2] // ROWS
+def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x, of a weight in strips."""
+    bias, entries = _readable(bias), None if entries is None else Entries(*_whole(entries))
+    words, levels, ranges = _whole(weight[:3])
+    filled = Arguments(weight=words.data_ptr(), ranges=ranges.data_ptr(), levels=levels.data_ptr(), K=x_MK.shape[1])
+    _in_strips(filled, words)
+    _add_bias(filled, bias)
     filled.G = -(-words.shape[1] * LINE_BYTES * 8 // (ROWS * weight.bits) // weight.group_size)  # with padding
-    filled.scale, filled.ranges, filled.levels = None, ranges.data_ptr(), levels.data_ptr()
-    filled.bits, filled.strips, filled.level_bits = weight.bits, True, NIBBLE if len(levels) == 1 else BYTE
-    filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
+    filled.bits, filled.level_bits = weight.bits, NIBBLE if len(levels) == 1 else BYTE
+    filled.group, filled.tile_rows, filled.scale_type = weight.group_size, weight.tile_rows, TYPES[ranges.dtype]
     _add_entries(filled, entries)
-    return call("weight_only", filled, x_MK)
+    return call("weight_only", "tiles", filled, x_MK)
 
 
 def strips24(x_MK: Tensor, weight: Strips24, bias: Tensor | None = None) -> Tensor:
     """[M, N] = x weight^T + bias, in the dtype of x."""
-    x_MK, bias = x_MK.contiguous(), bias_of(bias)
-    held, position = weight.held.contiguous(), weight.position.contiguous()
-    scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
-    filled = _filled("sparse24", x_MK, held, held if scale is None else scale, bias)
-    filled.N, filled.row_bytes = len(held) * ROWS, held[0].nbytes // ROWS
-    filled.kept, filled.bits, filled.group, filled.strips = position.data_ptr(), weight.bits, weight.group_size, True
+    bias = _readable(bias)
+    held, position, scale, zero = _whole(weight[:4])
+    filled = Arguments(weight=held.data_ptr(), kept=position.data_ptr(), K=x_MK.shape[1], bits=weight.bits)
+    _in_strips(filled, held)
+    _add_bias(filled, bias)
+    filled.group = weight.group_size
     if scale is None:
-        filled.scale, filled.G, filled.value_type = None, 0, TYPES[held.dtype]
+        filled.scale_type = filled.value_type = TYPES[held.dtype]
     else:
-        filled.G = scale.shape[1]
+        filled.scale, filled.scale_type, filled.G = scale.data_ptr(), TYPES[scale.dtype], scale.shape[1]
         filled.zero = None if zero is None else zero.data_ptr()
-    return call("sparse24", filled, x_MK)
+    return call("sparse24", "sparse24", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
     """[M, N] = x entries^T + bias, in the dtype of x."""
-    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), Entries(*(tensor.contiguous() for tensor in entries))
-    M, K = x_MK.shape
-    filled = Arguments(x=x_MK.data_ptr(), M=M, N=len(entries.row_start) - 1, K=K, x_type=TYPES[x_MK.dtype], bits=8)
-    if bias is not None:
-        filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
-    filled.by_rows, filled.threads = True, torch.get_num_threads()
+    bias, entries = _readable(bias), Entries(*_whole(entries))
+    filled = Arguments(N=len(entries.row_start) - 1, K=x_MK.shape[1], bits=BYTE)
+    _add_bias(filled, bias)
     _add_entries(filled, entries)
-    return call("sparse_rows", filled, x_MK)
+    return call("sparse_rows", "sparse_rows", filled, x_MK)
 
 
 def w8a8(
@@ -255,15 +228,13 @@ def w8a8(
     symmetric: bool,
 ) -> Tensor:
     """[M, N] with x rounded to int8, from a weight that is plain int8; bit for bit `reference.w8a8`."""
-    x_MK, weight_NK, scale_N, bias_N = x_MK.contiguous(), weight_NK.contiguous(), scale_N.contiguous(), bias_of(bias_N)
-    filled = _filled("w8a8", x_MK, weight_NK, scale_N, bias_N)
-    filled.bits, filled.planar, filled.symmetric = 8, False, symmetric
-    given = {"input_scale": (input_scale, torch.float32), "input_zero": (input_zero, torch.int32)}
-    given["row_sum"] = (row_sum_N, torch.int32)
-    kept = {name: tensor.to(dtype).contiguous() for name, (tensor, dtype) in given.items() if tensor is not None}
-    for name, tensor in kept.items():
-        setattr(filled, name, tensor.data_ptr())
-    return call("int8_activation", filled, x_MK)
+    integers = (None if part is None else part.to(torch.int32) for part in (row_sum_N, input_zero))
+    row_sum, zero = integers
+    fixed = None if input_scale is None else input_scale.to(torch.float32)
+    parts = (weight_NK, scale_N, None, _readable(bias_N), BYTE, -1, None, None, row_sum, fixed, zero, symmetric)
+    held = LoopWeight(*_whole(parts))
+    filled, loop, operation = _filled(held, x_MK.shape[1], x_MK.dtype)
+    return call(loop, operation, filled, x_MK)
 
 
 def quantize_tokens(

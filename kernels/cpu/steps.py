@@ -7,16 +7,14 @@ several threads may run it at a time.
 
 import ctypes
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build
-from compress.kernels.cpu.arguments import TYPES, Arguments, rows_up_to, strips_operation
-from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
-
-WORD_BITS = 16
+from compress.kernels.cpu.arguments import TYPES, LoopWeight
+from compress.kernels.cpu.gemm import of_step
 
 
 class Kind(IntEnum):
@@ -84,34 +82,12 @@ class StepCall(ctypes.Structure):
     )
 
 
-class StepWeight(NamedTuple):
-    """The tensors of a layer as its own forward hands them to an operator: words (`direct.linear`) or rows of int8
-    (`direct.w8a8`)."""
-
-    words: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    bias: Tensor | None
-    bits: int
-    group_size: int
-    input_group: int | None
-    table: Tensor | None = None
-    row_sum: Tensor | None = None
-    input_scale: Tensor | None = None
-    input_zero: Tensor | None = None
-    symmetric: bool = True
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [part for part in self if isinstance(part, Tensor)]
-
-
 def why_not() -> tuple[str, ...]:
     """Reasons why no steps can be run on this machine; empty when they can. The first call builds."""
     return build.why_not() or build.why_not("steps")
 
 
-def takes(weight: StepWeight) -> bool:
+def takes(weight: LoopWeight) -> bool:
     """True for tensors that a loop reads as they lie."""
     return all(part.is_contiguous() and part.device.type == "cpu" for part in weight.tensors) and (
         weight.bias is None or weight.bias.dtype in TYPES
@@ -155,10 +131,10 @@ class Program:
                 made.weight_type = TYPES[tensor.dtype]
                 self._alive.append(tensor)
 
-    def multiply(self, weight: StepWeight, x: Operand, to: Operand) -> None:
+    def multiply(self, weight: LoopWeight, x: Operand, to: Operand) -> None:
         """x weight^T + bias; x and the result are whole registers. Only where `takes` is true."""
         made = self._add(Kind.MULTIPLY, x, to)
-        arguments, name, made.by_rows = _arguments(weight, x.row, self.dtype)
+        arguments, name, made.by_rows = of_step(weight, x.row, self.dtype)
         made.loop = _address("gemm", name)
         made.arguments = ctypes.addressof(arguments)
         self._alive += [arguments, weight]
@@ -205,30 +181,3 @@ class Program:
 
 def _address(library: Literal["gemm"], name: str) -> int | None:
     return ctypes.cast(getattr(build.library(library), name), ctypes.c_void_p).value
-
-
-def _arguments(weight: StepWeight, columns: int, dtype: torch.dtype) -> tuple[Arguments, str, int]:
-    """(Arguments but for x, M, the result and threads; the loop; tokens up to which it reads rows front to back), as
-    `cpu_operators.cpp` has them for the same tensors."""
-    library, words, scale = build.library(), weight.words, weight.scale
-    rounded = weight.input_group is not None
-    filled = Arguments(weight=words.data_ptr(), scale=scale.data_ptr(), K=columns, G=1, bits=weight.bits)
-    filled.x_type, filled.scale_type, filled.symmetric = TYPES[dtype], TYPES[scale.dtype], weight.symmetric
-    filled.group, filled.input_group = weight.group_size, -1 if weight.input_group is None else weight.input_group
-    if weight.bias is not None:
-        filled.bias, filled.bias_type = weight.bias.data_ptr(), TYPES[weight.bias.dtype]
-    for name in ("zero", "table", "row_sum", "input_scale", "input_zero"):
-        part: Tensor | None = getattr(weight, name)
-        if part is not None:
-            setattr(filled, name, part.data_ptr())
-    if words.dtype == torch.int8:
-        filled.N, filled.row_bytes = words.shape
-        return filled, "int8_activation", rows_up_to("w8a8", library)
-    loop = "int8_activation" if rounded else "weight_only"
-    if words.dim() == STRIPS_DIMENSIONS:
-        filled.strips, filled.N, filled.G = True, len(words) * ROWS, scale.shape[1]
-        filled.row_bytes = words.shape[1] * words.shape[2] // ROWS
-        return filled, loop, rows_up_to(strips_operation(rounded, dtype), library)
-    filled.planar, filled.N, filled.G = True, len(words), scale.shape[0]
-    filled.row_bytes = words.shape[1] * WORD_BITS // 8
-    return filled, loop, rows_up_to("int8_activation" if rounded else "weight_only", library)

@@ -16,7 +16,9 @@ class Entries(NamedTuple):
     value: Tensor
 
     @staticmethod
-    def of(row_start: Tensor | None, column: Tensor | None, value: Tensor | None) -> "Entries | None":
+    def of(
+        row_start: Tensor | None = None, column: Tensor | None = None, value: Tensor | None = None
+    ) -> "Entries | None":
         """The entries, or None where an operator was given none."""
         if row_start is None or column is None or value is None:
             return None

@@ -8,34 +8,26 @@ Sixteen rows side by side, 8 columns of each (of 8 bits: 4) in every line of 64 
 so that a vector of a line has one dword of every row, scales of the rows of a strip are one vector, too, and a weight
 is read once and in the order of memory. u: unsigned codes, 0 where a row is padded to 32 columns.
 
-It takes the place of planar words (`layouts.words.Planar`), never stands beside them; both ways are exact.
+A weight of N = 16 S rows (`layouts.words.CodeWords`) has words uint8 [S, L, 64], L = bits ceil(K / 32), scale
+[S, G, 16] and zero uint8 [S, G, 16]. They take the place of planar words, never stand beside them; both ways are exact.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compress.kernels.layouts.words import Planar, pack_planar, planar_words, some_rows, unpack_planar
+from compress.kernels.layouts.words import (
+    LINE_BYTES,
+    ROWS,
+    CodeWords,
+    pack_planar,
+    planar_words,
+    some_rows,
+    unpack_planar,
+)
 
 NIBBLE, BYTE = 4, 8
-ROWS = 16
-LINE_BYTES = 64
-STRIPS_DIMENSIONS = 3  # of words in strips; planar ones have two
 # Columns that rows are padded to: as many as bits of a row in a line.
 BLOCK = 32
-
-
-class Strips(NamedTuple):
-    """A weight of N = 16 S rows. words uint8 [S, L, 64], L = bits ceil(K / 32); scale [S, G, 16]; zero uint8
-    [S, G, 16], or None where every code is centred on 2^(bits - 1); group_size in columns, -1 for one scale per output
-    channel (G = 1); bits 4 or 8."""
-
-    words: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    group_size: int
-    bits: int
 
 
 def why_not_strips(rows: int, bits: int) -> list[str]:
@@ -83,15 +75,15 @@ def words_of_strips(words: Tensor, bits: int, columns: int) -> Tensor:
     return found
 
 
-def pack_strips(weight: Planar, columns: int) -> Strips:
+def pack_strips(weight: CodeWords, columns: int) -> CodeWords:
     """A weight of `columns` columns, from planar words."""
     words = strips_of_words(weight.words, weight.bits, columns)
     zero = None if weight.zero is None else by_strip(weight.zero)
-    return Strips(words, by_strip(weight.scale), zero, weight.group_size, weight.bits)
+    return weight._replace(words=words, scale=by_strip(weight.scale), zero=zero)
 
 
-def unpack_strips(weight: Strips, columns: int) -> Planar:
+def unpack_strips(weight: CodeWords, columns: int) -> CodeWords:
     """Inverse of `pack_strips`."""
     words = words_of_strips(weight.words, weight.bits, columns)
     zero = None if weight.zero is None else by_row(weight.zero)
-    return Planar(words, by_row(weight.scale), zero, weight.group_size, weight.bits)
+    return weight._replace(words=words, scale=by_row(weight.scale), zero=zero)

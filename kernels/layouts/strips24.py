@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.layouts.pairs24 import Pairs, pack_positions, positions_of, spread, take, unpack_positions
-from compress.kernels.layouts.strips import BLOCK, BYTE, LINE_BYTES, NIBBLE, ROWS, by_row, by_strip
+from compress.kernels.layouts.strips import BLOCK, BYTE, NIBBLE, by_row, by_strip
+from compress.kernels.layouts.words import LINE_BYTES, ROWS
 from compress.kernels.layouts.words24 import KEPT, MIDDLE, QUAD, Words24, unpack24, words24
 
 NUMBERS = 16  # "bits" of what is no code

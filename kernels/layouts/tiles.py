@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.layouts.strips import NIBBLE, ROWS, strips_of_words, words_of_strips
-from compress.kernels.layouts.words import unpack_planar
+from compress.kernels.layouts.strips import NIBBLE, strips_of_words, words_of_strips
+from compress.kernels.layouts.words import ROWS, STRIPS_DIMENSIONS, unpack_planar
 
 RANGES = 4
 
@@ -37,29 +37,23 @@ class TileWords(NamedTuple):
     group_size: int
     tile_rows: int
 
-
-class TileStrips(NamedTuple):
-    """Codes in tiles, laid out in strips."""
-
-    words: Tensor
-    levels: Tensor
-    ranges: Tensor
-    bits: int
-    group_size: int
-    tile_rows: int
+    @property
+    def in_strips(self) -> bool:
+        """True where the words are those of strips."""
+        return self.words.dim() == STRIPS_DIMENSIONS
 
 
-def pack_tile_strips(weight: TileWords, columns: int) -> TileStrips:
+def pack_tile_strips(weight: TileWords, columns: int) -> TileWords:
     """A weight of `columns` columns and whole strips of rows, from planar words."""
     planes, N, G = weight.levels.shape
     levels = weight.levels.view(planes, N // ROWS, ROWS, G).transpose(2, 3).contiguous()
-    return TileStrips(strips_of_words(weight.words, weight.bits, columns), levels, *weight[2:])
+    return weight._replace(words=strips_of_words(weight.words, weight.bits, columns), levels=levels)
 
 
-def unpack_tile_strips(weight: TileStrips, columns: int) -> TileWords:
+def unpack_tile_strips(weight: TileWords, columns: int) -> TileWords:
     """Inverse of `pack_tile_strips`."""
     levels = weight.levels.transpose(2, 3).flatten(1, 2).contiguous()
-    return TileWords(words_of_strips(weight.words, weight.bits, columns), levels, *weight[2:])
+    return weight._replace(words=words_of_strips(weight.words, weight.bits, columns), levels=levels)
 
 
 def pack_levels(scale_NG: Tensor, zero_NG: Tensor, bits: int) -> Tensor:

@@ -28,6 +28,9 @@ from torch import Tensor
 from compress.kernels import reference
 
 WORD = 32
+STRIPS_DIMENSIONS = 3  # of words in strips; planar ones have two
+ROWS = 16  # of a strip
+LINE_BYTES = 64
 PLANE = 32
 # Weights that are converted at a time: bounds the temporary memory of a conversion.
 CHUNK = 2**20
@@ -104,8 +107,8 @@ class LevelTable(NamedTuple):
     signed: bool
 
 
-class Planar(NamedTuple):
-    """A weight as the weight-only kernels read it.
+class CodeWords(NamedTuple):
+    """A weight of codes as kernels read it: in planar words, or on a CPU in strips (`layouts.strips`).
 
     words int16 [N, W] (`pack_planar`); scale [G, N] in the dtype of the activations; zero uint8 [G, N], or None where
     every code is centred on 2^(bits-1); group_size in columns, -1 for one scale per output channel (G = 1); table: the
@@ -118,6 +121,14 @@ class Planar(NamedTuple):
     group_size: int
     bits: int
     table: LevelTable | None = None
+
+    @property
+    def in_strips(self) -> bool:
+        """True where the words are those of strips."""
+        return self.words.dim() == STRIPS_DIMENSIONS
+
+
+Planar = CodeWords  # in planar words, as a GPU's kernels read it
 
 
 def planar_block(bits: int) -> int:
@@ -185,7 +196,7 @@ def rows_from_planar(words: Tensor, bits: int, columns: int, container: int, cen
     return out
 
 
-def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, dtype: torch.dtype) -> Planar:
+def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, dtype: torch.dtype) -> CodeWords:
     """Lay out a quantized weight for the kernels; `dtype` is the activations', which the scales are cast to.
 
     codes [N, K] int8 or uint8; scale and zero [N, G], [N, 1] or [1, 1], zero in the dtype of the codes.
@@ -203,10 +214,10 @@ def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: 
         zero_GN = raised.to(torch.uint8).expand(rows, groups).t().contiguous()
     raised = (codes_NK.to(torch.int16) + (middle if signed else 0)).to(torch.uint8)
     scale_GN = scale_NG.to(dtype).t().contiguous()
-    return Planar(pack_planar(raised, bits), scale_GN, zero_GN, -1 if groups == 1 else columns // groups, bits)
+    return CodeWords(pack_planar(raised, bits), scale_GN, zero_GN, -1 if groups == 1 else columns // groups, bits)
 
 
-def planar_weight(weight: Planar, columns: int) -> Tensor:
+def planar_weight(weight: CodeWords, columns: int) -> Tensor:
     """[N, columns] values that a planar weight stands for, in the dtype of its scale; the kernels' reference."""
     codes = unpack_planar(weight.words, weight.bits, columns)
     if weight.table is not None:

@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from compress.kernels.division import divide
 from compress.kernels.errors import InputError
-from compress.kernels.operators.register import operator
+from compress.kernels.operators.register import gradient, operator, outputs
 from compress.kernels.reference import rescale
 
 E4M3 = torch.float8_e4m3fn
@@ -137,7 +137,7 @@ def reference(
     return out_MN if bias is None else out_MN + bias.to(torch.float64)
 
 
-@operator("compress::fp8_linear")
+@operator("compress::fp8_linear", outputs(lambda weight, *_: weight.shape[0]))
 def fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> Tensor:
@@ -161,21 +161,8 @@ def fp8_linear(
     return out_MN.view(*x.shape[:-1], len(weight))
 
 
-@fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-    torch._check(weight.shape[1] == x.shape[-1], lambda: "weight and x differ in columns")
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1], inputs[2])
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+@gradient(fp8_linear)
+def _(grad: Tensor, shape: tuple[int, ...], weight: Tensor, weight_scale: Tensor, *_: Any) -> Tensor:
     """Straight through the rounding of x."""
-    weight_NK, scale_N = ctx.saved_tensors
-    dense_NK = weight_NK.view(E4M3).to(torch.float32) * scale_N.unsqueeze(-1)
-    return grad @ dense_NK.to(grad.dtype), None, None, None, None
-
-
-fp8_linear.register_autograd(_gradient, setup_context=_save)
+    dense_NK = weight.view(E4M3).to(torch.float32) * weight_scale.unsqueeze(-1)
+    return grad @ dense_NK.to(grad.dtype)

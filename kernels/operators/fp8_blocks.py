@@ -20,8 +20,8 @@ from compress.kernels.division import divide
 from compress.kernels.errors import InputError
 from compress.kernels.layouts.scale_blocks import BLOCK, INPUT_BLOCK, WEIGHT_BLOCK, blocked, blocks_of, multiply_
 from compress.kernels.operators import fp8
-from compress.kernels.operators.register import operator
-from compress.kernels.operators.words import _why_not_triton
+from compress.kernels.operators.devices import why_not_triton
+from compress.kernels.operators.register import gradient, operator, outputs
 
 Fp8BlockPath = Literal["triton", "torch"]
 # Of a sum of 128 products on a GPU, whose tensor cores keep about 14 bits of float8 sums (DeepSeek-V3, 3.3.2).
@@ -44,7 +44,7 @@ def dequantized(weight_NK: Tensor, scale: Tensor, rows: slice) -> Tensor:
 
 def why_not_fp8_blocks(x: Tensor) -> list[str]:
     """Reasons why the Triton kernel cannot multiply x by a weight of blocks; empty when it can."""
-    reasons = [*_why_not_triton(x.device)]
+    reasons = [*why_not_triton(x.device)]
     if x.device.type == "cuda":
         reasons += [reason for reason in fp8._why_not_device(x.device) if reason not in reasons]
     if x.dtype not in fp8.TYPES:
@@ -88,7 +88,7 @@ def reference(
     return out_MN if bias is None else out_MN + bias.to(torch.float64)
 
 
-@operator("compress::fp8_block_linear")
+@operator("compress::fp8_block_linear", outputs(lambda weight, *_: weight.shape[0]))
 def fp8_block_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """[..., N] = quantize(x) weight^T scaled + bias, in the dtype of x; every token is fitted, 128 columns at a time.
 
@@ -112,21 +112,8 @@ def fp8_block_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tens
     return out_MN.view(*x.shape[:-1], len(weight))
 
 
-@fp8_block_linear.register_fake
-def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    torch._check(weight.shape[1] == x.shape[-1], lambda: "weight and x differ in columns")
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1], inputs[2])
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+@gradient(fp8_block_linear)
+def _(grad: Tensor, shape: tuple[int, ...], weight: Tensor, weight_scale: Tensor, *_: Any) -> Tensor:
     """Straight through the rounding of x."""
-    weight_NK, scale = ctx.saved_tensors
-    dense_NK = dequantized(weight_NK.view(fp8.E4M3), scale, slice(0, len(weight_NK)))
-    return grad @ dense_NK.to(grad.dtype), None, None, None
-
-
-fp8_block_linear.register_autograd(_gradient, setup_context=_save)
+    dense_NK = dequantized(weight.view(fp8.E4M3), weight_scale, slice(0, len(weight)))
+    return grad @ dense_NK.to(grad.dtype)

@@ -1,17 +1,17 @@
 """The linears of experts as torch operators: every token times the weights of the experts that it goes to.
 
     routing = sort_by_expert(expert_MT, E)                       once per layer of experts
-    h_PN = grouped_weight_only(x_MK, ..., *routing[:2], ...)     w4a16, w8a16
+    h_PN = grouped_words(x_MK, ..., *routing[:2], ...)           codes in words
     h_PN = grouped_w8a8(x_MK, ..., *routing[:2], ...)            w8a8, x rounded once per token
     out_MN = combine(h_PN, routing, weight_MT)                   sum over the experts of a token
 
 Shapes: M tokens of T experts each (top-k), P = M T pairs, sorted by expert; E experts, N outputs, K inputs, G groups.
 A token may go to an expert twice, an expert may have no token. Expert E is none: its pairs come last, as zeros.
 
-Two paths, the same numbers up to the order of the sums: one launch of Triton for all experts (`triton.grouped_gemm`),
-where it has nothing against the weights (`operators.words.why_not_weight_only`, `operators.words.why_not_w8a8`); else a
-loop over the experts that have tokens, each by the operator of `ops`, which on a CPU are compiled products. Only x gets
-a gradient.
+Paths, the same numbers up to the order of the sums: C++ on a CPU where no gradient is asked for (`cpu.direct`); one
+launch of Triton for all experts (`triton.grouped_gemm`), where it has nothing against the weights
+(`words.why_not_weight_only`, `int8_rows.why_not_w8a8`); else a loop over the experts that have tokens, each by the
+operator of `words` or `int8_rows`. Only x gets a gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.kernels.cpu import direct
 from compress.kernels.errors import InputError
-from compress.kernels.layouts.words import Planar, planar_words
-from compress.kernels.operators.register import operator
-from compress.kernels.operators.words import (
-    w8a8_linear,
-    weight_only_gradient,
-    weight_only_linear,
-    why_not_w8a8,
-    why_not_weight_only,
-)
+from compress.kernels.layouts.strips import lines_of
+from compress.kernels.layouts.words import STRIPS_DIMENSIONS, CodeWords, planar_words
+from compress.kernels.operators.int8_rows import w8a8_linear, why_not_w8a8
+from compress.kernels.operators.register import gradient_operator, operator
+from compress.kernels.operators.words import rows_of_words, why_not_weight_only, words_gradient, words_linear
 
 
 class Routing(NamedTuple):
@@ -74,6 +71,11 @@ def _experts(start_E: Tensor, pairs: int) -> Iterator[tuple[int, slice]]:
     return ((e, slice(first, last)) for e, (first, last) in enumerate(pairwise(ends)) if first < last)
 
 
+def _tokens(x: Tensor, token: Tensor | None) -> Tensor:
+    """The tokens of pairs, which are the rows of x where they are None."""
+    return torch.arange(len(x), dtype=torch.int32, device=x.device) if token is None else token
+
+
 def _by_expert(
     x_MK: Tensor, token_P: Tensor, start_E: Tensor, N: int, product: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
@@ -95,114 +97,119 @@ def _check(x: Tensor, columns: int, wanted: int, experts: int, start: Tensor) ->
         raise InputError(f"{len(start)} starts for {experts} experts; allowed: one for each and one for none")
 
 
-@operator("compress::grouped_weight_only")
-def grouped_weight_only(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    bits: int,
-    group_size: int,
-) -> Tensor:
-    """[P, N] = x_token(p) weight_e(p)^T + bias_e(p), in the dtype of x [M, K], of pairs sorted by expert.
-
-    words int16 [E, N, W], scale [E, G, N], zero uint8 [E, G, N] or None, bias [E, N]: the parts of one
-    `layouts.words.Planar` per expert, stacked. token and start as in `Routing`.
-    """
-    _check(x, words.shape[2], planar_words(x.shape[-1], bits), len(words), start)
-    weight = Planar(words, scale, zero, group_size, bits)
-    x_MK = x if x.stride(1) == 1 else x.contiguous()
-    if not why_not_weight_only(x_MK, weight):
-        from compress.kernels.triton.grouped_gemm import grouped_gemm
-
-        return grouped_gemm(x_MK, token, start, weight, bias)
-
-    def product(x_MK: Tensor, e: int) -> Tensor:
-        return weight_only_linear(x_MK, words[e], scale[e], _of(zero, e), _of(bias, e), bits, group_size)
-
-    return _by_expert(x_MK, token, start, words.shape[1], product)
-
-
-@grouped_weight_only.register_fake
-def _(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    bits: int,
-    group_size: int,
-) -> Tensor:
-    return x.new_empty(token.shape[0], words.shape[1])
-
-
-def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, words, scale, zero, _, token, start, bits, group_size = inputs
-    ctx.save_for_backward(words, scale, zero, token, start)
-    ctx.layout = (bits, group_size, *x.shape)
-
-
-def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grouped_weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), *[None] * 8
-
-
-grouped_weight_only.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
-
-
-@operator("compress::grouped_weight_only_gradient")
-def grouped_weight_only_gradient(
-    grad: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    bits: int,
-    group_size: int,
-    tokens: int,
-    columns: int,
-) -> Tensor:
-    """[tokens, columns] the gradient of x in `grouped_weight_only`, given that of its result [P, N]."""
-
-    def back(grad_MN: Tensor, e: int) -> Tensor:
-        return weight_only_gradient(grad_MN, words[e], scale[e], _of(zero, e), bits, group_size, columns)
-
-    return _to_tokens(grad, token, start, tokens, columns, back)
-
-
-@grouped_weight_only_gradient.register_fake
-def _(
-    grad: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    bits: int,
-    group_size: int,
-    tokens: int,
-    columns: int,
-) -> Tensor:
-    return grad.new_empty(tokens, columns)
-
-
 def _to_tokens(
-    grad_PN: Tensor, token_P: Tensor, start_E: Tensor, M: int, K: int, back: Callable[[Tensor, int], Tensor]
+    grad_PN: Tensor,
+    token_P: Tensor | None,
+    start_E: Tensor,
+    shape: tuple[int, ...],
+    back: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """[M, K] the gradients of x by each expert, summed in fp32 (fp64 for fp64)."""
+    """[M, K] = shape, the gradients of x by each expert, summed in fp32 (fp64 for fp64)."""
     work = torch.promote_types(grad_PN.dtype, torch.float32)
-    sums_MK = grad_PN.new_zeros((M, K), dtype=work)
+    sums_MK = grad_PN.new_zeros(shape, dtype=work)
+    token_P = _tokens(grad_PN, token_P)
     for e, pairs in _experts(start_E, len(token_P)):
         sums_MK.index_add_(0, token_P[pairs].long(), back(grad_PN[pairs], e).to(work))
     return sums_MK.to(grad_PN.dtype)
 
 
-@operator("compress::grouped_w8a8")
+def _like_words(x: Tensor, words: Tensor, scale: Any, zero: Any, bias: Any, token: Tensor | None, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0] if token is None else token.shape[0], rows_of_words(words[0]))
+
+
+def _words_by_cpp(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor | None,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    input_group: int | None = None,
+    table: Tensor | None = None,
+) -> Tensor | None:
+    """The products by `cpu.direct`; None where that has none of them."""
+    shape, sizes = words.shape[1:], (bits, group_size, input_group)
+    product = direct.product("experts", x, shape, *sizes, table is not None) if len(start) == len(words) + 1 else None
+    return product and product(x, words, scale, zero, bias, token, start, *sizes, table)
+
+
+@operator("compress::grouped_words", _like_words, at_once=_words_by_cpp)
+def grouped_words(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor | None,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    input_group: int | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """[P, N] = x_token(p) weight_e(p)^T + bias_e(p), in the dtype of x [M, K], of pairs sorted by expert.
+
+    words, scale and zero: the parts of one `layouts.words.CodeWords` per expert, stacked; bias [E, N]. token and start
+    as in `Routing`; without token the pairs are the rows of x. input_group and table as in `words.words_linear`.
+    """
+    K, lines = x.shape[-1], words.dim() == STRIPS_DIMENSIONS + 1
+    _check(x, words.shape[2], lines_of(K, bits) if lines else planar_words(K, bits), len(words), start)
+    weight = CodeWords(words, scale, zero, group_size, bits)
+    x_MK, token = x if x.stride(1) == 1 else x.contiguous(), _tokens(x, token)
+    if input_group is None and table is None and not why_not_weight_only(x_MK, weight):
+        from compress.kernels.triton.grouped_gemm import grouped_gemm
+
+        return grouped_gemm(x_MK, token, start, weight, bias)
+
+    def product(x_MK: Tensor, e: int) -> Tensor:
+        held = (words[e], scale[e], _of(zero, e), _of(bias, e))
+        return words_linear(x_MK, *held, bits, group_size, input_group, False, table)
+
+    return _by_expert(x_MK, token, start, rows_of_words(words[0]), product)
+
+
+@gradient_operator(grouped_words, bias=None, input_group=None)
+def grouped_words_gradient(
+    grad: Tensor,
+    shape: tuple[int, ...],
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor | None,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    input_group: int | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """[M, K] the gradient of x in `grouped_words`, given that of its result [P, N]."""
+
+    def back(grad_MN: Tensor, e: int) -> Tensor:
+        held = (words[e], scale[e], _of(zero, e), None, bits, group_size, None, False, table)
+        return words_gradient(grad_MN, (len(grad_MN), shape[1]), *held)
+
+    return _to_tokens(grad, token, start, shape, back)
+
+
+def _like_rows(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    token: Tensor | None = others[5]
+    return x.new_empty(x.shape[0] if token is None else token.shape[0], weight.shape[1])
+
+
+def _rows_by_cpp(x: Tensor, weight: Tensor, *others: Any) -> Tensor | None:
+    """The products by `cpu.direct`; None where that has none of them."""
+    _, row_sum, _, _, zero, _, start, symmetric = others
+    if len(start) != len(weight) + 1 or (row_sum is None and not (symmetric and zero is None)):
+        return None
+    product = direct.product("experts_w8a8", x, weight.shape)
+    return product and product(x, weight, *others)
+
+
+@operator("compress::grouped_w8a8", _like_rows, at_once=_rows_by_cpp)
 def grouped_w8a8(
     x: Tensor,
     weight: Tensor,
@@ -211,7 +218,7 @@ def grouped_w8a8(
     bias: Tensor | None,
     input_scale: Tensor | None,
     input_zero: Tensor | None,
-    token: Tensor,
+    token: Tensor | None,
     start: Tensor,
     symmetric: bool,
 ) -> Tensor:
@@ -219,12 +226,12 @@ def grouped_w8a8(
     expert.
 
     weight int8 [E, N, K]; weight_scale fp32, row_sum int32 and bias [E, N]; input_scale, input_zero and symmetric as in
-    `operators.words.w8a8_linear`; token and start as in `Routing`. A token is rounded once, whatever its experts.
+    `int8_rows.w8a8_linear`; token and start as in `grouped_words`. A token is rounded once, whatever its experts.
     """
     _check(x, weight.shape[2], x.shape[-1], len(weight), start)
     if row_sum is None and (input_zero is not None or (input_scale is None and not symmetric)):
         raise InputError("asymmetric activations need the row sums of the weights")
-    x_MK = x if x.stride(1) == 1 else x.contiguous()
+    x_MK, token = x if x.stride(1) == 1 else x.contiguous(), _tokens(x, token)
     if not why_not_w8a8(x_MK, weight[0]):
         from compress.kernels.triton.grouped_int8 import grouped_int8_gemm
         from compress.kernels.triton.int8_quantize import quantize_static, quantize_tokens
@@ -243,46 +250,14 @@ def grouped_w8a8(
     return _by_expert(x_MK, token, start, weight.shape[1], product)
 
 
-@grouped_w8a8.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sum: Tensor | None,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    input_zero: Tensor | None,
-    token: Tensor,
-    start: Tensor,
-    symmetric: bool,
-) -> Tensor:
-    return x.new_empty(token.shape[0], weight.shape[1])
-
-
-@operator("compress::grouped_w8a8_gradient")
+@gradient_operator(grouped_w8a8, twice=False)
 def grouped_w8a8_gradient(
-    grad: Tensor, weight: Tensor, weight_scale: Tensor, token: Tensor, start: Tensor, tokens: int
+    grad: Tensor, shape: tuple[int, ...], weight: Tensor, weight_scale: Tensor, *others: Any
 ) -> Tensor:
-    """[tokens, K] the gradient of x in `grouped_w8a8`, straight through its rounding."""
+    """[M, K] the gradient of x in `grouped_w8a8`, straight through its rounding."""
+    token, start = others[4:6]
 
     def back(grad_MN: Tensor, e: int) -> Tensor:
         return grad_MN @ (weight[e].to(torch.float32) * weight_scale[e].unsqueeze(-1)).to(grad_MN.dtype)
 
-    return _to_tokens(grad, token, start, tokens, weight.shape[2], back)
-
-
-@grouped_w8a8_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, weight_scale: Tensor, token: Tensor, start: Tensor, tokens: int) -> Tensor:
-    return grad.new_empty(tokens, weight.shape[2])
-
-
-def _save_w8a8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1], inputs[2], inputs[7], inputs[8])
-    ctx.tokens = inputs[0].shape[0]
-
-
-def _w8a8_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grouped_w8a8_gradient(grad, *ctx.saved_tensors, ctx.tokens), *[None] * 9
-
-
-grouped_w8a8.register_autograd(_w8a8_gradient, setup_context=_save_w8a8)
+    return _to_tokens(grad, token, start, shape, back)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu import states
-from compress.kernels.operators.register import operator
+from compress.kernels.operators.register import gradient, operator
 
 
 def why_not_rotate(x: Tensor, size: int) -> list[str]:
@@ -25,46 +25,33 @@ def _why_not(x: Tensor) -> list[str]:
     return ["the loops compute in float32; x is float64"] if x.dtype == torch.float64 else []
 
 
-@operator("compress::rotate_rows")
+@operator("compress::rotate_rows", lambda x: x.new_empty(x.shape))
 def rotate_rows(x: Tensor) -> Tensor:
     """x [..., D] float32 times Sylvester's matrix [D, D], orthogonal, which is its own inverse."""
     return states.rotate_rows(x)
 
 
-@rotate_rows.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-def _gradient(ctx: Any, grad: Tensor) -> Tensor:
+@gradient(rotate_rows)
+def _(grad: Tensor, _: Any) -> Tensor:
     return rotate_rows(grad)
 
 
-rotate_rows.register_autograd(_gradient, setup_context=_save)
+def _like_stored(x: Tensor, bits: int, group: int, _: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], states.stride_of(x.shape[-1], bits, group), dtype=torch.int8)
 
 
-@operator("compress::encode_states")
+@operator("compress::encode_states", _like_stored)
 def encode_states(x: Tensor, bits: int, group: int, rotated: bool) -> Tensor:
     """The bytes, int8, that a cache keeps of keys or values x [B, H, T, D] (`weights.caches`). rotated: of x times
     Sylvester's matrix."""
     return states.encode_rows(x.float(), bits, group, rotated)
 
 
-@encode_states.register_fake
-def _(x: Tensor, bits: int, group: int, rotated: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], states.stride_of(x.shape[-1], bits, group), dtype=torch.int8)
+def _like_decoded(stored: Tensor, size: int, *_: Any) -> Tensor:
+    return stored.new_empty(*stored.shape[:-1], size, dtype=torch.float32)
 
 
-@operator("compress::decode_states")
+@operator("compress::decode_states", _like_decoded)
 def decode_states(stored: Tensor, size: int, bits: int, group: int, rotated: bool) -> Tensor:
     """Inverse of `encode_states`: float32 [B, H, T, size]."""
     return states.decode_rows(stored, size, bits, group, rotated)
-
-
-@decode_states.register_fake
-def _(stored: Tensor, size: int, bits: int, group: int, rotated: bool) -> Tensor:
-    return stored.new_empty(*stored.shape[:-1], size, dtype=torch.float32)

@@ -6,7 +6,6 @@ decoded to dense rows first. Elsewhere torch decodes them, for every product.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ from compress.kernels import reference
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.errors import InputError
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
-from compress.kernels.layouts.trellis_strips import LANES, TrellisStrips, words_by_rows
-from compress.kernels.operators.register import operator
-from compress.kernels.operators.words import HALF, _why_not_triton, runs_on_cpu
+from compress.kernels.layouts.trellis_strips import TrellisStrips, words_by_rows
+from compress.kernels.operators.devices import FLOATS, HALF, runs_on_cpu, why_not_triton
+from compress.kernels.operators.register import gradient_operator, operator, outputs
 
 # Tokens that a CPU multiplies as it decodes. Measured: dense rows are faster from there on for a weight of 576 x 1,536,
 # and from about 150 on for one of 4,096 x 4,096.
@@ -30,8 +29,8 @@ SEGMENT = 8  # rows of a run that a GPU decodes one after the other
 def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Reasons why no compiled kernel decodes on this device; empty when one does."""
     if not runs_on_cpu(device):
-        reasons = [*_why_not_triton(device)]
-        if dtype not in (*HALF, torch.float32):
+        reasons = [*why_not_triton(device)]
+        if dtype not in FLOATS:
             reasons.append(f"x is {dtype}; allowed: float16, bfloat16, float32")
         return reasons
     if dtype == torch.float64:
@@ -41,7 +40,7 @@ def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> lis
 
 def why_not_on_gpu(code: Code, device: torch.device) -> list[str]:
     """Reasons why no Triton kernel searches paths of a code on this device; empty when one does."""
-    reasons = [*_why_not_triton(device)]
+    reasons = [*why_not_triton(device)]
     if not reasons and code.state_bits > MOST_STATE_BITS:
         reasons.append(f"{code.state_bits} bits of a state; allowed: up to {MOST_STATE_BITS}")
     return reasons
@@ -90,7 +89,7 @@ def trellis_product(x: Tensor, weight: TrellisWords | TrellisStrips, bias: Tenso
     return trellis_linear(x, weight.words, before, weight.scale, bias, *sizes)
 
 
-@operator("compress::trellis_linear")
+@operator("compress::trellis_linear", outputs(lambda words, before, scale, *_: scale.shape[0]))
 def trellis_linear(
     x: Tensor,
     words: Tensor,
@@ -130,82 +129,25 @@ def _product_on_gpu(x_MK: Tensor, weight: TrellisWords, bias: Tensor | None) -> 
     return (trellis_gemm if few else trellis_dequantize_gemm)(x_MK, weight, bias)
 
 
-@trellis_linear.register_fake
-def _(
-    x: Tensor,
+@gradient_operator(trellis_linear, bias=None)
+def trellis_gradient(
+    grad: Tensor,
+    shape: tuple[int, ...],
     words: Tensor,
     before: Tensor | None,
     scale: Tensor,
     bias: Tensor | None,
-    bits: int,
-    state_bits: int,
-    multiplier: int,
-    run: int,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], scale.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, words, before, scale, _, *code = inputs
-    ctx.save_for_backward(words, before, scale)
-    ctx.code = code
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return trellis_gradient(grad, *ctx.saved_tensors, *ctx.code), *(None,) * 8
-
-
-trellis_linear.register_autograd(_gradient, setup_context=_save)
-
-
-@operator("compress::trellis_gradient")
-def trellis_gradient(
-    grad: Tensor,
-    words: Tensor,
-    before: Tensor | None,
-    scale: Tensor,
-    bits: int,
-    state_bits: int,
-    multiplier: int,
-    run: int,
+    *code: int,
 ) -> Tensor:
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `trellis_linear`."""
-    weight = _held(words, before, scale, Code(bits, state_bits, multiplier, run))
+    weight = _held(words, before, scale, Code(*code))
     grad_MN = grad.reshape(-1, grad.shape[-1])
     wide = grad.dtype == torch.float64 or scale.dtype == torch.float64
     if not (wide or runs_on_cpu(grad.device) or why_not_trellis(weight.code, grad.dtype, grad.device)):
         from compress.kernels.triton.trellis_gemm import input_gradient
 
-        return input_gradient(grad_MN.contiguous(), words_by_rows(weight)).view(*grad.shape[:-1], weight.columns)
+        return input_gradient(grad_MN.contiguous(), words_by_rows(weight)).view(shape)
     out_MK = grad_MN.new_zeros(len(grad_MN), weight.columns)
     for own, dense in values_by_run(weight, grad.dtype):
         out_MK += grad_MN[:, own] @ dense
-    return out_MK.view(*grad.shape[:-1], weight.columns)
-
-
-@trellis_gradient.register_fake
-def _(
-    grad: Tensor,
-    words: Tensor,
-    before: Tensor | None,
-    scale: Tensor,
-    bits: int,
-    state_bits: int,
-    multiplier: int,
-    run: int,
-) -> Tensor:
-    columns = words.shape[1] * 32 // bits if before is None else words.shape[1] * LANES
-    return grad.new_empty(*grad.shape[:-1], columns)
-
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, words, before, scale, *code = inputs
-    ctx.save_for_backward(words, before, scale)
-    ctx.code = code
-
-
-def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return trellis_linear(grad, *ctx.saved_tensors, None, *ctx.code), *(None,) * 7
-
-
-trellis_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
+    return out_MK.view(shape)

@@ -153,6 +153,6 @@ def test_routes_name_the_kernel_and_what_speaks_against_a_faster_one(monkeypatch
     assert route("numbers") == route("4 bits") == ("torch", ("no compiler",))
     pairs = ("torch", ("no GPU kernel reads pairs: torch makes a block of rows dense at a time",))
     assert route("numbers", device="meta") == route("8 bits", device="meta") == pairs
-    monkeypatch.setattr("compress.kernels.operators.words24._why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.sparse24.why_not_triton", lambda device: ())
     assert route("4 bits", device="meta") == route("3 bits, asymmetric", device="meta") == ("triton", ())
     assert "float32" in route("4 bits", torch.float32, "meta").why_not[0]

@@ -38,7 +38,7 @@ def experts_of(experts, M, N, K, group, bits, zero, dtype):
         values.append((codes.double() - wide[0]) * wide[1])
         stacked.append(pack.to_planar(codes, scale, zeros, bits, dtype))
     words, scales, zeros = (torch.stack(parts) for parts in list(zip(*stacked, strict=True))[:3])
-    weight = pack.Planar(words, scales, zeros if zero else None, group, bits)
+    weight = pack.CodeWords(words, scales, zeros if zero else None, group, bits)
     x = torch.randn(M, K, generator=g).to(dtype)
     return x, weight, torch.stack(values), torch.randn(experts, N, generator=g).to(dtype)
 

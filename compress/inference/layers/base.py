@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.base.errors import CheckpointError, InputError
-from compress.kernels.cpu.steps import StepWeight
+from compress.kernels.cpu.arguments import LoopWeight
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.layouts.strips import STRIPS_DIMENSIONS
+from compress.kernels.layouts.words import STRIPS_DIMENSIONS
 from compress.kernels.routes import Route
 from compress.model.online_rotation import rotate_input
 from compress.weights.grid import Grid, Quantized, quantize
@@ -28,7 +28,7 @@ from compress.weights.terms import Format
 class OnCodes(nn.Module):
     """A layer on codes. Its text hints at `compress.lora`: peft quotes the text of a layer that it refuses."""
 
-    def step_weight(self) -> StepWeight | None:
+    def step_weight(self) -> LoopWeight | None:
         """The weight as the layer's own forward hands it to an operator of the CPU; None where it does not."""
         return None
 

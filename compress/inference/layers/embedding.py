@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.base.errors import CheckpointError
 from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.inference.layers.packed import WordLinear
-from compress.kernels.layouts.words import Planar, planar_weight
+from compress.kernels.layouts.words import CodeWords, planar_weight
 from compress.kernels.routes import Route
 from compress.weights.formats.codes import Int8Table
 from compress.weights.grid import Quantized
@@ -57,7 +57,7 @@ class QuantEmbedding(nn.Embedding):
             return table.scale.new_empty(*input.shape, self.embedding_dim)
         words, scale = table.words.index_select(0, ids), table.scale.index_select(1, ids)
         zero = None if table.zero is None else table.zero.index_select(1, ids)
-        found = Planar(words, scale, zero, table.planar.group_size, table.container)
+        found = CodeWords(words, scale, zero, table.planar.group_size, table.container)
         return planar_weight(found, self.embedding_dim).reshape(*input.shape, self.embedding_dim)
 
     def dequantize(self) -> Tensor:
@@ -106,6 +106,10 @@ class TiedLinear(PackedLinear):
         WordLinear.__init__(self, table.scheme, table.in_features, table.out_features, bias)
         self.input_group, self.rounding_first = table.input_group, table.rounding_first
         self.table = table
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.table.dtype
 
     @property
     def held(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -6,7 +6,7 @@
     out_MH  = combine(y_PH, routing)
 
 The layers of experts stay where they are, under their names; what they hold becomes parts of one tensor [E, ...] for
-each buffer, so that nothing is held twice (`ExpertStack`). A CPU multiplies in C++ (`kernels.cpu.direct.experts`), a
+each buffer, so that nothing is held twice (`ExpertStack`). A CPU multiplies in C++ (`kernels.cpu.direct`), a
 GPU in one launch of Triton (`kernels.operators.grouped`). Where that cannot be (`why_not_together`), where a layer has
 a hook, an adapter or another forward, and on a CPU where a gradient is asked for, experts compute one by one.
 """
@@ -26,9 +26,11 @@ from compress.inference.layers.rows import Int8Linear
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import TYPES, Operation
-from compress.kernels.layouts.words import Planar
+from compress.kernels.layouts.words import CodeWords
 from compress.kernels.operators import grouped
-from compress.kernels.operators import words as ops
+from compress.kernels.operators.devices import runs_on_cpu
+from compress.kernels.operators.int8_rows import why_not_w8a8
+from compress.kernels.operators.words import why_not_weight_only
 from compress.kernels.routes import Route
 from compress.model.experts import Experts, SortedExperts, is_calibrating
 from compress.weights.scheme import Scheme
@@ -49,7 +51,7 @@ def why_not_together(
     """Reasons why experts of this scheme and shape (N, K) cannot multiply together; empty when they can. int8_input: x
     is rounded to int8 (None: as the scheme says)."""
     kind, K = run_of(scheme), shape[1]
-    on_cpu = ops.runs_on_cpu(device)
+    on_cpu = runs_on_cpu(device)
     if scheme.outputs is not None:
         return ["outputs are rounded"]
     if scheme.inputs is not None and not scheme.dynamic:
@@ -58,7 +60,7 @@ def why_not_together(
         if on_cpu:
             return _why_not_direct("w8a8", K, -1, dtype)
         x_MK = torch.empty(1, K, dtype=dtype, device="meta")
-        return ops.why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"), device)
+        return why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"), device)
     if not issubclass(kind, PackedLinear) or issubclass(kind, ActOrderLinear):
         return [f"no kernel multiplies {scheme} of several experts"]
     layer = kind(scheme, K, shape[0], None)
@@ -70,8 +72,8 @@ def why_not_together(
     if rounded:
         return ["no kernel multiplies int8 inputs by words of several experts"]
     nothing = torch.empty(0, dtype=dtype, device="meta")
-    weight = Planar(nothing, nothing, None, layer.group_size, layer.container)
-    return ops.why_not_weight_only(torch.empty(1, K, dtype=dtype, device="meta"), weight, device)
+    weight = CodeWords(nothing, nothing, None, layer.group_size, layer.container)
+    return why_not_weight_only(torch.empty(1, K, dtype=dtype, device="meta"), weight, device)
 
 
 def _why_not_direct(operation: Operation, K: int, group_size: int, dtype: torch.dtype) -> list[str]:
@@ -103,21 +105,13 @@ class ExpertStack:
         """Takes layers that have nothing against it (`why_not_stack`), and makes their buffers parts of its own."""
         first = layers[0][0]
         self.kind = PackedLinear if isinstance(first, PackedLinear) else Int8Linear
-        self.layer, self.layers, self.on_cpu = first, layers, ops.runs_on_cpu(first.device)
+        self.layer, self.layers, self.on_cpu = first, layers, runs_on_cpu(first.device)
         if not self.on_cpu:
             for layer in (layer for beside in layers for layer in beside):
                 layer.lay_in_rows()  # no kernel looks up the codes of several experts
         self.held = {name: self._stack(name) for name in STACKED[self.kind]}
         self.bias = self._stack("bias")
         self.group_size = first.group_size if isinstance(first, PackedLinear) else -1
-
-    @property
-    def operation(self) -> Operation:
-        """The product on a CPU."""
-        if self.kind is Int8Linear:
-            return "w8a8"
-        layer: Any = self.layer
-        return "weight_only" if layer.input_group is None else "int8_activation"
 
     def _stack(self, name: str) -> Tensor | None:
         """[E, ...] the parts that layers hold under a name, which become views of it, one expert after the other."""
@@ -154,31 +148,17 @@ class ExpertStack:
 
     def serves(self, x: Tensor) -> bool:
         """True where this stack multiplies x."""
-        layer = self.layer
-        if not self.on_cpu:
-            return x.dtype is layer.dtype and x.shape[-1] == layer.in_features
-        return direct.serves(self.operation, x, layer.dtype, layer.in_features, self.group_size)
-
-    def takes(self) -> bool:
-        """`serves`, of what the stack before returns."""
-        return not self.on_cpu or direct.takes(self.operation, self.layer.in_features, self.group_size)
+        own = x.dtype is self.layer.dtype and x.shape[-1] == self.layer.in_features
+        return own and (not self.on_cpu or direct.serves(x))
 
     def __call__(self, x_MK: Tensor, token_P: Tensor | None, start_E: Tensor) -> Tensor:
-        """[P, N]; token and start as in `kernels.cpu.direct.experts`."""
-        if token_P is None and not self.on_cpu:
-            token_P = torch.arange(len(x_MK), dtype=torch.int32, device=x_MK.device)
+        """[P, N]; token and start as in `kernels.operators.grouped.grouped_words`."""
         parts: Any = (*self.held.values(), self.bias)
         layer: Any = self.layer
         if self.kind is PackedLinear:
             how: Any = (token_P, start_E, layer.container, self.group_size)
-            if self.on_cpu:
-                how = (*how, layer.input_group, layer.lookup)
-                return direct.experts(x_MK, *parts, *how)
-            return grouped.grouped_weight_only(x_MK, *parts, *how)
-        fitted: Any = (None, None, token_P, start_E, layer.scheme.inputs.symmetric)
-        return (
-            direct.experts_w8a8(x_MK, *parts, *fitted) if self.on_cpu else grouped.grouped_w8a8(x_MK, *parts, *fitted)
-        )
+            return grouped.grouped_words(x_MK, *parts, *how, layer.input_group, layer.lookup)
+        return grouped.grouped_w8a8(x_MK, *parts, None, None, token_P, start_E, layer.scheme.inputs.symmetric)
 
 
 class StackedExperts(Experts):
@@ -211,7 +191,7 @@ class StackedExperts(Experts):
     def _together(self, x: Tensor) -> bool:
         """True where x can be multiplied by all experts together."""
         stacks = self.stacks
-        if stacks is None or not (stacks[0].serves(x) and stacks[-1].takes()):
+        if stacks is None or not stacks[0].serves(x):
             return False
         if is_compiling():  # which knows no more than that
             return True
@@ -232,7 +212,7 @@ class StackedExperts(Experts):
         experts = [self.get_submodule(number) for number in self.numbers]
         columns = [[_computing(getattr(expert, leaf)) for expert in experts] for leaf in self.leaves]
         for layer in (layer for each in columns for layer in each if isinstance(layer, QuantLinear)):
-            if not ops.runs_on_cpu(layer.device):
+            if not runs_on_cpu(layer.device):
                 layer.lay_in_rows()
         self.reasons = _why_not(columns)
         if self.reasons:

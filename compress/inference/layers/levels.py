@@ -3,7 +3,7 @@
 A level is a whole number of the least one (a half of E2M1, an eighth of E2M3), from -12 to 12 or from -60 to 60, so
 that int8 holds it, and the scale times that least level is a power of two, too: nothing is rounded. Weights take 8 bits
 each in memory, and run as fast as those of 8 bits. Codes of E2M1 are held in 4 bits where they are looked up as they
-are read (`kernels.operators.levels`): in strips on a CPU, in planar words on a GPU. Stored exponents are held beside
+are read (`kernels.operators.words`): in strips on a CPU, in planar words on a GPU. Stored exponents are held beside
 them, because 16-bit floats have fewer. A code of -0 is saved as that of 0.
 """
 
@@ -18,11 +18,12 @@ from compress.inference.layers.base import QuantLinear
 from compress.inference.layers.packed import PackedLinear
 from compress.kernels import reference
 from compress.kernels.cpu import direct
-from compress.kernels.cpu.steps import StepWeight
+from compress.kernels.cpu.arguments import LoopWeight
+from compress.kernels.cpu.layouts import why_not_levels
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.layouts.strips import Strips, pack_strips, unpack_strips
-from compress.kernels.layouts.words import Planar, pack_planar, planar_words, some_rows, unpack_planar
-from compress.kernels.operators.levels import levels_linear, why_not_levels
+from compress.kernels.layouts.strips import pack_strips, unpack_strips
+from compress.kernels.layouts.words import CodeWords, pack_planar, planar_words, some_rows, unpack_planar
+from compress.kernels.operators.words import words_linear
 from compress.kernels.routes import Route, levels_route
 from compress.weights.formats.levels import LevelCodes, NF4Float32
 from compress.weights.grid import Grid
@@ -76,7 +77,7 @@ class LevelsLinear(PackedLinear):
             self.words, self.scale = laid.words, laid.scale
 
     @property
-    def planar(self) -> Planar:
+    def planar(self) -> CodeWords:
         if self.lookup is None:
             return super().planar
         found = _planar_codes(self)
@@ -100,23 +101,6 @@ class LevelsLinear(PackedLinear):
         elif not self.in_strips:
             self.lay_in_rows()  # codes in planar words are looked up on a GPU alone
         return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.lookup is None:
-            return super().forward(x)
-        words, scale, _ = self.held
-        bias, group_size = self._parameters["bias"], self.group_size
-        if not self.batch_invariant and direct.serves("table_strips", x, scale.dtype, self.in_features, group_size):
-            return direct.linear(self._rounded(x), words, scale, None, bias, NARROW, group_size, None, self.lookup)
-        x = self._rounded(self._own(x))
-        return levels_linear(x, words, scale, self.lookup, bias, group_size, self.batch_invariant, True)
-
-    def step_weight(self) -> StepWeight | None:
-        if self.lookup is None:
-            return super().step_weight()
-        if self.batch_invariant or self.rounding_first is not None:
-            return None
-        return _table_weight(self, self.lookup)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
         self.lay_in_rows()  # the loops over strips add entries to numbers alone
@@ -181,6 +165,7 @@ class TableLinear(QuantLinear):
         assert group is not None
         self.group_size = group
         self.lookup: Tensor | None = None  # where codes are looked up
+        self.signed = self.format.grid.type == "float"
 
     @property
     def format(self) -> LevelCodes:
@@ -233,7 +218,7 @@ class TableLinear(QuantLinear):
         return parts if self.divisor is None else {**parts, form.of_weights: self.divisor.clone()}
 
     @property
-    def planar(self) -> Planar:
+    def planar(self) -> CodeWords:
         """Codes in planar words and local scales [G, N]; converted at each access where they are in strips."""
         return _planar_codes(self)
 
@@ -252,15 +237,17 @@ class TableLinear(QuantLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.lookup is None:
             return nn.functional.linear(self._own(x), self.dequantize(), self.bias)
-        buffers, bias = cast(Any, self._buffers), self._parameters["bias"]
-        words, scale = buffers["words"], buffers["scale"]
-        if direct.serves("table_strips", x, self._dtype, self.in_features, self.group_size):
-            return direct.linear(x, words, scale, None, bias, NARROW, self.group_size, None, self.lookup)
-        signed = self.format.grid.type == "float"
-        return levels_linear(self._own(x), words, scale, self.lookup, bias, self.group_size, False, signed)
+        *weight, lookup = self._held()
+        return words_linear(self._own(x), *weight, False, lookup, self.signed)
 
-    def step_weight(self) -> StepWeight | None:
-        return None if self.lookup is None else _table_weight(self, self.lookup)
+    def step_weight(self) -> LoopWeight | None:
+        held = LoopWeight(*self._held())
+        return held if self.lookup is not None and direct.takes(held, self.in_features) else None
+
+    def _held(self) -> tuple[Any, ...]:
+        # Read from `_buffers`, as in `PackedLinear.held`.
+        buffers, sizes = cast(Any, self._buffers), (NARROW, self.group_size, None, self.lookup)
+        return buffers["words"], buffers["scale"], None, self._parameters["bias"], *sizes
 
     def values(self) -> Tensor:
         return self.format.read(self.parts(self.whole()), self.out_features, self.in_features).dequantize()
@@ -279,22 +266,15 @@ class TableLinear(QuantLinear):
         return levels_route(M, *shape, scheme.weights.group_size or -1, dtype, device, scales)
 
 
-def _planar_codes(layer: LevelsLinear | TableLinear) -> Planar:
+def _planar_codes(layer: LevelsLinear | TableLinear) -> CodeWords:
     """The codes of a layer in planar words of 4 bits; converted where they are in strips."""
     held = (layer.words, layer.scale, None, layer.group_size, NARROW)
-    return unpack_strips(Strips(*held), layer.in_features) if layer.in_strips else Planar(*held)
+    return unpack_strips(CodeWords(*held), layer.in_features) if layer.in_strips else CodeWords(*held)
 
 
 def _lookup_of(levels: Levels, step: float, factor: float, device: torch.device) -> Tensor:
     """float32 [17]: levels in units of a step, and a factor of all of them."""
     return torch.tensor([*(value / step for value in levels.values), factor], device=device)
-
-
-def _table_weight(layer: LevelsLinear | TableLinear, lookup: Tensor) -> StepWeight | None:
-    """The weight of a layer whose codes are looked up."""
-    if not direct.takes("table_strips", layer.in_features, layer.group_size):
-        return None
-    return StepWeight(layer.words, layer.scale, None, layer.bias, NARROW, layer.group_size, None, lookup)
 
 
 def layer_of_levels(grid: Grid) -> type[LevelsLinear | TableLinear] | None:

@@ -1,7 +1,7 @@
 """Layers on planar words: weights of 2 to 8 bits, with inputs that are not rounded, or are rounded to every token.
 
 Codes of 2 and 3 bits are held in words of 4 bits, codes of 5 to 7 in words of 8. `lay_in_strips` changes the layout for
-CPUs that read another one faster: the same three buffers then hold a `kernels.layouts.strips.Strips`, whose words have
+CPUs that read another one faster: the same three buffers then hold strips (`kernels.layouts.strips`), whose words have
 three dimensions, until planar words are needed for another device or for new codes.
 """
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from compress.inference.layers.base import QuantLinear
 from compress.kernels import reference
 from compress.kernels.cpu import direct
-from compress.kernels.cpu.arguments import Operation
-from compress.kernels.cpu.layouts import planar_from_rows
-from compress.kernels.cpu.steps import StepWeight
+from compress.kernels.cpu.arguments import LoopWeight
+from compress.kernels.cpu.layouts import lay_in_strips, planar_from_rows, why_not_lay_in_strips
 from compress.kernels.division import divide
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.layouts.strips import Strips, unpack_strips
+from compress.kernels.layouts.strips import unpack_strips
 from compress.kernels.layouts.words import (
-    Planar,
+    CodeWords,
     pack_planar,
     pack_rows,
     planar_weight,
@@ -29,9 +28,7 @@ from compress.kernels.layouts.words import (
     unpack_planar,
     unpack_rows,
 )
-from compress.kernels.operators import strips
-from compress.kernels.operators.int8_activation import planar_linear
-from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
+from compress.kernels.operators.words import words_linear
 from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
 from compress.weights.formats.act_order import INDEX, by_group, unsorted
 from compress.weights.formats.codes import Packed
@@ -61,7 +58,7 @@ class WordLinear(QuantLinear):
 
 
 class PackedLinear(WordLinear):
-    """Weights of 2 to 8 bits in planar words (`kernels.layouts.words.Planar`), stored packed or as rows of int8; the
+    """Weights of 2 to 8 bits in planar words (`kernels.layouts.words.CodeWords`), stored packed or as rows of int8; the
     input is not rounded, or rounded per token.
 
     Inputs below 8 bits, and floats, are rounded first and then multiplied as numbers of the layer's dtype: no kernel
@@ -88,7 +85,9 @@ class PackedLinear(WordLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.scale.dtype
+        scale = self._buffers["scale"]
+        assert scale is not None
+        return scale.dtype
 
     @property
     def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -98,20 +97,18 @@ class PackedLinear(WordLinear):
         return buffers["words"], buffers["scale"], buffers["zero"]
 
     @property
-    def planar(self) -> Planar:
+    def planar(self) -> CodeWords:
         """The weight in planar words; converted at each access where it is in strips."""
-        if self.in_strips:
-            laid = Strips(self.words, self.scale, self.zero, self.group_size, self.container)
-            return unpack_strips(laid, self.in_features)
-        return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
+        laid = CodeWords(*self.held, self.group_size, self.container)
+        return unpack_strips(laid, self.in_features) if laid.in_strips else laid
 
     def lay_in_strips(self) -> None:
         if self.in_strips:
             sizes = (self.out_features, self.in_features, self.container, self.group_size)
-            if strips.why_not_lay_in_strips(*sizes, self.input_group is not None):
+            if why_not_lay_in_strips(*sizes, self.input_group is not None):
                 self.lay_in_rows()
             return
-        found = strips.lay_in_strips(self.planar, self.in_features, self.input_group is not None)
+        found = lay_in_strips(self.planar, self.in_features, self.input_group is not None)
         if found is not None:
             self.words, self.scale, self.zero = found[:3]
 
@@ -121,36 +118,23 @@ class PackedLinear(WordLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         words, scale, zero = self.held
-        bias, group_size, input_group = self._parameters["bias"], self.group_size, self.input_group
-        operation: Operation = "weight_only" if input_group is None else "int8_activation"
-        if not self.batch_invariant and direct.serves(operation, x, scale.dtype, self.in_features, group_size):
-            x = x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
-            return direct.linear(x, words, scale, zero, bias, self.container, group_size, input_group)
-        x, how = self._rounded(self._own(x)), (group_size, input_group, self.batch_invariant)
-        if self.in_strips:
-            return strips.strips_linear(x, words, scale, zero, bias, self.container, *how)
-        return planar_linear(x, words, scale, zero, bias, self.container, *how)
+        if x.dtype is not scale.dtype or self.rounding_first is not None:
+            x = self._rounded(self._own(x))
+        how = (self.container, self.group_size, self.input_group, self.batch_invariant, self.lookup, True)
+        return words_linear(x, words, scale, zero, self._parameters["bias"], *how)
 
-    def step_weight(self) -> StepWeight | None:
-        operation: Operation = "weight_only" if self.input_group is None else "int8_activation"
-        if self.batch_invariant or self.rounding_first is not None or self.lookup is not None:
+    def step_weight(self) -> LoopWeight | None:
+        if self.batch_invariant or self.rounding_first is not None:
             return None
-        if not direct.takes(operation, self.in_features, self.group_size):
-            return None
-        words, scale, zero = self.held
-        return StepWeight(words, scale, zero, self.bias, self.container, self.group_size, self.input_group)
+        held = LoopWeight(*self.held, self.bias, self.container, self.group_size, self.input_group, self.lookup)
+        return held if direct.takes(held, self.in_features) else None
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        x = self._rounded(x)
-        if self.in_strips:
-            own = (self.words, self.scale, self.zero, bias, self.container, self.group_size)
-            return strips_sparse_linear(x, *own, *entries)
-        planar = self.planar
-        weight = (planar.words, planar.scale, planar.zero, bias, self.container, self.group_size)
-        return weight_only_sparse_linear(x, *weight, *entries)
+        weight = (*self.held, bias, self.container, self.group_size)
+        return words_linear(self._rounded(x), *weight, None, False, None, False, *entries)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         if self.input_group is None or self.scheme.inputs is not None:

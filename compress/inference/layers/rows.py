@@ -10,11 +10,11 @@ from compress.base.errors import InputError
 from compress.inference.layers.base import QuantLinear
 from compress.kernels import reference
 from compress.kernels.cpu import direct
-from compress.kernels.cpu.steps import StepWeight
+from compress.kernels.cpu.arguments import LoopWeight
 from compress.kernels.layouts.scale_blocks import BLOCK, INPUT_BLOCK, WEIGHT_BLOCK, block_rows, spread
-from compress.kernels.operators import words as ops
 from compress.kernels.operators.fp8 import fp8_linear
 from compress.kernels.operators.fp8_blocks import SHORT_SUMS, fp8_block_linear
+from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.operators.rounding import round_output
 from compress.kernels.routes import Route, fp8_block_route, fp8_route, w8a8_route
 from compress.weights.formats.codes import Float8Blocks, Float8Rows
@@ -126,17 +126,14 @@ class Int8Linear(RowLinear):
         assert inputs is not None
         given = (held["codes"], held["weight_scale"], held["row_sum"], self._parameters["bias"])
         how = (held["input_scale"], held["input_zero"], inputs.symmetric)
-        if direct.serves("w8a8", x, self._dtype, self.in_features):
-            return direct.w8a8(x, *given, *how)
-        return ops.w8a8_linear(x, *given, *how)
+        return w8a8_linear(x, *given, *how)
 
-    def step_weight(self) -> StepWeight | None:
+    def step_weight(self) -> LoopWeight | None:
         inputs = self.scheme.inputs
         assert inputs is not None
-        if self.output_scale is not None or not direct.takes("w8a8", self.in_features, -1):
-            return None
         given = (self.codes, self.weight_scale, None, self.bias, WIDE, -1, None, None, self.row_sum)
-        return StepWeight(*given, self.input_scale, self.input_zero, inputs.symmetric)
+        held = LoopWeight(*given, self.input_scale, self.input_zero, inputs.symmetric)
+        return held if self.output_scale is None and direct.takes(held, self.in_features) else None
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         zero = parts.get("input_zero_point") if "input_scale" in parts else None

@@ -21,9 +21,7 @@ from compress.kernels.layouts.pairs24 import (
 from compress.kernels.layouts.strips24 import NUMBERS, Strips24, unpack_pairs, unpack_words24
 from compress.kernels.layouts.words import pack_rows, some_rows, unpack_rows
 from compress.kernels.layouts.words24 import Words24, pack24, sparse24_weight, unpack24
-from compress.kernels.operators.pairs24 import pairs24_linear
-from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
-from compress.kernels.operators.words24 import sparse24_linear
+from compress.kernels.operators.sparse24 import lay_in_strips24, sparse24_linear
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.weights.formats.sparse24 import half
 from compress.weights.number_formats import NARROW, WIDE
@@ -61,9 +59,7 @@ class Sparse24Linear(QuantLinear):
             self.value, self.position = self.pairs[:2]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.in_strips:
-            return strips24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1, NUMBERS)
-        return pairs24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1)
+        return sparse24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1, NUMBERS)
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
@@ -121,11 +117,8 @@ class PackedSparse24Linear(WordLinear):
             self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        held = (self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size)
-        if self.in_strips:
-            return strips24_linear(self._own(x), *held, self.container)
-        product = sparse24_linear if self.container == NARROW else pairs24_linear
-        return product(self._own(x), *held)
+        held = (self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size, self.container)
+        return sparse24_linear(self._own(x), *held)
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:

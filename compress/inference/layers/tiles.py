@@ -9,7 +9,6 @@ from torch import Tensor
 from compress.inference.layers.base import QuantLinear
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.tiles import (
-    TileStrips,
     TileWords,
     pack_levels,
     tile_weight,
@@ -26,8 +25,8 @@ from compress.weights.scheme import Scheme
 
 class TilesLinear(QuantLinear):
     """Weights in `kernels.layouts.tiles.TileWords`: codes of 2 and 3 bits are held in words of 4 bits, those of 5 to 7
-    in words of 8; scales and zero points stay codes, and ranges stay as stored. `lay_in_strips` makes the same buffers
-    hold a `TileStrips`."""
+    in words of 8; scales and zero points stay codes, and ranges stay as stored. `lay_in_strips` lays the same buffers
+    out in strips."""
 
     stackable = False
     adds_entries = True
@@ -55,9 +54,8 @@ class TilesLinear(QuantLinear):
     @property
     def tiles(self) -> TileWords:
         """The weight in planar words; converted at each access where it is in strips."""
-        if self.in_strips:
-            return unpack_tile_strips(TileStrips(*self.held), self.in_features)
-        return TileWords(*self.held)
+        tiles = TileWords(*self.held)
+        return unpack_tile_strips(tiles, self.in_features) if tiles.in_strips else tiles
 
     def lay_in_strips(self) -> None:
         found = None if self.in_strips else lay_tiles_in_strips(self.tiles, self.in_features)
@@ -69,12 +67,12 @@ class TilesLinear(QuantLinear):
             self.words, self.levels = self.tiles[:2]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(self._own(x), self.bias, (None, None, None))
+        return self._product(self._own(x), self.bias)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        return self._product(x, bias, entries)
+        return self._product(x, bias, *entries)
 
-    def _product(self, x: Tensor, bias: Tensor | None, entries: Entries | tuple[None, None, None]) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, *entries: Tensor) -> Tensor:
         words, levels, ranges, *sizes = self.held
         return tiles_linear(x, words, levels, ranges, bias, *sizes, *entries)
 

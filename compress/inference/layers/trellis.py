@@ -11,6 +11,7 @@ from compress.inference.layers.base import QuantLinear
 from compress.kernels import reference
 from compress.kernels.layouts.trellis import TrellisWords
 from compress.kernels.layouts.trellis_strips import TrellisStrips, words_by_rows
+from compress.kernels.operators.devices import runs_on_cpu
 from compress.kernels.operators.tiles import MANY
 from compress.kernels.operators.trellis import (
     FEW,
@@ -21,7 +22,6 @@ from compress.kernels.operators.trellis import (
     why_not_fused,
     why_not_trellis,
 )
-from compress.kernels.operators.words import runs_on_cpu
 from compress.kernels.routes import Route
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.scheme import Scheme

@@ -10,7 +10,8 @@ from torch import nn
 from compress.inference.layers.base import OnCodes
 from compress.inference.layers.fused import FusedLinear
 from compress.inference.steps.parts import AttentionForm, BlockForm, MlpForm, NormForm, ProductColumns
-from compress.kernels.cpu.steps import IN, OUT, Operand, Program, StepWeight, takes
+from compress.kernels.cpu.arguments import LoopWeight
+from compress.kernels.cpu.steps import IN, OUT, Operand, Program, takes
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class StepPlan:
     kept: int
     key: Operand
     value: Operand
-    weights: tuple[StepWeight, ...]
+    weights: tuple[LoopWeight, ...]
 
 
-def weight_of(module: nn.Module) -> StepWeight | None:
+def weight_of(module: nn.Module) -> LoopWeight | None:
     """The weight of a layer where a loop multiplies by it as it lies; None elsewhere."""
     weight = module.step_weight() if isinstance(module, OnCodes) else None
     return weight if weight is not None and takes(weight) else None
@@ -55,7 +56,7 @@ class Planner:
         self.width = width
         self.parts: list[tuple[int, int] | Leave] = []
         self.begun = 0
-        self.weights: list[StepWeight] = []
+        self.weights: list[LoopWeight] = []
 
     def plan(self, form: BlockForm) -> StepPlan:
         """The program of a block."""
@@ -106,7 +107,7 @@ class Planner:
             found[module] = made[layer].columns(start)
         return found
 
-    def multiply(self, layer: nn.Module, weight: StepWeight | None, x: Operand, to: Operand) -> None:
+    def multiply(self, layer: nn.Module, weight: LoopWeight | None, x: Operand, to: Operand) -> None:
         """A product by a loop, or by the layer itself."""
         if weight is None:
             self.leave(layer, x, to)

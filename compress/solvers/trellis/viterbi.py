@@ -13,8 +13,8 @@ from torch import Tensor
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import Code, level_table
 from compress.kernels.notes import note_once
+from compress.kernels.operators.devices import runs_on_cpu
 from compress.kernels.operators.trellis import why_not_on_gpu
-from compress.kernels.operators.words import runs_on_cpu
 
 REST = 256  # steps after which the least cost is taken off all of them
 TRIAL = 300  # numbers, more than REST

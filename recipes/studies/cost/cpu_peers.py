@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels import reference
-from compress.kernels.cpu import direct
+from compress.kernels.cpu.layouts import lay_in_strips
 from compress.kernels.layouts import words as pack
-from compress.kernels.operators import strips
-from compress.kernels.operators.int8_activation import planar_linear
+from compress.kernels.operators.words import words_linear
 from compress.recipes.studies.cost.decode import declare
 from compress.recipes.studies.figures import tell_times
 from compress.recipes.studies.kernels.products import CACHE_BYTES, MAX_COPIES
@@ -58,13 +57,9 @@ def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tu
     input_group = 128 if int8_input else None
 
     def copy() -> Callable[[Tensor], Tensor]:
-        laid = strips.lay_in_strips(planar, K, int8_input)
-        if laid is not None and not direct.why_not():  # as a loaded layer calls it
-            return lambda x: direct.linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
-        if laid is not None:
-            return lambda x: strips.strips_linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
-        own = planar._replace(words=planar.words.clone())
-        return lambda x: planar_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
+        laid = lay_in_strips(planar, K, int8_input)
+        own = planar._replace(words=planar.words.clone()) if laid is None else laid
+        return lambda x: words_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
 
     return reference.dequantize(codes, scale.to(dtype)), copy
 

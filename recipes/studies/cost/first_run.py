@@ -30,7 +30,7 @@ import torch
 from compress.kernels.cpu import build, gemm, prebuilt
 from compress.kernels.cpu.processor import cpu_flags
 from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.layouts.words import Planar
+from compress.kernels.layouts.words import CodeWords
 from compress.recipes.studies.cost.calls import Calls, measure
 from compress.recipes.studies.figures import tell_times
 
@@ -84,11 +84,11 @@ def products(library: Any, dtype: torch.dtype) -> Calls:
     draw = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**15), 2**15, (SIZE, SIZE // 4), generator=draw, dtype=torch.int16)
     scale = (torch.rand(SIZE // GROUP, SIZE, generator=draw) / 100).to(dtype)
-    weight = pack_strips(Planar(words, scale, None, GROUP, 4), SIZE)
+    weight = pack_strips(CodeWords(words, scale, None, GROUP, 4), SIZE)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         with instead(library):
-            return gemm.strips(x, weight)
+            return gemm.words(x, weight)
 
     tokens = {M: torch.randn(M, SIZE, generator=draw).to(dtype) for M in TOKENS}
     return {f"{str(dtype).removeprefix('torch.')}, M = {M}": partial(call, x) for M, x in tokens.items()}

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.layouts.pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
-from compress.kernels.layouts.strips24 import Strips24
+from compress.kernels.layouts.strips import BYTE, NIBBLE
+from compress.kernels.layouts.strips24 import NUMBERS, Strips24
 from compress.kernels.layouts.words24 import KEPT, QUAD, Words24, sparse24_weight, to_sparse24
-from compress.kernels.operators.pairs24 import pairs24_linear
-from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
-from compress.kernels.operators.words24 import sparse24_linear
+from compress.kernels.operators.sparse24 import lay_in_strips24, sparse24_linear
 
 # {candidate: the same bits of a weight without zeros}: their ratio is the gain of 2:4.
 HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}
@@ -33,9 +32,9 @@ class Halved(NamedTuple):
         """[M, N] x times that weight."""
         laid, weight = self.laid.get(kind), self.rows[kind]
         if laid is not None:
-            return strips24_linear(x, *laid[:4], None, *laid[4:])
-        product = sparse24_linear if isinstance(weight, Words24) else pairs24_linear
-        return product(x, *weight[:4], None, weight.group_size)
+            return sparse24_linear(x, *laid[:4], None, *laid[4:])
+        bits = NIBBLE if isinstance(weight, Words24) else NUMBERS if weight.scale is None else BYTE
+        return sparse24_linear(x, *weight[:4], None, weight.group_size, bits)
 
 
 def halve(

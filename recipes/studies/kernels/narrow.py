@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.kernels.cpu.layouts import why_not_levels
 from compress.kernels.layouts.strips import NIBBLE, pack_strips
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, TrellisWords
 from compress.kernels.layouts.trellis_strips import TrellisStrips
-from compress.kernels.layouts.words import LevelTable, Planar, pack_planar, planar_weight
-from compress.kernels.operators.levels import levels_linear, why_not_levels
+from compress.kernels.layouts.words import CodeWords, LevelTable, pack_planar, planar_weight
+from compress.kernels.operators.devices import runs_on_cpu
 from compress.kernels.operators.trellis import lay_in_strips, trellis_product, values_by_run
-from compress.kernels.operators.words import runs_on_cpu
+from compress.kernels.operators.words import words_linear
 from compress.recipes.studies.kernels.roofline import GROUPS
 
 # Whole numbers of a half, as E2M1 has them.
@@ -24,7 +25,7 @@ NARROW_KINDS = (*GROUPS, *TRELLIS_KINDS)
 class NarrowWeights(NamedTuple):
     """The weights by kind. laid: words and scales of levels, and trellis: both as `compress.load` lays them out."""
 
-    levels: dict[str, Planar]
+    levels: dict[str, CodeWords]
     laid: dict[str, tuple[Tensor, Tensor]]
     trellis: dict[str, TrellisWords | TrellisStrips]
 
@@ -41,7 +42,8 @@ class NarrowWeights(NamedTuple):
             (words, scale), weight = self.laid[kind], self.levels[kind]
             table = weight.table
             assert table is not None
-            return levels_linear(x, words, scale, table.values, None, weight.group_size, False, table.signed)
+            sizes = (NIBBLE, weight.group_size, None, False)
+            return words_linear(x, words, scale, None, None, *sizes, table.values, table.signed)
         return trellis_product(x, self.trellis[kind])
 
 
@@ -56,7 +58,7 @@ def narrow(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> NarrowWeig
         codes = torch.randint(0, 2**NIBBLE, (N, K), generator=g, device=device, dtype=torch.uint8)
         scale = (torch.rand(K // group, N, generator=g, device=device) * 0.01 + 0.005).to(dtype)
         table = LevelTable(torch.tensor([*values, 0.5], device=device), signed)
-        levels[kind] = Planar(pack_planar(codes, NIBBLE), scale, None, group, NIBBLE, table)
+        levels[kind] = CodeWords(pack_planar(codes, NIBBLE), scale, None, group, NIBBLE, table)
         strips = runs_on_cpu(device) and not why_not_levels(N, K, group)
         found = pack_strips(levels[kind], K) if strips else levels[kind]
         laid[kind] = (found.words, found.scale)

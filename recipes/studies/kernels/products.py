@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels import reference
+from compress.kernels.cpu.layouts import lay_in_strips
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.layouts.strips import Strips
 from compress.kernels.layouts.tiles import TileWords, pack_levels, tile_weight
-from compress.kernels.operators import fp8_blocks, strips
-from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import planar_linear
-from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
+from compress.kernels.operators import fp8_blocks
+from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
+from compress.kernels.operators.words import words_linear
 from compress.recipes.studies.kernels.ceilings import achieved
 from compress.recipes.studies.kernels.floats8 import floats8
 from compress.recipes.studies.kernels.halved import HALVED, halve
@@ -60,11 +59,11 @@ class BenchmarkOperands:
         self.scale = (torch.rand(N, K // GROUP, generator=g, device=device) * 0.01 + 0.005).to(dtype)
         self.int4 = pack.to_planar(self.codes, self.scale, None, 4, dtype)
         # In the layouts that `compress.load` chooses here, with exact inputs and with int8.
-        self.strips = [strips.lay_in_strips(self.int4, K, int8_input) for int8_input in (False, True)]
+        self.strips = [lay_in_strips(self.int4, K, int8_input) for int8_input in (False, True)]
         self.codes8 = torch.randint(-128, 128, (N, K), generator=g, device=device, dtype=torch.int8)
         self.scale8 = torch.rand(N, 1, generator=g, device=device) * 1e-3 + 1e-3
         self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
-        self.strips8 = strips.lay_in_strips(self.int8, K, False)
+        self.strips8 = lay_in_strips(self.int8, K, False)
         self.row_sum = reference.row_sums(self.codes8)
         self.dense = reference.dequantize(self.codes, self.scale)
         self.entries = _outliers(N, K, dtype, g)
@@ -81,9 +80,9 @@ class BenchmarkOperands:
     def with_entries(self, x: Tensor) -> Tensor:
         """x times the 4-bit codes and sparse rows, as a loaded layer multiplies."""
         laid = self.strips[0]
-        if laid is not None:
-            return strips_sparse_linear(x, *laid[:3], None, laid.bits, laid.group_size, *self.entries)
-        return weight_only_sparse_linear(x, *self.int4[:3], None, 4, self.int4.group_size, *self.entries)
+        laid = self.int4 if laid is None else laid
+        sizes = (laid.bits, laid.group_size, None, False, None, False)
+        return words_linear(x, *laid[:3], None, *sizes, *self.entries)
 
     def tiles_with_entries(self, x: Tensor) -> Tensor:
         """x times the codes in tiles and sparse rows, as a loaded layer multiplies."""
@@ -117,10 +116,9 @@ class BenchmarkOperands:
         return self.codes8.double() * (self.scale8.to(self.scale.dtype) if kind == "w8" else self.scale8).double()
 
 
-def _as_laid(x: Tensor, planar: pack.Planar, laid: Strips | None, input_group: int | None) -> Tensor:
-    if laid is not None:
-        return strips.strips_linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
-    return planar_linear(x, *planar[:3], None, planar.bits, planar.group_size, input_group)
+def _as_laid(x: Tensor, planar: pack.CodeWords, laid: pack.CodeWords | None, input_group: int | None) -> Tensor:
+    weight = planar if laid is None else laid
+    return words_linear(x, *weight[:3], None, weight.bits, weight.group_size, input_group)
 
 
 def _outliers(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Entries:
@@ -200,7 +198,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[BenchmarkOperands], Call]
         "w8a16": (lambda w: lambda: w.eight_bits(x), "w8"),
         "w4a8": (lambda w: lambda: w.four_bits(x, -1), "w4a8"),
         "w8a8": (
-            lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
+            lambda w: lambda: w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
             "w8a8",
         ),
         # A CPU makes float8 weights float32 first.

@@ -12,7 +12,8 @@ from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts import words as pack
 from compress.kernels.operators import blocks
 from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import int8_activation_linear
+from compress.kernels.operators.int8_rows import w8a8_linear
+from compress.kernels.operators.words import words_linear
 
 TOKENS = (1, 2, 7, 17, 63, 130)
 OUTPUTS = (1, 15, 48, 100)
@@ -29,7 +30,7 @@ def test_weight_only(library, K, group, bits, dtype):
             values = pack.planar_weight(weight, K).double()
             for M in TOKENS:
                 x, bias = inputs(M, K, N, dtype)
-                out = cpu_gemm.weight_only(x, weight, bias)
+                out = cpu_gemm.words(x, weight, bias)
                 assert out.dtype == dtype
                 assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
 
@@ -46,7 +47,7 @@ def test_int8_activation(library, K, group, bits, dtype):
             codes, scale_MB = reference.quantize_token_blocks(x, input_group)
             width = K if input_group == -1 else input_group
             given = codes.double() * scale_MB.double().repeat_interleave(width, 1)[:, :K]
-            out = cpu_gemm.int8_activation(x, weight, bias, input_group)
+            out = cpu_gemm.words(x, weight, bias, input_group)
             assert out.dtype == dtype
             assert within(out, given, values, bias, dtype), (M, N, symmetric, input_group)
 
@@ -104,20 +105,20 @@ def op_arguments(dtype=torch.bfloat16, bits=4, group=64, bias=True, gradient=Fal
 
 @pytest.mark.parametrize(("bias", "gradient"), [(True, True), (False, False)])
 def test_contract(bias, gradient):
-    torch.library.opcheck(int8_activation_linear.registered, op_arguments(bias=bias, gradient=gradient))
+    torch.library.opcheck(words_linear.registered, op_arguments(bias=bias, gradient=gradient))
 
 
 def test_gradient_is_straight_through():
     arguments = op_arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3))
-    int8_activation_linear(*arguments).backward(grad)
+    words_linear(*arguments).backward(grad)
     x, words, scale, zero, *_ = arguments
-    torch.testing.assert_close(x.grad, grad @ pack.planar_weight(pack.Planar(words, scale, zero, 64, 4), 256))
+    torch.testing.assert_close(x.grad, grad @ pack.planar_weight(pack.CodeWords(words, scale, zero, 64, 4), 256))
 
 
 def test_compiles_into_one_graph():
     def layer(*arguments):
-        return torch.nn.functional.silu(int8_activation_linear(*arguments)).sum(-1)
+        return torch.nn.functional.silu(words_linear(*arguments)).sum(-1)
 
     arguments = op_arguments(torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -126,11 +127,11 @@ def test_compiles_into_one_graph():
 
 def test_any_leading_shape_and_stride():
     x, *weight = op_arguments(torch.float32)
-    empty = int8_activation_linear(x[:0], *weight)
+    empty = words_linear(x[:0], *weight)
     assert empty.shape == (0, 3, 48)
-    assert ops.weight_only_linear(x[:, :0], *weight[:-1]).shape == (2, 0, 48)
+    assert ops.words_linear(x[:, :0], *weight[:-1]).shape == (2, 0, 48)
     turned = x.transpose(0, 1)
-    for op, arguments in ((int8_activation_linear, weight), (ops.weight_only_linear, weight[:-1])):
+    for op, arguments in ((words_linear, weight), (ops.words_linear, weight[:-1])):
         expected = op(turned.contiguous(), *arguments)
         assert torch.equal(op(turned, *arguments), expected)
         wide = torch.cat([turned, turned], -1)[..., :256]
@@ -140,9 +141,9 @@ def test_any_leading_shape_and_stride():
 def test_wrong_inputs_are_refused():
     x, *weight = op_arguments()
     with pytest.raises(InputError, match="x has 100 columns"):
-        int8_activation_linear(x[..., :100], *weight)
+        words_linear(x[..., :100], *weight)
     with pytest.raises(InputError, match="input group 64; allowed: multiples of 128, -1"):
-        int8_activation_linear(x, *weight[:-1], 64)
+        words_linear(x, *weight[:-1], 64)
 
 
 def test_reasons_name_what_was_given_and_what_is_allowed():
@@ -166,10 +167,10 @@ def results():
     x, *weight = op_arguments(torch.float32)
     eight, scale = torch.arange(96).view(3, 32).to(torch.int8), torch.ones(3)
     return [
-        ops.weight_only_linear(x, *weight[:-1]),
-        int8_activation_linear(x, *weight),
-        int8_activation_linear(x, *weight[:-1], 128),
-        ops.w8a8_linear(x[0, :, :32], eight, scale, reference.row_sums(eight), None, None, None, False),
+        ops.words_linear(x, *weight[:-1]),
+        words_linear(x, *weight),
+        words_linear(x, *weight[:-1], 128),
+        w8a8_linear(x[0, :, :32], eight, scale, reference.row_sums(eight), None, None, None, False),
     ]
 
 
@@ -203,9 +204,9 @@ def test_the_instructions_can_be_chosen(fresh):
 def test_a_group_that_the_kernels_do_not_take_is_unpacked():
     x, words, _, _, _, bits, _, _ = op_arguments(torch.float32)
     scale = torch.rand(16, 48, generator=torch.Generator().manual_seed(0))
-    weight = pack.Planar(words, scale, None, 16, bits)
+    weight = pack.CodeWords(words, scale, None, 16, bits)
     expected = x @ pack.planar_weight(weight, 256).t()
-    torch.testing.assert_close(ops.weight_only_linear(x, *weight[:3], None, bits, 16), expected)
+    torch.testing.assert_close(ops.words_linear(x, *weight[:3], None, bits, 16), expected)
 
 
 def test_no_compiler_is_a_reason(fresh, tmp_path):

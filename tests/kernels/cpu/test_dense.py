@@ -17,11 +17,12 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import dense, dense_thresholds, direct, processor
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.arguments import FEW_TOKENS, Arguments
+from compress.kernels.layouts import strips
 from compress.kernels.layouts import tiles as pack_tiles
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import pack_strips
 from compress.kernels.layouts.strips24 import pack_pairs, pack_words24
-from compress.kernels.operators import sparse, strips
+from compress.kernels.operators import words as ops
 from compress.kernels.routes import AMX_BLOCKS, DENSE_BLOCKS, NOT_MEASURED, strips_route, with_entries
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -91,12 +92,12 @@ def test_words_and_strips(blocks, K, group, bits, dtype):
     for N, symmetric, M in ((1, True, 1), (15, False, 9), (100, False, 17)):
         weight, values = planar_of(N, K, bits, group, symmetric, dtype)
         x, bias = inputs(M, K, N, dtype)
-        assert good(cpu_gemm.weight_only(x, weight, bias), x, values, bias), (N, M)
+        assert good(cpu_gemm.words(x, weight, bias), x, values, bias), (N, M)
     for N, symmetric, M in ((16, True, 1), (80, False, 17), (48, True, 9)):
         weight, values = planar_of(N, K, bits, group, symmetric, dtype)
         x, bias = inputs(M, K, N, dtype)
-        assert good(cpu_gemm.strips(x, pack_strips(weight, K), None), x, values, None), (N, M)
-        assert good(cpu_gemm.strips(x, pack_strips(weight, K), bias.float()), x, values, bias.float()), (N, M)
+        assert good(cpu_gemm.words(x, pack_strips(weight, K), None), x, values, None), (N, M)
+        assert good(cpu_gemm.words(x, pack_strips(weight, K), bias.float()), x, values, bias.float()), (N, M)
 
 
 @every("dtype", DTYPES)
@@ -107,8 +108,8 @@ def test_sparse_rows_beside_codes(blocks, bits, dtype):
         entries, extra = entries_of(N, K, share, other)
         x, bias = inputs(17, K, N, dtype)
         for out in (
-            cpu_gemm.weight_only(x, weight, bias, entries),
-            cpu_gemm.strips(x, pack_strips(weight, K), bias, entries=entries),
+            cpu_gemm.words(x, weight, bias, entries=entries),
+            cpu_gemm.words(x, pack_strips(weight, K), bias, entries=entries),
         ):
             # An entry is rounded once more, with the code that it is added to.
             apart = reference.weight_rounding(x.double(), extra.double().abs() + values.abs(), dtype)
@@ -131,13 +132,14 @@ def test_tiles(blocks, group, bits, level_bits, rows, dtype):
 @every(("K", "group"), [(32, 32), (64, 16), (200, -1), (640, 128)])
 def test_tables(blocks, K, group, dtype):
     for table in TABLES:
-        laid, given, _ = table_of(48, K, group, table, dtype)
+        laid, _ = table_of(48, K, group, table, dtype)
+        given = laid.table.values
         levels = given[:16].double()
         x, bias = inputs(9, K, 48, dtype)
         codes = pack.unpack_planar(strips.unpack_strips(laid, K).words, 4, K)
         scale_NK = strips.unpack_strips(laid, K).scale.double().t().repeat_interleave(K // laid.scale.shape[1], 1)
         values = levels[codes.int()] * scale_NK * given[16].double()
-        assert good(cpu_gemm.strips(x, laid, bias, table=given), x, values, bias), table
+        assert good(cpu_gemm.words(x, laid, bias), x, values, bias), table
 
 
 @every("dtype", DTYPES)
@@ -164,8 +166,8 @@ def test_inputs_rounded_to_int8(blocks, K, group, bits, input_group):
         # Weights and inputs are rounded to bfloat16.
         allowed = reference.tolerance(given, values, truth, x.dtype)
         allowed += 2**0.5 * reference.weight_rounding(given, values, x.dtype)
-        found = [cpu_gemm.int8_activation(x, weight, bias, input_group)]
-        found += [cpu_gemm.strips(x, pack_strips(weight, K), bias, input_group)] if bits == 4 else []
+        found = [cpu_gemm.words(x, weight, bias, input_group)]
+        found += [cpu_gemm.words(x, pack_strips(weight, K), bias, input_group)] if bits == 4 else []
         for out in found:
             assert ((out.double() - truth).abs() <= allowed).all(), (N, symmetric)
 
@@ -184,8 +186,8 @@ def test_int8_inputs_meet_codes_that_are_not_rounded(blocks, bits, K, group, inp
         codes, scale_MB = reference.quantize_token_blocks(x, input_group)
         given = codes.double() * scale_MB.double().repeat_interleave(K if input_group == -1 else input_group, 1)[:, :K]
         truth = given @ values.double().t() + bias.double()
-        found = [cpu_gemm.int8_activation(x, weight, bias, input_group)]
-        found += [cpu_gemm.strips(x, pack_strips(weight, K), bias, input_group)] if bits == 4 and N % 16 == 0 else []
+        found = [cpu_gemm.words(x, weight, bias, input_group)]
+        found += [cpu_gemm.words(x, pack_strips(weight, K), bias, input_group)] if bits == 4 and N % 16 == 0 else []
         for out in found:
             assert (
                 (out.double() - truth).abs() <= reference.tolerance(given, values.double(), truth, x.dtype)
@@ -217,7 +219,7 @@ def test_chunks_of_columns_and_shares_of_rows(blocks, monkeypatch):
     entries, extra = entries_of(N, K, 0.01, torch.bfloat16)
     x, bias = inputs(M, K, N, torch.bfloat16)
     for laid in (pack_strips(weight, K), weight):
-        multiply = cpu_gemm.weight_only if laid is weight else cpu_gemm.strips
+        multiply = cpu_gemm.words
         assert good(multiply(x, laid, bias), x, values, bias)
         assert good(multiply(x, laid, bias, entries=entries), x, values + extra, bias)
 
@@ -225,7 +227,7 @@ def test_chunks_of_columns_and_shares_of_rows(blocks, monkeypatch):
 def test_several_blocks_of_tokens(blocks):
     weight, values = planar_of(48, 160, 8, 32, False, torch.bfloat16)
     x, bias = inputs(1100, 160, 48, torch.bfloat16)
-    assert good(cpu_gemm.strips(x, pack_strips(weight, 160), bias), x, values, bias)
+    assert good(cpu_gemm.words(x, pack_strips(weight, 160), bias), x, values, bias)
 
 
 def test_several_blocks_and_threads(blocks):
@@ -237,7 +239,7 @@ def test_several_blocks_and_threads(blocks):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            found.append(cpu_gemm.strips(x, pack_strips(weight, K), bias))
+            found.append(cpu_gemm.words(x, pack_strips(weight, K), bias))
         finally:
             torch.set_num_threads(1)
         assert good(found[-1], x, values, bias)
@@ -259,6 +261,7 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(dense, "measured", answer)
     monkeypatch.setattr(dense_thresholds, "file", lambda: answer.path)
     monkeypatch.setattr(dense, "_tried", [])
+    monkeypatch.setattr(direct, "product", lambda *_: None)  # tests call the operators of C++ themselves
     dense._library.cache_clear()
     yield answer
     dense._library.cache_clear()
@@ -276,13 +279,13 @@ def by_blocks(M, product):
     found = product(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense, "taken", lambda *_: False)
-        loops = strips.strips_linear(x, *large()[1][:3], None, 4, 128, None)
+        loops = ops.words_linear(x, *large()[1][:3], None, 4, 128, None)
     return not torch.equal(found, loops)
 
 
 def test_few_tokens_are_left_to_the_loops_and_one_measurement_serves_all(asked):
     _, laid, _ = large()
-    operator = lambda x: strips.strips_linear(x, *laid[:3], None, 4, 128, None)  # noqa: E731
+    operator = lambda x: ops.words_linear(x, *laid[:3], None, 4, 128, None)  # noqa: E731
     assert not by_blocks(FEW_TOKENS, operator)
     assert asked.calls == []
     assert not by_blocks(FEW_TOKENS + 1, operator)
@@ -302,8 +305,8 @@ def test_few_tokens_are_left_to_the_loops_and_one_measurement_serves_all(asked):
 def test_batch_invariant_products_are_left_to_the_loops(asked):
     _, laid, _ = large()
     x, _ = inputs(300, LARGE[1], LARGE[0], torch.bfloat16)
-    out = strips.strips_linear(x, *laid[:3], None, 4, 128, None, True)
-    assert torch.equal(out[:9], strips.strips_linear(x[:9], *laid[:3], None, 4, 128, None, True))
+    out = ops.words_linear(x, *laid[:3], None, 4, 128, None, True)
+    assert torch.equal(out[:9], ops.words_linear(x[:9], *laid[:3], None, 4, 128, None, True))
     assert asked.calls == []
 
 
@@ -315,8 +318,8 @@ def test_the_operator_of_cpp_takes_them_too(asked):
         _, laid, values = large()
         for M in (9, 10, 300, 300):
             x, _ = inputs(M, LARGE[1], LARGE[0], torch.bfloat16)
-            expected = strips.strips_linear(x, *laid[:3], None, 4, 128, None)
-            assert torch.equal(direct.linear(x, *laid[:3], None, 4, 128, None), expected)
+            expected = ops.words_linear(x, *laid[:3], None, 4, 128, None)
+            assert torch.equal(direct.operators.cpu_linear(x, *laid[:3], None, 4, 128, None), expected)
             assert good(expected, x, values, None)
         assert len(asked.calls) == 1
     finally:
@@ -334,9 +337,9 @@ def test_experts_take_them_by_their_own_tokens(asked):
         stacked = [part if part is None else torch.stack([part, part]) for part in laid[:3]]
         x, _ = inputs(300, LARGE[1], LARGE[0], torch.bfloat16)
         start = torch.tensor([0, 4, 300], dtype=torch.int32)
-        out = direct.experts(x, *stacked, None, None, start, 4, 128, None)
+        out = direct.operators.cpu_experts(x, *stacked, None, None, start, 4, 128, None)
         for rows in (slice(0, 4), slice(4, 300)):
-            assert torch.equal(out[rows], strips.strips_linear(x[rows], *laid[:3], None, 4, 128, None))
+            assert torch.equal(out[rows], ops.words_linear(x[rows], *laid[:3], None, 4, 128, None))
         assert len(asked.calls) == 1
     finally:
         os.environ[dense.SETTING] = "never"
@@ -374,7 +377,7 @@ def test_a_measurement_compares_both_ways(monkeypatch):
     x, _ = inputs(9, LARGE[1], LARGE[0], torch.bfloat16)
     seen = []
     monkeypatch.setattr(dense, "taken", lambda name, filled: seen.append(Arguments.from_buffer_copy(filled)))
-    cpu_gemm.strips(x, laid)
+    cpu_gemm.words(x, laid)
     (filled,) = seen
     trial = dense._Trial(filled, "weight_only")
     assert trial.agrees()
@@ -431,7 +434,7 @@ def test_routes_say_what_was_measured(asked):
     assert route(1) == route(FEW_TOKENS) == (loop, ())
     assert route(64).why_not == (NOT_MEASURED,)
     x, _ = inputs(9, LARGE[1], LARGE[0], torch.bfloat16)
-    strips.strips_linear(x, *large()[1][:3], None, 4, 128, None)
+    ops.words_linear(x, *large()[1][:3], None, 4, 128, None)
     assert route(9) == (route(9).kernel, ())
     assert dense.told() == [f"dense blocks are faster from 10 tokens on: {asked.calls[0]}"]
     blocks = AMX_BLOCKS if dense.by_amx("pair_strips", torch.bfloat16) else DENSE_BLOCKS
@@ -445,7 +448,7 @@ def test_entries_beside_codes_share_the_measurement(asked):
     _, laid, values = large()
     entries, extra = entries_of(*LARGE, 0.01, torch.bfloat16)
     x, _ = inputs(17, LARGE[1], LARGE[0], torch.bfloat16)
-    out = sparse.strips_sparse_linear(x, *laid[:3], None, 4, 128, *entries)
+    out = ops.words_linear(x, *laid[:3], None, 4, 128, None, False, None, False, *entries)
     assert good(out, x, values + extra, None)
-    strips.strips_linear(x, *laid[:3], None, 4, 128, None)
+    ops.words_linear(x, *laid[:3], None, 4, 128, None)
     assert len(asked.calls) == 1

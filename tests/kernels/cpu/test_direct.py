@@ -16,7 +16,7 @@ from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.layouts.words import Planar
+from compress.kernels.layouts.words import CodeWords
 from compress.kernels.operators import grouped
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -39,17 +39,17 @@ def test_the_same_as_by_python_bit_for_bit(looped, K, group, symmetric, dtype):
         added = bias if M % 2 else None
         sizes = (added, bits, group, input_group)
         if input_group is None:
-            expected = cpu_gemm.weight_only(x, weight, added)
+            expected = cpu_gemm.words(x, weight, added)
         else:
-            expected = cpu_gemm.int8_activation(x, weight, added, input_group)
-        assert torch.equal(direct.linear(x, *weight[:3], *sizes), expected)
+            expected = cpu_gemm.words(x, weight, added, input_group)
+        assert torch.equal(direct.operators.cpu_linear(x, *weight[:3], *sizes), expected)
         if bits == 4:
             laid = pack_strips(weight, K)
-            found = direct.linear(x.view(M, 1, K), *laid[:3], *sizes)
+            found = direct.operators.cpu_linear(x.view(M, 1, K), *laid[:3], *sizes)
             assert found.shape == (M, 1, 48)
-            assert torch.equal(found.view(M, 48), cpu_gemm.strips(x, laid, added, input_group))
+            assert torch.equal(found.view(M, 48), cpu_gemm.words(x, laid, added, input_group))
             turned = x.t().contiguous().t()
-            assert torch.equal(direct.linear(turned, *laid[:3], *sizes), found.view(M, 48))
+            assert torch.equal(direct.operators.cpu_linear(turned, *laid[:3], *sizes), found.view(M, 48))
 
 
 @every("dtype", DTYPES)
@@ -63,10 +63,10 @@ def test_rows_of_int8_the_same_as_by_python_bit_for_bit(looped, fixed, symmetric
         zero = torch.tensor([5], dtype=torch.int32) if fixed and not symmetric else None
         ranges = (torch.tensor([0.03]) if fixed else None, zero, symmetric)
         given = (weight, scale, None if symmetric else reference.row_sums(weight), bias if M % 2 else None, *ranges)
-        found = direct.w8a8(x.view(M, 1, K), *given)
+        found = direct.operators.cpu_w8a8(x.view(M, 1, K), *given)
         assert found.dtype == dtype
         assert torch.equal(found.view(M, 48), cpu_gemm.w8a8(x, *given))
-        assert torch.equal(direct.w8a8(x.t().contiguous().t(), *given), found.view(M, 48))
+        assert torch.equal(direct.operators.cpu_w8a8(x.t().contiguous().t(), *given), found.view(M, 48))
 
 
 def test_contract_of_rows():
@@ -75,7 +75,7 @@ def test_contract_of_rows():
     given = [x.view(2, 3, 96), weight, torch.rand(48), reference.row_sums(weight), bias, None, None, False]
     asked = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.compress.cpu_w8a8.default, tuple(given), test_utils=asked)
-    assert direct.w8a8(x[:0], *given[1:]).shape == (0, 48)
+    assert direct.operators.cpu_w8a8(x[:0], *given[1:]).shape == (0, 48)
     for place, wrong, words in (
         (0, torch.zeros(1, 512), "as many columns"),
         (1, weight.view(torch.uint8), "not int8"),
@@ -87,7 +87,7 @@ def test_contract_of_rows():
         (6, torch.ones(1), "input zero point"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            direct.w8a8(*given[:place], wrong, *given[place + 1 :])
+            direct.operators.cpu_w8a8(*given[:place], wrong, *given[place + 1 :])
 
 
 def test_contract():
@@ -98,9 +98,9 @@ def test_contract():
         # No gradient is registered: layers do not ask for one here.
         asked = ("test_schema", "test_faketensor")
         torch.library.opcheck(torch.ops.compress.cpu_linear.default, given, test_utils=asked)
-    assert direct.linear(x[:0], *weight[:3], None, 4, 64, None).shape == (0, 48)
+    assert direct.operators.cpu_linear(x[:0], *weight[:3], None, 4, 64, None).shape == (0, 48)
     with pytest.raises(RuntimeError, match="does not hold as many columns"):
-        direct.linear(torch.zeros(1, 512), *weight[:3], None, 4, 64, None)
+        direct.operators.cpu_linear(torch.zeros(1, 512), *weight[:3], None, 4, 64, None)
 
 
 def by_expert(routing, rows, product, *of_each, how):
@@ -122,20 +122,20 @@ def test_experts_are_their_own_products_bit_for_bit(name, dtype):
         (8, True, None, True),
     ):
         x, weight, _, bias = experts_of(experts, len(expert), 48, 160, 32, bits, zero, dtype)
-        parts = [Planar(w, s, None if z is None else z, 32, bits) for w, s, z in each_of(weight)]
+        parts = [CodeWords(w, s, None if z is None else z, 32, bits) for w, s, z in each_of(weight)]
         if strips:
             parts = [pack_strips(part, 160) for part in parts]
         words, scales, zeros = ([part[i] for part in parts] for i in range(3))
         stacked = (torch.stack(words), torch.stack(scales), torch.stack(zeros) if zero else None)
         sizes, rows = (bits, 32, input_group), x[routing.token.long()]
-        expected = by_expert(routing, rows, direct.linear, words, scales, zeros, bias, how=sizes)
-        assert torch.equal(direct.experts(x, *stacked, bias, *routing[:2], *sizes), expected)
-        assert torch.equal(direct.experts(rows, *stacked, bias, None, routing.start, *sizes), expected)
+        expected = by_expert(routing, rows, direct.operators.cpu_linear, words, scales, zeros, bias, how=sizes)
+        assert torch.equal(direct.operators.cpu_experts(x, *stacked, bias, *routing[:2], *sizes), expected)
+        assert torch.equal(direct.operators.cpu_experts(rows, *stacked, bias, None, routing.start, *sizes), expected)
     weight = torch.randint(-128, 128, (experts, 48, 160), dtype=torch.int8)
     scale, total = torch.rand(experts, 48), weight.sum(-1, dtype=torch.int32)
-    expected = by_expert(routing, rows, direct.w8a8, weight, scale, total, bias, how=(None, None, False))
+    expected = by_expert(routing, rows, direct.operators.cpu_w8a8, weight, scale, total, bias, how=(None, None, False))
     eight = (weight, scale, total, bias, None, None)
-    assert torch.equal(direct.experts_w8a8(x, *eight, *routing[:2], False), expected)
+    assert torch.equal(direct.operators.cpu_experts_w8a8(x, *eight, *routing[:2], False), expected)
 
 
 def each_of(weight):
@@ -154,7 +154,9 @@ def test_contract_of_experts():
     codes = torch.randint(-128, 128, (experts, 48, 128), dtype=torch.int8)
     rows = (x, codes, torch.rand(experts, 48), None, bias, None, None, *routing[:2], True)
     torch.library.opcheck(torch.ops.compress.cpu_experts_w8a8.default, rows, test_utils=asked)
-    assert direct.experts(x, *weight[:3], bias, routing.token[:0], 0 * routing.start, 4, 32, None).shape == (0, 48)
+    assert direct.operators.cpu_experts(
+        x, *weight[:3], bias, routing.token[:0], 0 * routing.start, 4, 32, None
+    ).shape == (0, 48)
     start, token = routing.start, routing.token
     for place, wrong, words in (
         (0, torch.zeros(2, 512), "does not hold as many columns"),
@@ -168,7 +170,7 @@ def test_contract_of_experts():
         (6, torch.tensor([0, 9, 3, 9, 9], dtype=torch.int32), "not sorted"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            direct.experts(*given[:place], wrong, *given[place + 1 :])
+            direct.operators.cpu_experts(*given[:place], wrong, *given[place + 1 :])
 
 
 LAYOUTS = ("planar", "strips", "rows")
@@ -203,8 +205,8 @@ def nodes(call, x):
 def test_a_layer_calls_it_where_no_gradient_is_asked_for(layout, monkeypatch):
     called = []
     name = "w8a8" if layout == "rows" else "linear"
-    through = getattr(direct, name)
-    monkeypatch.setattr(direct, name, lambda *a: called.append(1) or through(*a))
+    through = direct._calls[name]
+    monkeypatch.setitem(direct._calls, name, lambda *a: called.append(1) or through(*a))
     layer, x = layer_of(layout), torch.randn(5, 96)
     out = layer(x)
     with torch.no_grad():
@@ -239,8 +241,7 @@ def test_without_a_compiler_layers_take_the_other_way(layout, monkeypatch):
     layer, x = layer_of(layout), torch.randn(5, 96)
     expected = layer(x)
     monkeypatch.setattr(direct, "why_not", lambda: ("no compiler",))
-    direct._takes.cache_clear()
-    monkeypatch.setattr(direct, "linear", None)
-    monkeypatch.setattr(direct, "w8a8", None)
+    monkeypatch.setattr(direct, "_calls", {})
+    direct.takes_sizes.cache_clear()
     assert torch.equal(layer(x), expected)
-    direct._takes.cache_clear()
+    direct.takes_sizes.cache_clear()

@@ -8,7 +8,7 @@ from combinations import every
 
 from compress.kernels.cpu import build, layouts
 from compress.kernels.layouts import strips, words
-from compress.kernels.layouts.words import Planar, pack_rows
+from compress.kernels.layouts.words import CodeWords, pack_rows
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,6 @@ def test_both_layouts_are_those_of_torch(bits, columns, rows):
     stored.view(torch.uint8)[:, filled:] = 0xEE
     planar = layouts.planar_from_rows(stored, bits, columns, bits)
     assert torch.equal(planar, words.planar_from_rows(stored, bits, columns, bits))
-    weight = Planar(planar, torch.randn(2, rows), torch.randint(16, (2, rows), dtype=torch.uint8), -1, bits)
+    weight = CodeWords(planar, torch.randn(2, rows), torch.randint(16, (2, rows), dtype=torch.uint8), -1, bits)
     for one, other in zip(layouts.pack_strips(weight, columns), strips.pack_strips(weight, columns), strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -14,7 +14,8 @@ from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.linear import QuantLinear, TableLinear
 from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
-from compress.kernels.operators.levels import levels_linear, why_not_levels
+from compress.kernels.cpu.layouts import why_not_levels
+from compress.kernels.operators.words import words_linear
 
 TOKENS = (1, 2, 3, 4, 7, 17, 63)
 GROUPS = ((32, 32), (64, 16), (96, 32), (200, -1), (256, 64), (640, 16), (1088, 544))
@@ -26,10 +27,10 @@ SCHEMES = ["mxfp4a16", "nvfp4a16", "nf4a16", "iq4_nl"]
 @every(("K", "group"), GROUPS)
 def test_exact_inputs(library, K, group, dtype, table):
     for N in (16, 80):
-        laid, given, values = table_of(N, K, group, table, dtype)
+        laid, values = table_of(N, K, group, table, dtype)
         for M in TOKENS:
             x, bias = inputs(M, K, N, dtype)
-            out = cpu_gemm.strips(x, laid, bias, table=given)
+            out = cpu_gemm.words(x, laid, bias)
             assert out.dtype == dtype
             truth = x.double() @ values.t() + bias.double()
             bound = reference.tolerance(x.double(), values, truth, dtype)
@@ -40,19 +41,19 @@ def test_exact_inputs(library, K, group, dtype, table):
 @every("dtype", [torch.bfloat16, torch.float32])
 def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype):
     N, K, M = 1040, 544, 300
-    laid, given, values = table_of(N, K, 32, "whole numbers", dtype)
+    laid, values = table_of(N, K, 32, "whole numbers", dtype)
     x, bias = inputs(M, K, N, dtype)
     truth = x.double() @ values.t() + bias.double()
-    out = cpu_gemm.strips(x, laid, bias, table=given).double()
+    out = cpu_gemm.words(x, laid, bias).double()
     assert ((out - truth).abs() <= reference.tolerance(x.double(), values, truth, dtype)).all()
 
 
 def test_a_token_has_the_same_result_in_any_company_where_that_is_asked_for(library):
-    laid, given, _ = table_of(48, 256, 32, "fractions", torch.float32)
+    laid, _ = table_of(48, 256, 32, "fractions", torch.float32)
     x, bias = inputs(40, 256, 48, torch.float32)
-    many = cpu_gemm.strips(x, laid, bias, batch_invariant=True, table=given)
+    many = cpu_gemm.words(x, laid, bias, batch_invariant=True)
     for m in (0, 13, 39):
-        assert torch.equal(cpu_gemm.strips(x[m : m + 1], laid, bias, batch_invariant=True, table=given)[0], many[m])
+        assert torch.equal(cpu_gemm.words(x[m : m + 1], laid, bias, batch_invariant=True)[0], many[m])
 
 
 def test_what_no_loop_takes_is_said():
@@ -111,10 +112,10 @@ def test_another_dtype_and_loading_again(scheme):
 
 
 def test_the_operator_is_one(library):
-    laid, given, _ = table_of(48, 64, 32, "fractions", torch.float32)
+    laid, _ = table_of(48, 64, 32, "fractions", torch.float32)
     x, bias = inputs(2, 64, 48, torch.float32)
-    arguments = (x.requires_grad_(), laid.words, laid.scale, given, bias, 32)
-    torch.library.opcheck(levels_linear.registered, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = (x.requires_grad_(), laid.words, laid.scale, None, bias, 4, 32, None, False, laid.table.values)
+    torch.library.opcheck(words_linear.registered, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_global_scales_that_are_no_power_of_two_are_multiplied_exactly(looped):

@@ -12,7 +12,7 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.layouts import pairs24 as pack_pairs24
 from compress.kernels.layouts.strips24 import pack_pairs, pack_words24, unpack_pairs, unpack_words24
-from compress.kernels.operators import strips24
+from compress.kernels.operators import sparse24
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["numbers", "eight", "four"]
@@ -92,9 +92,9 @@ def arguments(kind, gradient=False):
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract_and_gradient(kind):
     given, values = arguments(kind, gradient=True)
-    torch.library.opcheck(strips24.strips24_linear.registered, given)
+    torch.library.opcheck(sparse24.sparse24_linear.registered, given)
     grad = torch.randn(2, 3, 48, generator=drawn(2))
-    strips24.strips24_linear(*given).backward(grad)
+    sparse24.sparse24_linear(*given).backward(grad)
     torch.testing.assert_close(given[0].grad, (grad.double() @ values).float(), rtol=1e-4, atol=1e-4)
 
 
@@ -102,17 +102,17 @@ def test_contract_and_gradient(kind):
 def test_without_kernels_pairs_are_laid_out(kind, monkeypatch):
     given, values = arguments(kind)
     monkeypatch.setattr(cpu, "why_not", lambda: ("none",))
-    out = strips24.strips24_linear(*given)
+    out = sparse24.sparse24_linear(*given)
     assert error(out.view(6, 48), given[0].view(6, 256), values, given[5]) <= 1
 
 
 def test_reasons():
     x = torch.zeros(1, 256)
-    assert strips24.why_not_lay_in_strips24(40, 256, 16) == [
+    assert sparse24.why_not_lay_in_strips24(40, 256, 16) == [
         "40 outputs are not whole strips of 16",
         "group size 16; allowed: multiples of 32, -1 (one scale per channel)",
     ]
     assert "float64" in cpu_gemm.why_not("sparse24", x, x.double())[0]
     given, _ = arguments("numbers")
     with pytest.raises(InputError, match="x has 100 columns; 8 blocks of 32"):
-        strips24.strips24_linear(given[0][..., :100], *given[1:])
+        sparse24.sparse24_linear(given[0][..., :100], *given[1:])

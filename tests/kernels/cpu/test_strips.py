@@ -9,12 +9,13 @@ from planar import inputs, planar_of, within
 from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.cpu.layouts import lay_in_strips, why_not_lay_in_strips
 from compress.kernels.layouts import words as pack
-from compress.kernels.layouts.strips import Strips, pack_strips, unpack_strips, why_not_strips
-from compress.kernels.operators import strips
+from compress.kernels.layouts.strips import pack_strips, unpack_strips, why_not_strips
+from compress.kernels.layouts.words import CodeWords
 from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import int8_activation_linear
 
 TOKENS = (1, 2, 3, 4, 7, 17, 63)
 GROUPS = ((32, 32), (96, 32), (200, -1), (256, 64), (640, 320), (640, 128), (1000, -1), (1088, 544))
@@ -53,11 +54,11 @@ def test_what_is_not_laid_out_in_strips():
     assert why_not_strips(48, 4) == why_not_strips(48, 8) == []
     assert "codes are 2 bits" in why_not_strips(48, 2)[0]
     assert "40 outputs" in why_not_strips(40, 4)[0]
-    assert any("group size 16" in reason for reason in strips.why_not_lay_in_strips(48, 64, 4, 16, False))
-    assert any("8 bits" in reason for reason in strips.why_not_lay_in_strips(48, 64, 8, 32, True))
-    assert any("65536 columns" in reason for reason in strips.why_not_lay_in_strips(48, 2**16, 4, 32, True))
+    assert any("group size 16" in reason for reason in why_not_lay_in_strips(48, 64, 4, 16, False))
+    assert any("8 bits" in reason for reason in why_not_lay_in_strips(48, 64, 8, 32, True))
+    assert any("65536 columns" in reason for reason in why_not_lay_in_strips(48, 2**16, 4, 32, True))
     weight, _ = planar_of(16, 32, 4, 32, True, torch.float32)
-    assert strips.lay_in_strips(weight._replace(words=weight.words.to("meta")), 32, True) is None
+    assert lay_in_strips(weight._replace(words=weight.words.to("meta")), 32, True) is None
 
 
 @every("bits", [4, 8])
@@ -69,7 +70,7 @@ def test_exact_inputs(library, K, group, dtype, bits):
         laid = pack_strips(weight, K)
         for M in TOKENS:
             x, bias = inputs(M, K, N, dtype)
-            out = cpu_gemm.strips(x, laid, bias)
+            out = cpu_gemm.words(x, laid, bias)
             assert out.dtype == dtype
             assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
 
@@ -81,8 +82,8 @@ def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype, bits):
     for symmetric in (True, False):
         weight, values = planar_of(N, K, bits, 32, symmetric, dtype)
         x, bias = inputs(M, K, N, dtype)
-        assert within(cpu_gemm.strips(x, pack_strips(weight, K), bias), x.double(), values, bias, dtype)
-        planar = cpu_gemm.weight_only(x, weight, bias)
+        assert within(cpu_gemm.words(x, pack_strips(weight, K), bias), x.double(), values, bias, dtype)
+        planar = cpu_gemm.words(x, weight, bias)
         assert within(planar, x.double(), pack.planar_weight(weight, K).double(), bias, dtype)
 
 
@@ -93,7 +94,7 @@ def test_what_is_no_number_stays_none(library, dtype):
         for M in (1, 2, 9, 130):
             x, _ = inputs(M, 64, 32, dtype)
             x[0, 3], x[-1, 5] = float("nan"), float("inf")
-            out, exact = cpu_gemm.strips(x, pack_strips(weight, 64), None), x.double() @ values.T
+            out, exact = cpu_gemm.words(x, pack_strips(weight, 64), None), x.double() @ values.T
             assert torch.equal(out.isnan(), exact.isnan())
             assert torch.equal(out.isinf(), exact.isinf())
 
@@ -109,7 +110,7 @@ def test_int8_inputs(library, K, group, dtype):
             codes, scale_MB = reference.quantize_token_blocks(x, input_group)
             width = K if input_group == -1 else input_group
             given = codes.double() * scale_MB.double().repeat_interleave(width, 1)[:, :K]
-            out = cpu_gemm.strips(x, laid, bias, input_group)
+            out = cpu_gemm.words(x, laid, bias, input_group)
             assert within(out, given, values, bias, dtype), (M, N, symmetric, input_group)
 
 
@@ -126,10 +127,10 @@ def test_sums_at_the_extremes_are_exact(library, value, zero):
         codes, scale, _ = reference.quantize_tokens(x)
         assert (codes == given).all()
         exact = (given * (code - zero) * K * scale.double()).float().unsqueeze(-1).expand(M, 16)
-        out = cpu_gemm.strips(x, pack_strips(planar, K), None, -1)
+        out = cpu_gemm.words(x, pack_strips(planar, K), None, -1)
         torch.testing.assert_close(out, exact, rtol=1e-6, atol=0)
         # Planar words are multiplied by the same dots where tokens are many.
-        torch.testing.assert_close(cpu_gemm.int8_activation(x, planar), exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(cpu_gemm.words(x, planar, None, -1), exact, rtol=1e-6, atol=0)
 
 
 def arguments(input_group=None, bias=True, gradient=False, dtype=torch.float32, symmetric=False):
@@ -141,14 +142,14 @@ def arguments(input_group=None, bias=True, gradient=False, dtype=torch.float32, 
 
 @pytest.mark.parametrize(("input_group", "bias", "gradient"), [(None, True, True), (128, False, False)])
 def test_contract(input_group, bias, gradient):
-    torch.library.opcheck(strips.strips_linear.registered, arguments(input_group, bias, gradient))
+    torch.library.opcheck(ops.words_linear.registered, arguments(input_group, bias, gradient))
 
 
 def test_the_gradient_is_that_of_planar_words():
     given = arguments(gradient=True)
     x, words, scale, zero, *_ = given
-    weight = pack.planar_weight(unpack_strips(Strips(words, scale, zero, 64, 4), 256), 256)
-    strips.strips_linear(*given).square().sum().backward()
+    weight = pack.planar_weight(unpack_strips(CodeWords(words, scale, zero, 64, 4), 256), 256)
+    ops.words_linear(*given).square().sum().backward()
     other = x.detach().requires_grad_()
     (other @ weight.t() + 1).square().sum().backward()
     torch.testing.assert_close(x.grad, other.grad)
@@ -158,23 +159,22 @@ def test_the_gradient_is_that_of_planar_words():
 def test_without_kernels_codes_are_laid_out_in_planar_words(input_group, monkeypatch):
     given = arguments(input_group)
     x, words, scale, zero, bias, _, group, _ = given
-    planar = unpack_strips(Strips(words, scale, zero, group, 4), 256)
+    planar = unpack_strips(CodeWords(words, scale, zero, group, 4), 256)
     monkeypatch.setattr(cpu, "why_not", lambda: ("none",))
-    more = () if input_group is None else (input_group,)
-    op = ops.weight_only_linear if input_group is None else int8_activation_linear
-    assert torch.equal(strips.strips_linear(*given), op(x, *planar[:3], bias, 4, group, *more))
+    monkeypatch.setattr(direct, "product", lambda *_: None)
+    assert torch.equal(ops.words_linear(*given), ops.words_linear(x, *planar[:3], bias, 4, group, input_group))
 
 
 def test_any_leading_shape_and_stride():
     x, *weight = arguments()
-    assert strips.strips_linear(x[:0], *weight).shape == (0, 3, 48)
+    assert ops.words_linear(x[:0], *weight).shape == (0, 3, 48)
     turned = x.transpose(0, 1)
-    assert torch.equal(strips.strips_linear(turned, *weight), strips.strips_linear(turned.contiguous(), *weight))
+    assert torch.equal(ops.words_linear(turned, *weight), ops.words_linear(turned.contiguous(), *weight))
 
 
 def test_wrong_inputs_are_refused():
     x, *weight = arguments()
     with pytest.raises(InputError, match="x has 100 columns; strips of 32 lines, codes of 4 bits,"):
-        strips.strips_linear(x[..., :100], *weight)
+        ops.words_linear(x[..., :100], *weight)
     with pytest.raises(InputError, match="input group 64; allowed: multiples of 128, -1"):
-        strips.strips_linear(x, *weight[:-1], 64)
+        ops.words_linear(x, *weight[:-1], 64)

@@ -39,7 +39,7 @@ def test_codes_and_entries(library, data):
     planar = planar_of(N, K, bits, group, data.draw(st.booleans()), dtype)
     entries, extra = entries_of(N, K, data.draw(shares), other)
     x, bias = inputs(M, K, N, dtype, data.draw(st.booleans()))
-    out = cpu_gemm.weight_only(x, planar, bias, entries)
+    out = cpu_gemm.words(x, planar, bias, entries=entries)
     assert out.dtype == dtype
     assert error(out, x, pack.planar_weight(planar, K).double() + extra, bias) <= 1
 
@@ -58,7 +58,7 @@ def test_strips_and_entries(library, data):
     planar = planar_of(N, K, bits, group, data.draw(st.booleans()), dtype)
     entries, extra = entries_of(N, K, data.draw(shares), other)
     x, bias = inputs(M, K, N, dtype, data.draw(st.booleans()))
-    out = cpu_gemm.strips(x, pack_strips(planar, K), bias, entries=entries)
+    out = cpu_gemm.words(x, pack_strips(planar, K), bias, entries=entries)
     assert out.dtype == dtype
     exact = planar._replace(scale=planar.scale.double())
     assert error(out, x, pack.planar_weight(exact, K) + extra, bias) <= 1
@@ -105,7 +105,7 @@ def test_wrong_entries_are_seen(library, M):
     x, _ = inputs(M, K, N, torch.float32, False)
     values = pack.planar_weight(planar, K).double() + extra
     entries.value[7] *= 1.1
-    assert error(cpu_gemm.weight_only(x, planar, None, entries), x, values) > 1
+    assert error(cpu_gemm.words(x, planar, None, entries=entries), x, values) > 1
 
 
 def test_columns_beyond_int16(library):
@@ -117,7 +117,7 @@ def test_columns_beyond_int16(library):
         x, _ = inputs(M, K, 5, torch.bfloat16, False)
         assert error(cpu_gemm.sparse_rows(x, entries), x, extra) <= 1
         values = pack.planar_weight(planar, K).double() + extra
-        assert error(cpu_gemm.weight_only(x, planar, None, entries), x, values) <= 1
+        assert error(cpu_gemm.words(x, planar, None, entries=entries), x, values) <= 1
 
 
 def test_what_is_not_a_number_stays_in_its_row(library):
@@ -127,7 +127,7 @@ def test_what_is_not_a_number_stays_in_its_row(library):
         x, _ = inputs(M, 64, 6, torch.float32, False)
         for out in (
             cpu_gemm.sparse_rows(x, entries),
-            cpu_gemm.weight_only(x, planar_of(6, 64, 4, 32, True, torch.float32), None, entries),
+            cpu_gemm.words(x, planar_of(6, 64, 4, 32, True, torch.float32), None, entries=entries),
         ):
             assert out.isnan().all(0).tolist() == [n == 4 for n in range(6)]
 

@@ -10,9 +10,9 @@ from compress.base.errors import InputError
 from compress.kernels import workspace
 from compress.kernels.cpu import build as cpu
 from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.operators import strips
 from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import planar_linear
+from compress.kernels.operators.int8_rows import w8a8_linear
+from compress.kernels.operators.words import words_linear
 from compress.kernels.routes import planar_route, why_not_batch_invariant
 from compress.kernels.triton.split_k import pieces
 from compress.kernels.tuning.choose import Device, invariant, kind_of
@@ -42,9 +42,9 @@ def test_on_a_cpu(compiled, in_strips, bits, group, symmetric, dtype, input_grou
     x, bias = inputs(max(TOKENS) + 3, K, N, dtype)
     if in_strips:
         laid = pack_strips(weight, K)
-        product = lambda x: strips.strips_linear(x, *laid[:3], bias, bits, group, input_group, True)  # noqa: E731
+        product = lambda x: ops.words_linear(x, *laid[:3], bias, bits, group, input_group, True)  # noqa: E731
     else:
-        product = lambda x: planar_linear(x, *weight[:3], bias, weight.bits, group, input_group, True)  # noqa: E731
+        product = lambda x: words_linear(x, *weight[:3], bias, weight.bits, group, input_group, True)  # noqa: E731
     assert all(alone_and_together(product, x))
 
 
@@ -52,7 +52,7 @@ def test_it_is_for_a_reason(compiled):
     """Left to itself, a CPU sums few tokens in another order."""
     weight, _ = planar_of(N, K, 4, 32, True, torch.float32)
     x, _ = inputs(max(TOKENS) + 3, K, N, torch.float32)
-    assert not all(alone_and_together(lambda x: ops.weight_only_linear(x, *weight[:3], None, 4, 32), x))
+    assert not all(alone_and_together(lambda x: ops.words_linear(x, *weight[:3], None, 4, 32), x))
 
 
 @pytest.mark.parametrize(("symmetric", "static"), each([True, False], [True, False]))
@@ -62,21 +62,21 @@ def test_int8_weights_are_so_anyway(symmetric, static):
     fixed = (torch.tensor([0.03]), None if symmetric else torch.tensor([5])) if static else (None, None)
     given = (weight, torch.rand(N, generator=g), weight.sum(-1, dtype=torch.int32), torch.randn(N, generator=g))
     x, _ = inputs(max(TOKENS) + 3, K, N, torch.bfloat16)
-    assert all(alone_and_together(lambda x: ops.w8a8_linear(x, *given, *fixed, symmetric), x))
+    assert all(alone_and_together(lambda x: w8a8_linear(x, *given, *fixed, symmetric), x))
 
 
 def test_gradients_go_through_it(compiled):
     weight, dense = planar_of(N, K, 4, 32, True, torch.float32)
     x = inputs(3, K, N, torch.float32)[0].requires_grad_()
     for input_group in (None, -1):
-        out = planar_linear(x, *weight[:3], None, 4, 32, input_group, True)
+        out = words_linear(x, *weight[:3], None, 4, 32, input_group, True)
         (back,) = torch.autograd.grad(out, x, torch.ones_like(out))
         torch.testing.assert_close(back, dense.float().sum(0).expand_as(back), rtol=1e-4, atol=1e-4)
-    torch.library.opcheck(ops.weight_only_linear.registered, (x.detach(), *weight[:3], None, 4, 32, True))
+    torch.library.opcheck(ops.words_linear.registered, (x.detach(), *weight[:3], None, 4, 32, None, True))
 
 
 def test_routes_of_int8_tokens_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "_why_not_triton", lambda device: ())
+    monkeypatch.setattr(ops, "why_not_triton", lambda device: ())
     meta = torch.device("meta")
     for M in (1, 4096):
         assert planar_route(M, N, K, 4, 32, torch.bfloat16, meta, int8_input=True, zero=True) == ("triton", ())
@@ -110,8 +110,8 @@ def test_what_cannot_be_is_refused(monkeypatch):
     x, _ = inputs(2, 96, N, torch.float16)
     monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda name="gemm": ("no C++ compiler",))
     with pytest.raises(InputError, match=r"^batch_invariant: no C\+\+ compiler$"):
-        ops.weight_only_linear(x, *weight[:3], None, 4, -1, True)
-    monkeypatch.setattr(ops, "_why_not_triton", lambda device: ())
+        ops.words_linear(x, *weight[:3], None, 4, -1, None, True)
+    monkeypatch.setattr(ops, "why_not_triton", lambda device: ())
     assert why_not_batch_invariant(96, 4, 96, torch.float16, CPU)[0].startswith("group size 96")
     assert why_not_batch_invariant(96, 4, 32, torch.float32, CPU) == ["x is torch.float32; allowed: float16, bfloat16"]
     assert why_not_batch_invariant(96, 4, 32, torch.float16, CPU) == []

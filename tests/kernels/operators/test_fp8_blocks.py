@@ -105,7 +105,7 @@ def test_reasons_name_what_was_given_and_what_is_needed(monkeypatch):
     assert fp8_block_route(4, 64, 96, torch.bfloat16, cpu) == ("torch", ("the device is cpu, not cuda",))
     # A GPU of compute capability 8.0 has Triton and no products of float8.
     old = ("compute capability 8.0; float8 products need 8.9",)
-    monkeypatch.setattr(fp8_blocks, "_why_not_triton", lambda device: ())
+    monkeypatch.setattr(fp8_blocks, "why_not_triton", lambda device: ())
     monkeypatch.setattr(fp8, "_why_not_device", lambda device: old)
     x = torch.empty(1, 128, device="meta", dtype=torch.float16)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))

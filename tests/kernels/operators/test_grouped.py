@@ -34,7 +34,7 @@ def arguments(name, dtype=torch.bfloat16, gradient=False):
 def test_a_layer_of_experts_is_the_sum_over_its_tokens_experts(name, dtype):
     given, values, routing = arguments(name, dtype)
     expert, _ = routings()[name]
-    out = grouped.grouped_weight_only(*given)
+    out = grouped.grouped_words(*given)
     truth = grouped.reference(given[0].double(), values, *routing[:2], given[4].double())
     # The most that any weight lets through; `values` are exact, the loop's may be rounded to dtype.
     allowed = reference.tolerance(given[0].double(), values.abs().amax(0), truth[:1].abs().amax(), dtype).amax()
@@ -72,7 +72,7 @@ def test_int8_experts_are_the_reference(symmetric, static):
 @pytest.mark.parametrize("gradient", [True, False])
 def test_contract(gradient):
     given, *_ = arguments("uneven", torch.float32, gradient)
-    torch.library.opcheck(grouped.grouped_weight_only.registered, given)
+    torch.library.opcheck(grouped.grouped_words.registered, given)
     x, _, _, _, _, token, start, *_ = given
     weight = torch.randint(-128, 128, (4, 40, 128), dtype=torch.int8)
     scale = torch.ones(4, 40)
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_dense_experts():
     given, values, routing = arguments("uneven", torch.float32, gradient=True)
     dense = given[0].detach().clone().requires_grad_()
     grad = torch.randn(len(routing.token), 48, generator=torch.Generator().manual_seed(2))
-    grouped.grouped_weight_only(*given).backward(grad)
+    grouped.grouped_words(*given).backward(grad)
     grouped.reference(dense, values.float(), *routing[:2], None).backward(grad)
     torch.testing.assert_close(given[0].grad, dense.grad)
     weight = torch.randint(-128, 128, (4, 48, 128), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
@@ -98,9 +98,9 @@ def test_gradients_are_those_of_dense_experts():
 def test_what_does_not_fit_is_refused():
     (x, words, scale, zero, bias, token, start, *rest), *_ = arguments("uneven")
     with pytest.raises(InputError, match=r"x is \[40, 300\]; allowed: tokens by"):
-        grouped.grouped_weight_only(torch.zeros(40, 300), words, scale, zero, bias, token, start, *rest)
+        grouped.grouped_words(torch.zeros(40, 300), words, scale, zero, bias, token, start, *rest)
     with pytest.raises(InputError, match="4 starts for 4 experts"):
-        grouped.grouped_weight_only(x, words, scale, zero, bias, token, start[1:], *rest)
+        grouped.grouped_words(x, words, scale, zero, bias, token, start[1:], *rest)
     codes = torch.zeros(4, 8, 128, dtype=torch.int8)
     with pytest.raises(InputError, match="row sums"):
         grouped.grouped_w8a8(x, codes, torch.ones(4, 8), None, None, None, None, token, start, False)

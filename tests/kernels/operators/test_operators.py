@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.base.errors import InputError
+from compress.kernels.cpu import direct
 from compress.kernels.operators import sparse
 from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import int8_activation_linear
 from compress.kernels.operators.register import needs_dispatch
 
 
@@ -19,6 +19,12 @@ def arguments(dtype=torch.bfloat16):
     weight = planar_of(48, 256, 4, 64, True, dtype)
     x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     return x, *weight[:3], torch.ones(48), 4, 64
+
+
+@pytest.fixture(autouse=True)
+def by_python(monkeypatch):
+    """Leaves nothing to the operators of C++."""
+    monkeypatch.setattr(direct, "product", lambda *_: None)
 
 
 @pytest.fixture
@@ -52,10 +58,10 @@ class Functions(TorchFunctionMode):
 def test_eager_calls_without_gradient_are_the_same_bit_for_bit(dispatched):
     given, entries = arguments(), entries_of(48, 256, 0.1, torch.bfloat16)[0]
     for op, words in (
-        (ops.weight_only_linear, given),
-        (int8_activation_linear, (*given, -1)),
+        (ops.words_linear, given),
+        (ops.words_linear, (*given, -1)),
         (sparse.sparse_linear, (given[0], *entries, None, 256)),
-        (sparse.weight_only_sparse_linear, (*given, *entries)),
+        (ops.words_linear, (*given, None, False, None, False, *entries)),
     ):
         direct = op(*words)
         assert not dispatched
@@ -67,16 +73,16 @@ def test_eager_calls_without_gradient_are_the_same_bit_for_bit(dispatched):
 
 def test_a_recorded_gradient_passes_the_dispatcher(dispatched):
     x, *weight = arguments(torch.float32)
-    out = ops.weight_only_linear(x.requires_grad_(), *weight)
+    out = ops.words_linear(x.requires_grad_(), *weight)
     assert out.grad_fn is not None
     assert len(dispatched) == 1
     with torch.no_grad():
-        assert torch.equal(ops.weight_only_linear(x, *weight), out)
+        assert torch.equal(ops.words_linear(x, *weight), out)
     with torch.inference_mode():
-        assert ops.weight_only_linear(x, *weight).is_inference()
+        assert ops.words_linear(x, *weight).is_inference()
     assert len(dispatched) == 1
     # What is not recorded can be written to, and recorded then.
-    changed = ops.weight_only_linear(x.detach(), *weight)
+    changed = ops.words_linear(x.detach(), *weight)
     changed += x.sum()
     changed.sum().backward()
     assert (x.grad == changed.numel()).all()
@@ -86,15 +92,15 @@ def test_a_recorded_gradient_passes_the_dispatcher(dispatched):
 def test_whatever_looks_at_operators_sees_them(dispatched):
     given = arguments(torch.float32)
     with Seen() as seen:
-        ops.weight_only_linear(*given)
-    assert seen.names == ["compress::weight_only_linear"]
+        ops.words_linear(*given)
+    assert seen.names == ["compress::words_linear"]
     with torch.profiler.profile(acc_events=True) as profile:
-        ops.weight_only_linear(*given)
-    assert "compress::weight_only_linear" in {event.key for event in profile.key_averages()}
-    traced = torch.jit.trace(lambda x: ops.weight_only_linear(x, *given[1:]), given[0], check_trace=False)
-    assert torch.equal(traced(given[0] + 1), ops.weight_only_linear(given[0] + 1, *given[1:]))
+        ops.words_linear(*given)
+    assert "compress::words_linear" in {event.key for event in profile.key_averages()}
+    traced = torch.jit.trace(lambda x: ops.words_linear(x, *given[1:]), given[0], check_trace=False)
+    assert torch.equal(traced(given[0] + 1), ops.words_linear(given[0] + 1, *given[1:]))
     with FakeTensorMode() as mode:
-        fake = ops.weight_only_linear(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+        fake = ops.words_linear(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
     assert (type(fake).__name__, fake.shape) == ("FakeTensor", (2, 3, 48))
 
 
@@ -103,9 +109,7 @@ def test_what_needs_the_dispatcher():
     assert not needs_dispatch(given)
     assert needs_dispatch((given[0].as_subclass(Plain), *given[1:]))
     assert needs_dispatch((given[0], "words"))
-    assert torch.equal(
-        ops.weight_only_linear(given[0]._neg_view(), *given[1:]), ops.weight_only_linear(-given[0], *given[1:])
-    )
+    assert torch.equal(ops.words_linear(given[0]._neg_view(), *given[1:]), ops.words_linear(-given[0], *given[1:]))
     with Functions():
         assert needs_dispatch(given)
     with torch.autograd.forward_ad.dual_level():
@@ -118,6 +122,6 @@ def test_what_needs_the_dispatcher():
 
 def test_refusals_are_the_same(dispatched):
     x, *weight = arguments()
-    for op in (ops.weight_only_linear, ops.weight_only_linear.registered):
+    for op in (ops.words_linear, ops.words_linear.registered):
         with pytest.raises(InputError, match="x has 100 columns"):
             op(x[..., :100], *weight)

@@ -8,6 +8,8 @@ from compress.base.errors import InputError
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.operators import words as ops
+from compress.kernels.operators.devices import path_of
+from compress.kernels.operators.int8_rows import w8a8_linear, why_not_w8a8
 from compress.kernels.operators.rounding import round_output
 from compress.weights.grid import Grid, quantize
 
@@ -41,7 +43,7 @@ def w8a8_arguments(symmetric=False, static=False, gradient=False, dtype=torch.bf
 def test_weight_only_is_the_reference(dtype, bits):
     planar, quantized = planar_of(bits=bits, dtype=dtype)
     x, *_, bias, _, _ = weight_only_arguments(dtype, bits)
-    out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, bias, bits, planar.group_size)
+    out = ops.words_linear(x, planar.words, planar.scale, planar.zero, bias, bits, planar.group_size)
     weight = quantized.dequantize().double()
     truth = x.double().view(6, 256) @ weight.t() + bias.double()
     allowed = reference.tolerance(x.double().view(6, 256), weight, truth, dtype)
@@ -61,7 +63,7 @@ def test_w8a8_is_the_reference(symmetric, static):
     else:
         codes, x_scale, x_zero = reference.quantize_tokens(x_MK, symmetric)
     expected = reference.w8a8(codes, x_scale, x_zero, weight, scale, bias)
-    assert torch.equal(ops.w8a8_linear(*arguments), expected.view(2, 3, 40))
+    assert torch.equal(w8a8_linear(*arguments), expected.view(2, 3, 40))
 
 
 def test_static_quantization_is_the_grids():
@@ -106,25 +108,25 @@ def test_contract_of_rounding(kind, symmetric, gradient):
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("arguments", [weight_only_arguments, w8a8_arguments])
 def test_contract(arguments, gradient):
-    op = ops.weight_only_linear if arguments is weight_only_arguments else ops.w8a8_linear
+    op = ops.words_linear if arguments is weight_only_arguments else w8a8_linear
     torch.library.opcheck(op.registered, arguments(gradient=gradient))
 
 
 def test_weight_only_gradient():
     x, words, scale, zero, bias, bits, group = weight_only_arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3))
-    ops.weight_only_linear(x, words, scale, zero, bias, bits, group).backward(grad)
-    dense = pack.planar_weight(pack.Planar(words, scale, zero, group, bits), 256)
+    ops.words_linear(x, words, scale, zero, bias, bits, group).backward(grad)
+    dense = pack.planar_weight(pack.CodeWords(words, scale, zero, group, bits), 256)
     torch.testing.assert_close(x.grad, grad @ dense)
 
 
 def test_gradient_operator_contract_and_its_own_gradient():
     _, words, scale, zero, _, bits, group = weight_only_arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    arguments = (grad, words, scale, zero, bits, group, 256)
-    torch.library.opcheck(ops.weight_only_gradient.registered, arguments)
-    dense = pack.planar_weight(pack.Planar(words, scale, zero, group, bits), 256)
-    back = ops.weight_only_gradient(*arguments)
+    arguments = (grad, (2, 3, 256), words, scale, zero, None, bits, group)
+    torch.library.opcheck(ops.words_gradient.registered, arguments)
+    dense = pack.planar_weight(pack.CodeWords(words, scale, zero, group, bits), 256)
+    back = ops.words_gradient(*arguments)
     torch.testing.assert_close(back, grad @ dense)
     (twice,) = torch.autograd.grad(back, grad, torch.ones_like(back))
     torch.testing.assert_close(twice, torch.ones_like(back) @ dense.t())
@@ -143,14 +145,14 @@ def test_what_the_fused_kernel_refuses_can_be_dequantized():
 def test_w8a8_gradient_is_straight_through():
     arguments = w8a8_arguments(gradient=True, dtype=torch.float32)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
-    ops.w8a8_linear(*arguments).backward(grad)
+    w8a8_linear(*arguments).backward(grad)
     x, weight, scale, *_ = arguments
     torch.testing.assert_close(x.grad, grad @ (weight * scale[:, None]))
 
 
 def test_compiles_into_one_graph():
     def layer(x, words, scale, zero, bias, bits, group):
-        return torch.nn.functional.silu(ops.weight_only_linear(x * 2, words, scale, zero, bias, bits, group)).sum(-1)
+        return torch.nn.functional.silu(ops.words_linear(x * 2, words, scale, zero, bias, bits, group)).sum(-1)
 
     arguments = weight_only_arguments(torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -158,8 +160,8 @@ def test_compiles_into_one_graph():
     longer = (torch.randn(7, 5, 256, generator=torch.Generator().manual_seed(4)), *arguments[1:])
     torch.testing.assert_close(compiled(*longer), layer(*longer))
     eight = w8a8_arguments(dtype=torch.float32)
-    compiled = torch.compile(lambda *a: ops.w8a8_linear(*a).relu(), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*eight), ops.w8a8_linear(*eight).relu())
+    compiled = torch.compile(lambda *a: w8a8_linear(*a).relu(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*eight), w8a8_linear(*eight).relu())
 
 
 def test_reasons_name_what_was_given_and_what_is_allowed():
@@ -169,10 +171,10 @@ def test_reasons_name_what_was_given_and_what_is_allowed():
     assert any("cpu" in reason for reason in reasons)
     assert any("float32" in reason and "bfloat16" in reason for reason in reasons)
     assert any("96" in reason and "128" in reason for reason in reasons)
-    assert ops.path_of(x.device, reasons) == "cpu"
-    assert ops.path_of(torch.device("cuda"), reasons) == "reference"
-    assert ops.path_of(torch.device("cuda"), []) == "triton"
-    assert any("65536" in reason for reason in ops.why_not_w8a8(x, torch.zeros(1, 2**16, dtype=torch.int8)))
+    assert path_of(x.device, reasons) == "cpu"
+    assert path_of(torch.device("cuda"), reasons) == "reference"
+    assert path_of(torch.device("cuda"), []) == "triton"
+    assert any("65536" in reason for reason in why_not_w8a8(x, torch.zeros(1, 2**16, dtype=torch.int8)))
 
 
 @every("group", [32, 64, 128, 256, -1])
@@ -185,17 +187,17 @@ def test_groups_that_the_kernel_takes(group):
 def test_wrong_columns_are_refused():
     arguments = weight_only_arguments()
     with pytest.raises(InputError, match="x has 100 columns"):
-        ops.weight_only_linear(arguments[0][..., :100], *arguments[1:])
+        ops.words_linear(arguments[0][..., :100], *arguments[1:])
     eight = w8a8_arguments()
     with pytest.raises(InputError, match="x has 50 columns, the weight 96"):
-        ops.w8a8_linear(eight[0][..., :50], *eight[1:])
+        w8a8_linear(eight[0][..., :50], *eight[1:])
 
 
 def test_asymmetric_activations_need_row_sums():
     arguments = list(w8a8_arguments())
     arguments[3] = None
     with pytest.raises(InputError, match="row sums"):
-        ops.w8a8_linear(*arguments)
+        w8a8_linear(*arguments)
 
 
 @pytest.fixture

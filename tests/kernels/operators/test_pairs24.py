@@ -10,7 +10,7 @@ from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.layouts import pairs24 as pack_pairs24
 from compress.kernels.layouts.words import pack_rows, unpack_rows
-from compress.kernels.operators import blocks, pairs24
+from compress.kernels.operators import blocks, sparse24
 
 
 def kept(N: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -33,7 +33,7 @@ def arguments(codes: bool, dtype=torch.bfloat16, gradient=False, N=40, K=192, gr
     x = torch.randn(2, 3, K, generator=draw).to(dtype).requires_grad_(gradient)
     bias = torch.randn(N, generator=draw).to(dtype)
     words = pack_pairs24.pack_positions(position)
-    return x, pack_pairs24.take(held, position), words, scale, zero, bias, group
+    return x, pack_pairs24.take(held, position), words, scale, zero, bias, group, 8 if codes else 16
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -75,28 +75,28 @@ def test_operator_is_the_reference(codes, dtype, monkeypatch):
     allowed += codes * reference.weight_rounding(x, dense.double(), dtype)
     monkeypatch.setattr(blocks, "UNPACKED_BYTES", 8 * blocks.BYTES_PER_WEIGHT * 192)
     assert len(list(blocks.row_blocks(40, 192))) == 5
-    out = pairs24.pairs24_linear(*given)
+    out = sparse24.sparse24_linear(*given)
     assert (out.dtype, out.shape) == (dtype, (2, 3, 40))
     assert ((out.double().view(6, 40) - truth).abs() <= allowed).all()
     wider = (given[0].double(), *given[1:])
-    torch.testing.assert_close(pairs24.pairs24_linear(*wider).view(6, 40), truth)
+    torch.testing.assert_close(sparse24.sparse24_linear(*wider).view(6, 40), truth)
 
 
 @every("codes", [False, True])
 @every("gradient", [True, False])
 def test_contract(codes, gradient):
-    torch.library.opcheck(pairs24.pairs24_linear.registered, arguments(codes, gradient=gradient))
+    torch.library.opcheck(sparse24.sparse24_linear.registered, arguments(codes, gradient=gradient))
 
 
 @every("codes", [False, True])
 def test_gradient(codes):
     given = arguments(codes, torch.float32, gradient=True)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
-    pairs24.pairs24_linear(*given).backward(grad)
+    sparse24.sparse24_linear(*given).backward(grad)
     dense = pack_pairs24.pairs_weight(pack_pairs24.Pairs(*given[1:5], given[6]))
     torch.testing.assert_close(given[0].grad, grad @ dense)
 
 
 def test_other_widths_are_refused():
     with pytest.raises(InputError, match="x has 600 columns"):
-        pairs24.pairs24_linear(torch.zeros(1, 600), *arguments(False)[1:])
+        sparse24.sparse24_linear(torch.zeros(1, 600), *arguments(False)[1:])

@@ -8,8 +8,8 @@ from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
+from compress.kernels.operators import sparse24
 from compress.kernels.operators import words as ops
-from compress.kernels.operators import words24 as sparse24
 
 
 def pruned(N=40, K=256, seed=0):
@@ -28,7 +28,7 @@ def arguments(dtype=torch.bfloat16, zero=True, gradient=False, group=64):
     weight = pack24.to_sparse24(codes, scale, zeros, dtype, kept)
     x = torch.randn(2, 3, 256, generator=g).to(dtype).requires_grad_(gradient)
     bias = torch.randn(40, generator=g).to(dtype)
-    return x, weight.codes, weight.kept, weight.scale, weight.zero if zero else None, bias, group
+    return x, weight.codes, weight.kept, weight.scale, weight.zero if zero else None, bias, group, 4
 
 
 @every("K", [2, 3, 64, 512, 1000, 1024])
@@ -155,8 +155,8 @@ def test_dense_and_sparse_words_agree_on_values():
     scale = torch.rand(40, 4, generator=generator)
     planar = pack.to_planar(codes, scale, zeros, 4, torch.float32)
     x = torch.randn(5, 256, generator=generator)
-    dense = ops.weight_only_linear(x, *planar[:3], None, 4, 64)
+    dense = ops.words_linear(x, *planar[:3], None, 4, 64)
     sparse = pack24.to_sparse24(codes, scale, zeros, torch.float32)
-    found = sparse24.sparse24_linear(x, *sparse[:4], None, 64)
+    found = sparse24.sparse24_linear(x, *sparse[:4], None, 64, 4)
     sizes = x.double().abs() @ pack.planar_weight(planar, 256).double().abs().t()
     assert ((found - dense).abs() <= 2 * 256 * torch.finfo(torch.float32).eps * sizes).all()  # sums in another order

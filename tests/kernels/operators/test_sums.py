@@ -13,6 +13,7 @@ from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.strips import pack_strips
 from compress.kernels.operators import blocks, sparse, tiles
+from compress.kernels.operators import words as ops
 
 N, K = 48, 192
 
@@ -28,12 +29,12 @@ def arguments(kind, dtype=torch.float32, gradient=False, bias=True, with_entries
     if kind == "codes":
         planar = planar_of(N, K, 4, 64, True, dtype)
         values = pack.planar_weight(planar, K).double() + extra
-        return sparse.weight_only_sparse_linear, (x, *planar[:3], added, 4, 64, *entries), values
+        return ops.words_linear, (x, *planar[:3], added, 4, 64, None, False, None, False, *entries), values
     if kind == "strips":
         planar = planar_of(N, K, 4, 64, True, dtype)
         exact = planar._replace(scale=planar.scale.double())
-        given = (x, *pack_strips(planar, K)[:3], added, 4, 64, *entries)
-        return sparse.strips_sparse_linear, given, pack.planar_weight(exact, K) + extra
+        given = (x, *pack_strips(planar, K)[:3], added, 4, 64, None, False, None, False, *entries)
+        return ops.words_linear, given, pack.planar_weight(exact, K) + extra
     weight = tiles_of(N, K, 3, 16, 16, 3, dtype)
     values = pack_tiles.tile_weight(weight, K).double() + (extra if with_entries else 0)
     given = entries if with_entries else (None, None, None)
@@ -78,7 +79,7 @@ def test_groups_that_no_kernel_takes_are_unpacked(monkeypatch):
     values = pack_tiles.tile_weight(weight, K).double()
     assert error(out, x, values) <= 1
     grad = torch.randn(5, N)
-    back = tiles.tiles_gradient(grad, *weight, K)
+    back = tiles.tiles_gradient(grad, x.shape, *weight[:3], None, *weight[3:])
     torch.testing.assert_close(back, (grad.double() @ values).float())
 
 
@@ -102,12 +103,12 @@ def test_gradient_operators_and_their_own_gradients():
     weight = tiles_of(N, K, 3, 16, 16, 3, torch.float32)
     values = pack_tiles.tile_weight(weight, K).double()
     for op, given, dense in (
-        (sparse.sparse_gradient, (*entries, K), extra),
-        (tiles.tiles_gradient, (*weight, K), values),
+        (sparse.sparse_gradient, (*entries, None, K), extra),
+        (tiles.tiles_gradient, (*weight[:3], None, *weight[3:]), values),
     ):
         grad = torch.randn(2, 3, N, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        torch.library.opcheck(op.registered, (grad, *given))
-        back = op(grad, *given)
+        torch.library.opcheck(op.registered, (grad, (2, 3, K), *given))
+        back = op(grad, (2, 3, K), *given)
         torch.testing.assert_close(back, (grad.double() @ dense).float(), rtol=1e-4, atol=1e-5)
         (twice,) = torch.autograd.grad(back, grad, torch.ones_like(back))
         torch.testing.assert_close(twice, dense.sum(1).float().expand_as(twice), rtol=1e-4, atol=1e-4)

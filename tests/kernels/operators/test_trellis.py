@@ -100,7 +100,7 @@ def test_operator(laid: bool):
     torch.library.opcheck(trellis_linear.registered, arguments(x, held))
     grad = torch.randn(2, 3, ROWS, requires_grad=True)
     _, words, before, scale, _, *code = arguments(x, held)
-    torch.library.opcheck(trellis_gradient.registered, (grad, words, before, scale, *code))
+    torch.library.opcheck(trellis_gradient.registered, (grad, x.shape, words, before, scale, None, *code))
     trellis_linear(*arguments(x, held)).backward(grad)
     dense = torch.cat([values for _, values in values_by_run(weight, torch.float32)])
     torch.testing.assert_close(x.grad, grad @ dense, rtol=1e-4, atol=1e-3)

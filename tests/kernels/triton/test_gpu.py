@@ -11,10 +11,10 @@ from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.scale_blocks import spread
-from compress.kernels.operators import fp8, fp8_blocks, grouped
+from compress.kernels.operators import fp8, fp8_blocks, grouped, sparse24
 from compress.kernels.operators import words as ops
-from compress.kernels.operators import words24 as sparse24
-from compress.kernels.operators.int8_activation import int8_activation_linear, planar_linear, why_not_int8
+from compress.kernels.operators.int8_rows import w8a8_linear
+from compress.kernels.operators.words import why_not_int8, words_linear
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
 from compress.recipes.studies.kernels import tune
@@ -40,7 +40,7 @@ def operands(M, N, K, bits, group, zero, dtype):
 
 
 def run(x, planar, bias):
-    return ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, bias, planar.bits, planar.group_size)
+    return ops.words_linear(x, planar.words, planar.scale, planar.zero, bias, planar.bits, planar.group_size)
 
 
 def check(out, x, weight, bias):
@@ -223,7 +223,7 @@ def test_sparse24(M, N, K, group, zero, dtype, monkeypatch):
 
     x, weight, bias = sparse_operands(M, N, K, group, zero, dtype)
     assert sparse24.why_not_sparse24(x, weight) == []
-    arguments = (x, *weight[:4], bias, group)
+    arguments = (x, *weight[:4], bias, group, 4)
     out = sparse24.sparse24_linear(*arguments)
     check(out, x, pack24.sparse24_weight(weight, K), bias)
     monkeypatch.setattr(sparse24_gemm, "ASSEMBLY", False)
@@ -234,7 +234,7 @@ def test_sparse24(M, N, K, group, zero, dtype, monkeypatch):
 def test_sparse24_in_a_graph():
     workspace.prepare(torch.device("cuda", 0))
     x, weight, bias = sparse_operands(4, 4096, 4096, 128, True, torch.bfloat16)
-    arguments = (x, *weight[:4], bias, 128)
+    arguments = (x, *weight[:4], bias, 128, 4)
     expected = sparse24.sparse24_linear(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -303,7 +303,7 @@ def test_quantize_tokens_bit_for_bit(symmetric, dtype):
 def test_int8_tokens(M, input_group, bits, group, zero, dtype):
     x, planar, bias = operands(M, 1100, 1024, bits, group, zero, dtype)
     assert why_not_int8(x, planar) == []
-    out = int8_activation_linear(x, *planar[:3], bias, bits, group, input_group)
+    out = words_linear(x, *planar[:3], bias, bits, group, input_group)
     codes, scale = reference.quantize_token_blocks(x, input_group)
     given = codes.double() * scale.double().repeat_interleave(1024 // scale.shape[1], 1)
     wide = [part.t().double().repeat_interleave(group, 1) for part in (planar.scale, planar.zero) if part is not None]
@@ -321,7 +321,7 @@ def test_batch_invariant(bits, group, input_group):
     x, planar, bias = operands(2050, 1100, 4096, bits, group, bits == 4, torch.bfloat16)
 
     def product(x):
-        return planar_linear(x, *planar[:3], bias, bits, group, input_group, True)
+        return words_linear(x, *planar[:3], bias, bits, group, input_group, True)
 
     whole = product(x)
     for first, last in ((0, 1), (7, 8), (0, 5), (3, 73), (64, 564), (2049, 2050)):
@@ -338,7 +338,7 @@ def test_w8a8(M, N, K, symmetric):
     x = torch.randn(M, K, generator=g, device="cuda")
     weight = torch.randint(-128, 128, (N, K), generator=g, device="cuda", dtype=torch.int8)
     scale, bias = torch.rand(N, generator=g, device="cuda"), torch.randn(N, generator=g, device="cuda")
-    out = ops.w8a8_linear(x, weight, scale, reference.row_sums(weight), bias, None, None, symmetric)
+    out = w8a8_linear(x, weight, scale, reference.row_sums(weight), bias, None, None, symmetric)
     expected = reference.w8a8(*reference.quantize_tokens(x, symmetric), weight, scale, bias)
     # The multiply-add of scale and bias may be fused: one rounding of the product and one of the sum less.
     allowed = 2 * torch.finfo(torch.float32).eps * ((expected - bias).abs() + bias.abs())
@@ -403,7 +403,7 @@ def test_experts(tokens, experts):
     x = torch.randn(tokens, 512, generator=g, device="cuda").bfloat16()
     bias = torch.randn(experts, 300, generator=g, device="cuda").bfloat16()
     routing = grouped.sort_by_expert(expert, experts)
-    out = grouped.grouped_weight_only(x, words, scale, zero, bias, *routing[:2], 4, 128)
+    out = grouped.grouped_words(x, words, scale, zero, bias, *routing[:2], 4, 128)
     weight = torch.randint(-128, 128, (experts, 300, 512), generator=g, device="cuda", dtype=torch.int8)
     scale8 = torch.rand(experts, 300, generator=g, device="cuda")
     eight = grouped.grouped_w8a8(x, weight, scale8, None, None, None, None, *routing[:2], True)
@@ -412,15 +412,13 @@ def test_experts(tokens, experts):
         mine = x[routing.token[first:last].long()]
         check(out[first:last], mine, pack.planar_weight(each[e], 512), bias[e])
         torch.testing.assert_close(
-            eight[first:last], ops.w8a8_linear(mine, weight[e], scale8[e], None, None, None, None, True)
+            eight[first:last], w8a8_linear(mine, weight[e], scale8[e], None, None, None, None, True)
         )
     assert out[starts[-1] :].count_nonzero() == 0
     workspace.prepare(torch.device("cuda", 0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = grouped.grouped_weight_only(
-            x, words, scale, zero, bias, *grouped.sort_by_expert(expert, experts)[:2], 4, 128
-        )
+        again = grouped.grouped_words(x, words, scale, zero, bias, *grouped.sort_by_expert(expert, experts)[:2], 4, 128)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(again, out)

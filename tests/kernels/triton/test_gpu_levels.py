@@ -12,8 +12,7 @@ from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts.words import planar_weight
-from compress.kernels.operators.levels import levels_linear
-from compress.kernels.operators.words import weight_only_path, why_not_weight_only
+from compress.kernels.operators.words import weight_only_path, why_not_weight_only, words_linear
 from compress.kernels.routes import levels_route
 
 pytestmark = [
@@ -30,8 +29,8 @@ def inputs(M, N, K, dtype):
 
 def run(x, weight, bias, batch_invariant=False):
     table = weight.table
-    arguments = (weight.words, weight.scale, table.values, bias, weight.group_size, batch_invariant, table.signed)
-    return levels_linear(x, *arguments)
+    sizes = (4, weight.group_size, None, batch_invariant)
+    return words_linear(x, weight.words, weight.scale, None, bias, *sizes, table.values, table.signed)
 
 
 def check(out, x, values, bias):

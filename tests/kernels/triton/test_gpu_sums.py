@@ -7,6 +7,7 @@ from sums import entries_of, error, planar_of, tiles_of
 from compress.kernels.layouts import tiles as pack_tiles
 from compress.kernels.layouts import words as pack
 from compress.kernels.operators import sparse, tiles
+from compress.kernels.operators import words as ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +39,7 @@ def test_products_and_gradients(M, N, K, dtype, wide):
     dense = pack.planar_weight(planar, K).double(), pack_tiles.tile_weight(weight, K).double()
     cases = (
         (sparse.sparse_linear, (*entries, bias, K), (extra,)),
-        (sparse.weight_only_sparse_linear, (*planar[:3], bias, 4, 32, *entries), (dense[0], extra)),
+        (ops.words_linear, (*planar[:3], bias, 4, 32, None, False, None, False, *entries), (dense[0], extra)),
         (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], *entries), (dense[1], extra)),
         (tiles.tiles_linear, (*weight[:3], bias, *weight[3:], None, None, None), (dense[1],)),
     )

@@ -19,8 +19,9 @@ from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
+from compress.kernels.operators import sparse24
 from compress.kernels.operators import words as ops
-from compress.kernels.operators import words24 as sparse24
+from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, int8_tma_gemm, planar_gemm, sparse24_gemm
 from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.unpack import power4, raise4, unpack4
@@ -54,7 +55,7 @@ def guarded(monkeypatch):
 
 
 def weight_and_truth(bits, N, K, group, zero, dtype, seed):
-    """(Planar, fp64 [N, K] values) with scales of both signs."""
+    """(Words, fp64 [N, K] values) with scales of both signs."""
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (N, K), generator=g).to(torch.uint8)
     groups = 1 if group == -1 else K // group
@@ -345,14 +346,14 @@ def test_the_operators_take_this_path():
     planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
     x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0)).half()
     assert ops.why_not_weight_only(x, planar) == []
-    out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, None, 4, 32)
+    out = ops.words_linear(x, planar.words, planar.scale, planar.zero, None, 4, 32)
     assert torch.equal(out, planar_gemm.planar_gemm(x.view(6, 128), planar).view(2, 3, 32))
     codes = torch.randint(-128, 128, (7, 128), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     given = (x, codes, torch.ones(7), None, None, torch.tensor([0.05]), None, True)
     fixed = reference.quantize_static(x.view(6, 128), given[5])
     expected = reference.w8a8(fixed, given[5], None, codes, torch.ones(7), dtype=torch.float32)
-    torch.testing.assert_close(ops.w8a8_linear(*given).view(6, 7).float(), expected, rtol=1e-3, atol=0)
-    out = ops.w8a8_linear(x, codes, torch.ones(7), reference.row_sums(codes), None, None, None, False)
+    torch.testing.assert_close(w8a8_linear(*given).view(6, 7).float(), expected, rtol=1e-3, atol=0)
+    out = w8a8_linear(x, codes, torch.ones(7), reference.row_sums(codes), None, None, None, False)
     xq, scale, zero = reference.quantize_tokens(x.view(6, 128), False)
     expected = reference.w8a8(xq, scale, zero, codes, torch.ones(7), dtype=torch.float32)
     torch.testing.assert_close(out.view(6, 7).float(), expected, rtol=torch.finfo(torch.float16).eps, atol=0)
@@ -364,7 +365,7 @@ def test_the_operator_dequantizes_what_the_fused_kernel_refuses(dtype, group):
     x = torch.randn(2, 3, 192, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     assert ops.why_not_weight_only(x, planar) != []
     assert ops.weight_only_path(x.detach().view(6, 192), planar) == ("dequantize", None)
-    out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, None, 4, group)
+    out = ops.words_linear(x, planar.words, planar.scale, planar.zero, None, 4, group)
     close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 20 * torch.finfo(dtype).eps}
     torch.testing.assert_close(out.view(6, 32), (x.detach().view(6, 192).double() @ weight.t()).to(dtype), **close)
     out.backward(out.detach())
@@ -438,7 +439,7 @@ def test_sparse24_operator_takes_this_path():
     sparse, weight = sparse_weight(40, 200, 40, True, torch.float16, seed=0)
     x = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
     assert sparse24.why_not_sparse24(x, sparse) == []
-    out = sparse24.sparse24_linear(x, *sparse[:4], None, 40)
+    out = sparse24.sparse24_linear(x, *sparse[:4], None, 40, 4)
     expected = sparse24_gemm.sparse24_gemm(pack24.quad_planar(x.detach().view(6, 200)), 200, sparse)
     assert torch.equal(out.view(6, 40), expected)
     out.backward(out.detach())

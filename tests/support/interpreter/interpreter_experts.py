@@ -24,7 +24,7 @@ def test_a_mixture_takes_one_launch_for_all_experts(scheme, fuse, tmp_path, monk
     stacks, experts.stacks = experts.stacks, None
     expected = experts(x, index, weights)
     experts.stacks = stacks
-    name = "grouped_w8a8" if scheme == "w8a8" else "grouped_weight_only"
+    name = "grouped_w8a8" if scheme == "w8a8" else "grouped_words"
     calls, through = [], getattr(grouped, name)
     monkeypatch.setattr(grouped, name, lambda *given: calls.append(1) or through(*given))
     torch.testing.assert_close(experts(x, index, weights), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))

@@ -69,12 +69,12 @@ def test_int8(routed, K, symmetric, shape):
 
 
 def test_the_operators_take_this_path(monkeypatch):
-    for product in ("weight_only_linear", "w8a8_linear"):
+    for product in ("words_linear", "w8a8_linear"):
         monkeypatch.setattr(grouped, product, lambda *_: pytest.fail("a loop over experts"))
     expert, experts = routings()["uneven"]
     routing = grouped.sort_by_expert(expert, experts)
     x, weight, values, bias = experts_of(experts, len(expert), 48, 128, 32, 4, True, torch.float16)
-    out = grouped.grouped_weight_only(x, *weight[:3], bias, *routing[:2], 4, 32)
+    out = grouped.grouped_words(x, *weight[:3], bias, *routing[:2], 4, 32)
     check(out, x, values, routing, bias)
     share = torch.rand(expert.shape, generator=torch.Generator().manual_seed(0))
     expected = combined_by_loop(x.double(), values, bias.double(), expert, share.double())

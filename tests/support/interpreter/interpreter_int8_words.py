@@ -10,8 +10,8 @@ from interpreter_cases import guarded, weight_and_truth  # noqa: F401  every tes
 from compress.inference.check.dense_twin import error
 from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
-from compress.kernels.operators import words as ops
-from compress.kernels.operators.int8_activation import int8_activation_linear, why_not_int8
+from compress.kernels.operators.devices import path_of
+from compress.kernels.operators.words import why_not_int8, words_linear
 from compress.kernels.triton import int8_planar_gemm
 from compress.kernels.triton.int8_planar_gemm import RAISED, unpack_bytes, unpack_less
 from compress.kernels.tuning.table import Shape
@@ -28,7 +28,7 @@ def check(M, N, K, bits, group, zero, input_group, dtype, shape=None, batch_inva
     x, bias = (scale * torch.randn(M, K, generator=g)).to(dtype), torch.randn(N, generator=g).to(dtype)
     planar, weight = weight_and_truth(bits, N, K, group, zero, dtype, seed=M)
     if shape is None:
-        out = int8_activation_linear(x, *planar[:3], bias, bits, group, input_group, batch_invariant)
+        out = words_linear(x, *planar[:3], bias, bits, group, input_group, batch_invariant)
     else:
         out = int8_planar_gemm.int8_planar_gemm(x, planar, bias, input_group, shape)
     codes, scales = reference.quantize_token_blocks(x, input_group)
@@ -119,7 +119,7 @@ def test_batch_invariant(monkeypatch):
     monkeypatch.setattr(int8_planar_gemm, "_launch", lambda *given: launched.add(given[-1]) or launch(*given))
 
     def product(x):
-        return int8_activation_linear(x, *planar[:3], None, 4, 128, 128, True)
+        return words_linear(x, *planar[:3], None, 4, 128, 128, True)
 
     whole = product(x)
     assert torch.equal(product(x[:1]), whole[:1])
@@ -142,7 +142,7 @@ def test_what_it_cannot_take_goes_to_the_reference():
     planar, _ = weight_and_truth(8, 40, 192, 64, True, torch.float16, seed=0)
     x = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).half()
     assert why_not_int8(x, planar) == ["codes of 8 bits less a zero point do not fit int8"]
-    assert ops.path_of(torch.device("cuda"), why_not_int8(x, planar)) == "reference"
+    assert path_of(torch.device("cuda"), why_not_int8(x, planar)) == "reference"
     odd, _ = weight_and_truth(4, 40, 192, 96, True, torch.float64, seed=0)
     reasons = why_not_int8(x.double().expand(3, 192), odd)
     assert [reason.split(";")[0] for reason in reasons] == [
@@ -154,4 +154,4 @@ def test_what_it_cannot_take_goes_to_the_reference():
 
 def test_no_tokens():
     planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
-    assert int8_activation_linear(torch.zeros(0, 128).half(), *planar[:3], None, 4, 32, -1).shape == (0, 32)
+    assert words_linear(torch.zeros(0, 128).half(), *planar[:3], None, 4, 32, -1).shape == (0, 32)

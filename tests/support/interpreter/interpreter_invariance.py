@@ -8,6 +8,7 @@ from interpreter_cases import guarded, weight_and_truth  # noqa: F401  every tes
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
 from compress.kernels.operators import words as ops
+from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.triton import planar_gemm
 
 TOKENS = (1, 5, 70)
@@ -25,7 +26,7 @@ def test_weight_only(bits, group, zero, dtype, monkeypatch):
     monkeypatch.setattr(workspace, "SLICE", 1)  # one tile of tokens at a time
 
     def product(x):
-        return ops.weight_only_linear(x, *planar[:3], None, bits, group, True)
+        return ops.words_linear(x, *planar[:3], None, bits, group, None, True)
 
     whole = product(x)
     truth = x.double() @ weight.t()
@@ -45,6 +46,6 @@ def test_int8_weights():
     weight = torch.randint(-128, 128, (N, K), generator=g, dtype=torch.int8)
     given = (weight, torch.rand(N, generator=g), reference.row_sums(weight), torch.randn(N, generator=g), None, None)
     x = torch.randn(max(TOKENS), K, generator=g)
-    whole = ops.w8a8_linear(x, *given, False)
+    whole = w8a8_linear(x, *given, False)
     for M in TOKENS:
-        assert torch.equal(ops.w8a8_linear(x[:M], *given, False), whole[:M])
+        assert torch.equal(w8a8_linear(x[:M], *given, False), whole[:M])

@@ -8,8 +8,7 @@ from planar import TABLES, inputs, planar_table
 
 from compress.kernels import reference
 from compress.kernels.layouts.words import planar_weight
-from compress.kernels.operators.levels import levels_gradient, levels_linear
-from compress.kernels.operators.words import weight_only_path, why_not_weight_only
+from compress.kernels.operators.words import weight_only_path, why_not_weight_only, words_gradient, words_linear
 from compress.kernels.triton import dequantize_gemm, planar_gemm
 from compress.kernels.tuning.table import Shape
 
@@ -61,15 +60,16 @@ def test_dense_blocks_are_those_of_torch(table, group, dtype):
 def test_the_operator_its_gradient_and_what_many_tokens_take():
     for group, scales in ((16, torch.float32), (64, torch.float16)):
         weight, _ = planar_table(40, 192, group, "whole numbers", scales)
-        arguments = (weight.words, weight.scale, weight.table.values)
+        arguments = (weight.words, weight.scale, None)
+        how = (4, group, None, False, weight.table.values, True)
         x, bias = inputs(5, 192, 40, scales)
         x.requires_grad_()
-        out = levels_linear(x, *arguments, bias, group, False, True)
+        out = words_linear(x, *arguments, bias, *how)
         grad = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).to(scales)
         out.backward(grad)
         dense = planar_weight(weight, 192).double()
         check(x.grad, grad, dense.t(), None)
-        check(levels_gradient(grad, *arguments, group, 192, True), grad, dense.t(), None)
+        check(words_gradient(grad, x.shape, *arguments, None, *how), grad, dense.t(), None)
     long = torch.zeros(1, 192, dtype=torch.float16).expand(5000, 192)
     assert weight_only_path(long, weight)[0] == "dequantize"
 
@@ -77,7 +77,7 @@ def test_the_operator_its_gradient_and_what_many_tokens_take():
 def test_a_token_is_summed_alike_in_any_company_where_that_is_asked_for():
     weight, _ = planar_table(40, 1024, 32, "whole numbers", torch.bfloat16)
     x, bias = inputs(70, 1024, 40, torch.bfloat16)
-    arguments = (weight.words, weight.scale, weight.table.values, bias, 32, True, True)
-    whole = levels_linear(x, *arguments)
+    arguments = (weight.words, weight.scale, None, bias, 4, 32, None, True, weight.table.values, True)
+    whole = words_linear(x, *arguments)
     for M in (1, 5):
-        assert torch.equal(levels_linear(x[:M], *arguments), whole[:M])
+        assert torch.equal(words_linear(x[:M], *arguments), whole[:M])

@@ -65,7 +65,7 @@ def test_codes_and_entries(M, bits, group, dtype, one_grain):
     planar, (entries, extra) = planar_of(N, K, bits, group, True, dtype), entries_of(N, K, 0.1, dtype)
     x, bias = inputs(M, K, N, dtype)
     assert sparse.why_not_sparse(x, entries.value) == []
-    out = sparse.weight_only_sparse_linear(x, *planar[:3], bias, bits, group, *entries)
+    out = ops.words_linear(x, *planar[:3], bias, bits, group, None, False, None, False, *entries)
     assert error(out, x, pack.planar_weight(planar, K).double() + extra, bias) <= 2  # rounded once more, or truncated
 
 
@@ -131,5 +131,5 @@ def test_no_tokens():
     assert tiles.tiles_linear(x, *weight[:3], None, *weight[3:], *entries).shape == (0, 8)
     assert sparse.sparse_linear(x, *entries, None, 64).shape == (0, 8)
     planar = planar_of(8, 64, 4, 32, False, torch.float16)
-    assert sparse.weight_only_sparse_linear(x, *planar[:3], None, 4, 32, *entries).shape == (0, 8)
+    assert ops.words_linear(x, *planar[:3], None, 4, 32, None, False, None, False, *entries).shape == (0, 8)
     assert ops.why_not_weight_only(x, planar) == []

@@ -62,7 +62,7 @@ def test_runs_that_no_segment_fits_and_many_tokens_take_dense_blocks():
         check(trellis_linear(*arguments(x, weight, bias)), x, dense, bias)
     grad = torch.randn(3, 70, generator=torch.Generator().manual_seed(0)).half()
     _, words, before, scale, _, *code = arguments(x, weight)
-    check(trellis_gradient(grad, words, before, scale, *code), grad, dense.t(), None)
+    check(trellis_gradient(grad, (3, 64), words, before, scale, None, *code), grad, dense.t(), None)
 
 
 @pytest.mark.parametrize(("bits", "states", "count", "run"), [(1, 6, 40, 64), (2, 7, 150, 64), (3, 8, 70, 32)])

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from compress.kernels import reference
-from compress.kernels.cpu import direct
 from compress.kernels.cpu.arguments import strips_operation
 from compress.kernels.layouts import words as pack
 from compress.kernels.layouts.strips import pack_strips
-from compress.kernels.layouts.words import LevelTable, Planar, pack_planar
-from compress.kernels.operators import strips
+from compress.kernels.layouts.words import CodeWords, LevelTable, pack_planar
 from compress.kernels.operators import words as ops
 
 E2M1 = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0]  # in halves
@@ -45,26 +43,31 @@ def within(out, given, weight, bias, dtype):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Products with exact inputs are off by a factor, whatever layout the weight is in."""
-    planar, laid, operator = ops.weight_only_linear, strips.strips_linear, direct.linear
-    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: planar(*a) * factor)
-    # The group of inputs that are rounded.
-    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[7] is None else 1))
-    monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[7] is None else 1))
+    operator = ops.words_linear
+
+    def spoilt(*given):
+        rounded, with_entries = len(given) > 7 and given[7] is not None, len(given) > 11
+        return operator(*given) * (1 if rounded or with_entries else factor)
+
+    modules = ("kernels.operators.words", "inference.layers.packed", "inference.layers.levels")
+    for module in (*modules, "recipes.studies.kernels.products"):
+        monkeypatch.setattr(f"compress.{module}.words_linear", spoilt)
 
 
 def table_of(N, K, group, table, dtype):
-    """(Strips, table [17], the values that are multiplied: of bfloat16 pairs, by levels rounded to it)."""
+    """(table [17], the values that are multiplied: of bfloat16 pairs, by levels rounded to it)."""
     g = torch.Generator().manual_seed(N + K)
     codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
     groups = 1 if group == -1 else K // group
     scale_GN = (torch.randn(groups, N, generator=g) * 0.02).to(dtype)
-    laid = pack_strips(Planar(pack_planar(codes, 4), scale_GN, None, group, 4), K)
     levels, factor = TABLES[table]
     given = torch.tensor([*levels, factor])
+    weight = CodeWords(pack_planar(codes, 4), scale_GN, None, group, 4, LevelTable(given, levels is E2M1))
+    laid = pack_strips(weight, K)
     pairs = strips_operation(False, dtype) == "pair_strips"
     scale_NK = (scale_GN.float() * given[16]).double().t().repeat_interleave(K // groups, 1)
     looked_up = given[:16].bfloat16().double() if pairs else given[:16].double()
-    return laid, given, looked_up[codes.int()] * scale_NK
+    return laid, looked_up[codes.int()] * scale_NK
 
 
 def planar_table(N, K, group, table, dtype, device="cpu"):
@@ -74,6 +77,6 @@ def planar_table(N, K, group, table, dtype, device="cpu"):
     scale_GN = (torch.randn(K // group, N, generator=g, device=device) * 0.02).to(dtype)
     levels, factor = TABLES[table]
     values = torch.tensor([*levels, factor], device=device)
-    weight = Planar(pack_planar(codes, 4), scale_GN, None, group, 4, LevelTable(values, levels is E2M1))
+    weight = CodeWords(pack_planar(codes, 4), scale_GN, None, group, 4, LevelTable(values, levels is E2M1))
     scale_NK = (scale_GN.float() * values[16]).double().t().repeat_interleave(group, 1)
     return weight, values[:16].double()[codes.int()] * scale_NK

@@ -28,7 +28,7 @@ def entries_of(N: int, K: int, share: float, dtype: torch.dtype, seed: int = 0) 
     return Entries(start, column, values[chosen]), values.double()
 
 
-def planar_of(N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype, seed: int = 0) -> pack.Planar:
+def planar_of(N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype, seed: int = 0) -> pack.CodeWords:
     """Codes in planar words, with zero points or without, scales of either sign."""
     g, groups = drawn(seed), 1 if group == -1 else K // group
     codes, zeros = (torch.randint(0, 2**bits, (N, n), generator=g).to(torch.uint8) for n in (K, groups))
