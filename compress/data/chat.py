@@ -41,7 +41,7 @@ class Conversations:
                 "'text', or put the chat_template.jinja of the chat model beside the tokenizer"
             )
         self.tokenizer = tokenizer
-        self.written = templated(tokenizer)
+        self.written = template_of(tokenizer)
         self.left_out: Counter[str] = Counter()
         self.roles: set[str] = set()
 
@@ -101,7 +101,7 @@ class Conversations:
         ]
 
 
-def templated(tokenizer: Any) -> Template:
+def template_of(tokenizer: Any) -> Template:
     """A function of (messages, tools) that returns the text which the chat template of a tokenizer or a processor makes
     of them. The template is code of the model's: it runs with limits. The function raises InputError for what the
     template raises, and for what goes beyond the limits."""

@@ -178,13 +178,13 @@ def _parquet(path: Path) -> list[tuple[str, Any]]:
         names = [name for name in pq.read_schema(path).names if name in COLUMNS]
         if "text" in pq.read_schema(path).names or not names:
             names = ["text"]
-        table = _expanded(path, names)
+        table = _expand(path, names)
     except (pa.ArrowException, KeyError, OSError) as error:
         raise InputError(f"{path} is not a parquet file with a column 'text' ({first_line(error)})") from None
-    return _numbered(table, str(path))
+    return _number(table, str(path))
 
 
-def _expanded(path: Path, names: list[str]) -> list[Mapping[str, Any]]:
+def _expand(path: Path, names: list[str]) -> list[Mapping[str, Any]]:
     """The rows of a parquet file. Raises InputError for one that holds far more than its size: a kilobyte can stand for
     any number of rows, and for texts of any length."""
     import pyarrow.compute as pc
@@ -221,7 +221,7 @@ def _is_text(kind: Any) -> bool:
     return str(kind.value_type if pa.types.is_dictionary(kind) else kind) in STRINGS
 
 
-def _numbered(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
+def _number(table: Iterable[Mapping[str, Any]], source: str) -> list[tuple[str, Any]]:
     return [(f"{source} row {number}", record) for number, record in enumerate(table, 1)]
 
 
@@ -243,7 +243,7 @@ def _from_hub(source: str) -> Documents:
         raise InputError(
             f"dataset {source!r} has no column 'text'; it has {', '.join(loaded.column_names)} (read are {KNOWN})"
         )
-    return _documents(source, _numbered(loaded.select_columns(names), source))
+    return _documents(source, _number(loaded.select_columns(names), source))
 
 
 def read_batches(source: str) -> list[Mapping[str, Any]] | None:
@@ -256,13 +256,13 @@ def read_batches(source: str) -> list[Mapping[str, Any]] | None:
 
 
 def read_tokens(source: str) -> Any:
-    """The content of a .pt or .npy file, not yet checked to be token ids (see `checked_ids`). Raises InputError."""
+    """The content of a .pt or .npy file, not yet checked to be token ids (see `check_ids`). Raises InputError."""
     path = regular(path_of(source, "token file"), "token file")
     if not path.is_file():
         raise InputError(f"token file {source!r} does not exist")
     try:
         if path.suffix == ".pt":
-            return _loaded(path)
+            return _load(path)
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except InputError:
         raise
@@ -273,7 +273,7 @@ def read_tokens(source: str) -> Any:
         ) from None
 
 
-def _loaded(path: Path) -> Any:
+def _load(path: Path) -> Any:
     """The content of a .pt file. Raises InputError for one that stands for far more than its size: compressed, or of
     tensors that repeat few values."""
     size = path.stat().st_size

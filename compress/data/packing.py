@@ -33,7 +33,7 @@ class RowPiece:
     ids: Sequence[int]
 
 
-def packed(pieces: Sequence[RowPiece], length: int) -> list[list[RowPiece]]:
+def pack(pieces: Sequence[RowPiece], length: int) -> list[list[RowPiece]]:
     """Windows of pieces, none of them longer than `length`."""
     windows: list[list[RowPiece]] = []
     room: dict[int, int] = {}  # {window: free places}, oldest first
@@ -53,7 +53,7 @@ def packed(pieces: Sequence[RowPiece], length: int) -> list[list[RowPiece]]:
     return windows
 
 
-def packed_tokens(
+def pack_tokens(
     files: Sequence[Documents],
     tokenizer: PreTrainedTokenizerBase,
     source: str,
@@ -75,7 +75,7 @@ def packed_tokens(
             empty[number] += not found
     if not pieces:
         raise InputError(f"{source} holds no row of 2 tokens or more")
-    windows = packed(pieces, size)
+    windows = pack(pieces, size)
     count = len(windows) if samples is None else min(samples, len(windows))
     picked = [windows[i] for i in torch.linspace(0, len(windows) - 1, count).round().long().tolist()]
     origins = [_origin(file, i, empty[i], pieces, picked) for i, file in enumerate(files)]
@@ -90,7 +90,7 @@ def packed_tokens(
     fields = [line for file in files for line in file.said_of_fields("calibration")]
     share = 100 * float((~mask).float().mean())
     padding = f"packed into {count} windows of {longest} tokens, {share:.1f} % of them padding, which is masked"
-    notes = [*fields, *map(_said, origins), padding, *([] if chats is None else chats.notes(source))]
+    notes = [*fields, *map(_remark, origins), padding, *([] if chats is None else chats.notes(source))]
     return Tokens(ids_BT, source, tuple(notes), None if bool(mask.all()) else mask, tuple(origins), bos=bos)
 
 
@@ -126,7 +126,7 @@ def _origin(
     )
 
 
-def _said(origin: Origin) -> str:
+def _remark(origin: Origin) -> str:
     """A remark on a file: its rows and its tokens."""
     more = [f"{origin.split} longer than a window and cut"] if origin.split else []
     more += [f"{count} left out ({why})" for why, count in origin.dropped.items()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.base.errors import InputError, first_line
 from compress.checkpoint.portable_names import shown
 from compress.checkpoint.read.tokenizer_check import tokenizing
-from compress.data.chat import Template, templated
+from compress.data.chat import Template, template_of
 from compress.data.images import MOST_PIXELS, Sample, read_image, spread
 from compress.data.tokens import Origin
 from compress.model.calls import Batch
@@ -45,14 +45,14 @@ class Pictures:
         }
 
 
-def processed(
+def process(
     samples: Sequence[Sample], processor: Any, source: str, *, texts: bool, count: int | None, size: int
 ) -> Pictures:
     """Micro-batches of at most `size` samples. processor: of transformers. texts: whether the model reads them beside
     images. Raises InputError, which names the sample."""
     _check_sizes(processor, source)
     picked = spread(samples, count)
-    template = templated(processor) if texts and getattr(processor, "chat_template", None) else None
+    template = template_of(processor) if texts and getattr(processor, "chat_template", None) else None
     words = [_text(sample, processor, template) if texts else None for sample in picked]
     with tokenizing(getattr(processor, "tokenizer", processor), source, [each for each in words if each is not None]):
         made = [_inputs(sample, processor, text) for sample, text in zip(picked, words, strict=True)]

@@ -15,8 +15,8 @@ from compress.checkpoint.read.source import path_of
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.bos import Bos, bos_of
 from compress.data.documents import TOKEN_FORMATS, Documents, read_documents, read_folder, read_tokens
-from compress.data.packing import EMPTY, packed_tokens
-from compress.data.tokens import Origin, Tokens, check_vocabulary, checked_ids, unusual
+from compress.data.packing import EMPTY, pack_tokens
+from compress.data.tokens import Origin, Tokens, check_ids, check_vocabulary, unusual_kind
 from compress.model.calls import Batch
 
 DEFAULT_LENGTH = 2048
@@ -26,7 +26,7 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
 ALWAYS_TENSORS = (*TOKEN_INPUTS, "attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids")
 
 
-def tokenized(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos) -> Tensor:
+def tokenize(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos) -> Tensor:
     """Ids [N] of all texts one after another, with the special tokens that the tokenizer adds. Texts without BOS before
     each are joined by blank lines. Raises InputError where there is none."""
     texts = documents.texts() if bos.place == "row" else [documents.text()]
@@ -93,7 +93,7 @@ def load_tokens(
     check_windows(length, samples)
     if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
         name = "token tensor" if isinstance(source, Tensor) else source
-        ids = checked_ids(source if isinstance(source, Tensor) else read_tokens(source), name, vocabulary)
+        ids = check_ids(source if isinstance(source, Tensor) else read_tokens(source), name, vocabulary)
         if length is not None and length != ids.shape[1]:
             raise InputError(
                 f"{name} has rows of {ids.shape[1]} tokens; --length {length} does not apply to token files"
@@ -130,11 +130,11 @@ def _of_text(
     documents = read_folder(source) if folder else [read_documents(source, what)]
     bos = bos_of(tokenizer, asked, source)
     if packing and (len(documents) > 1 or documents[0].chat):
-        found = packed_tokens(documents, tokenizer, source, length, samples, bos)
-        checked_ids(found.ids, source, vocabulary)
+        found = pack_tokens(documents, tokenizer, source, length, samples, bos)
+        check_ids(found.ids, source, vocabulary)
         return found
-    ids_N = tokenized(documents[0], tokenizer, bos)
-    ids = checked_ids(windows(ids_N, length, source, bos), source, vocabulary)
+    ids_N = tokenize(documents[0], tokenizer, bos)
+    ids = check_ids(windows(ids_N, length, source, bos), source, vocabulary)
     count = len(ids) if samples is None else min(samples, len(ids))
     picked = ids[torch.linspace(0, len(ids) - 1, count).round().to(torch.int64)]
     (file,) = documents
@@ -151,7 +151,7 @@ def _check_inputs(batch: Batch) -> None:
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{name} of a calibration batch is {found}; give a tensor with a number for each token")
     for name, value in batch.items():
-        if isinstance(value, Tensor) and (kind := unusual(value)) is not None:
+        if isinstance(value, Tensor) and (kind := unusual_kind(value)) is not None:
             raise InputError(f"{name} of a calibration batch is a {kind} tensor; give a plain one")
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is not None and mask is not None and mask.ndim == 2 and mask.shape[0] != ids.shape[0]:

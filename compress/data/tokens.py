@@ -110,7 +110,7 @@ def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:
         )
 
 
-def unusual(tensor: Tensor) -> str | None:
+def unusual_kind(tensor: Tensor) -> str | None:
     """The kind of a tensor that is not plain: nested, sparse, quantized or meta. None for a plain tensor."""
     kinds = {
         "nested": tensor.is_nested,
@@ -121,9 +121,9 @@ def unusual(tensor: Tensor) -> str | None:
     return next((kind for kind, so in kinds.items() if so), None)
 
 
-def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
+def check_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
     """int64 [samples, length] token ids inside the vocabulary. Raises InputError for anything else."""
-    if isinstance(value, Tensor) and (kind := unusual(value)) is not None:
+    if isinstance(value, Tensor) and (kind := unusual_kind(value)) is not None:
         raise InputError(f"{source} holds a {kind} tensor; token ids must be integers of shape [samples, length]")
     if (
         not isinstance(value, Tensor)

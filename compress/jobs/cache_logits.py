@@ -19,8 +19,7 @@ from compress.jobs.model_source import FoundModel, check_group, fingerprint_of
 from compress.jobs.request import Calibration, Request
 from compress.jobs.teachers import Teachers
 from compress.model.calls import evaluating
-from compress.train.inputs.batch import inputs_of
-from compress.train.inputs.samples import Rows, micro_batches
+from compress.train.inputs.samples import Rows, inputs_of, micro_batches
 from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.losses.options import CACHED, ORIGINAL
 from compress.train.losses.top_k import TopK, top_k

@@ -14,7 +14,7 @@ from compress.checkpoint.portable_names import shown as portable
 from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
 from compress.data.documents import TOKEN_FORMATS, read_batches
 from compress.data.images import Sample, check_pillow, samples_of
-from compress.data.processor_batches import Pictures, processed
+from compress.data.processor_batches import Pictures, process
 from compress.data.teacher_file import read_cached
 from compress.data.text import batches_of, load_tokens
 from compress.data.tokens import Tokens
@@ -199,7 +199,7 @@ def _pictures(request: Request, found: FoundModel, given: str, seen: list[Sample
         )
     texts = "text" in modalities(found.source)
     processor = processor_of(found.source, texts=texts)
-    made = processed(seen, processor, given, texts=texts, count=samples, size=request.batch_size)
+    made = process(seen, processor, given, texts=texts, count=samples, size=request.batch_size)
     return RunData(None, [*made.batches], pictures=made)
 
 

@@ -27,6 +27,6 @@ class Candidate:
         return None
 
 
-def described(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:
+def describe_candidates(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:
     """{name: passes as recipes hold them} of candidates, every option spelled out."""
     return {each.name: describe(each.passes)["passes"] for each in candidates}

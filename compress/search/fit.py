@@ -7,16 +7,16 @@
     OUT                      the checkpoint
     OUT.fit/recipe.yaml      for `compress quantize --recipe`
     OUT.fit/fit.json, .md    target, front that was searched, choice, intervals, a paragraph in words
-    OUT.fit/report.html      all recipes that were run, beside each other (`search.sweep`)
+    OUT.fit/report.html      all recipes that were run, beside each other (`search.sweep`); NAME/evaluation.json of each
 
 Layers are measured with GPTQ's sweep alone and trellis codes of fewer states, which rank schemes as its searches do and
 take a fraction of their time; recipes are run with all of it. A run that was stopped goes on: measurements are cached,
 and finished recipes are kept.
 """
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,25 @@ from torch import Tensor
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
-from compress.checkpoint.ownership import check_replaceable
-from compress.checkpoint.portable_names import shown
-from compress.checkpoint.read.pretrained import tokenizer_of
+from compress.checkpoint.files import write_json, write_whole
+from compress.checkpoint.ownership import check_replaceable, noted
 from compress.checkpoint.write.directory import Directory, claimed
-from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation
-from compress.jobs.calibration_data import calibration_data
-from compress.jobs.model_source import found_model
+from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.jobs.request import Request
-from compress.passes.train import recovery
-from compress.search.fitting.choice import FitChoice
-from compress.search.fitting.deadline import Deadline
-from compress.search.fitting.proof import FitProof
-from compress.search.fitting.recipe_space import Offered, Wishes, offered
-from compress.search.fitting.recovery import recovered
-from compress.search.fitting.request import FitAsked, FitTexts
-from compress.search.fitting.target import FitTarget, fit_target
-from compress.search.fitting.work import Fitting, write_choice
-from compress.search.texts import in_rows
-from compress.search.trial import MODEL
+from compress.passes.protocol.recipe import describe
+from compress.passes.train import Train, recovery
+from compress.search.budget import write_recipe
+from compress.search.fitting.choose import FitChoice
+from compress.search.fitting.duration import Deadline, within_time
+from compress.search.fitting.measure import Measured, measure
+from compress.search.fitting.prove import FitProof, markdown_of, prove
+from compress.search.fitting.recipe_space import Wishes, check_reach, recipe_space
+from compress.search.fitting.request import FitRequest, fit_target
+from compress.search.fitting.runs import CHECKPOINTS, RecipeRuns, Remarks, choose, recover_loss, search
+from compress.search.sweep import write_reports
 
-HELD_OUT = 32  # windows, at most
-LEAST = 4  # windows of calibration data for each held-out window, at least
+RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
 
 
 @dataclass(frozen=True)
@@ -107,41 +103,21 @@ def fit(
 
     Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
-    minutes = None if recover is None else recovery(recover).minutes
-    target, watch = fit_target(size, bits, kl, task_loss), Deadline(hours)
-    how: dict[str, Any] = {"samples": samples, "length": length, "bos": bos, "batch_size": batch_size}
-    data = Request(model=model, calibration=calibration, **how, ignore=ignore)
-    data.check()
-    shared = {"device": device, "trust_remote_code": trust_remote_code}
-    wishes = Wishes(method, embeddings, trellis, rotate)
-    begun = partial(_begun, str(model), target, data, text, ignore, engine, wishes, shared, watch, reporter or Silent())
+    target, watch, remarks = fit_target(size, bits, kl, task_loss), Deadline(hours), Remarks(reporter or Silent())
+    how: dict[str, Any] = {"samples": samples, "length": length, "bos": bos, "batch_size": batch_size, "ignore": ignore}
+    how |= {"device": device, "trust_remote_code": trust_remote_code}
+    wishes = Wishes(engine, method, embeddings, trellis, rotate)
+    training = None if recover is None else recovery(recover)
+    request = FitRequest(Request(model=str(model), calibration=calibration, **how), target, text)
+    request.asked.check()
     if recipe_only:
-        return _chosen(begun(path := _recipe_file(output, overwrite, hours, recover)), path)
+        path = _recipe_file(output, overwrite, hours, recover)
+        return _choose(request, _measure(request, wishes, watch, remarks, runs=0), path)
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
-        made = _carried_out(begun(place.output), place, minutes)
-        place.take_name(overwrite)
-    return made
-
-
-def _begun(
-    model: str,
-    target: FitTarget,
-    data: Request,
-    text: str | Tensor | None,
-    ignore: Sequence[str],
-    engine: str | None,
-    wishes: Wishes,
-    shared: dict[str, Any],
-    watch: Deadline,
-    reporter: Reporter,
-    output: Path,
-) -> Fitting:
-    """The work, with its texts read and what recipes may have settled. Raises InputError."""
-    asked = FitAsked(model, target, _texts(model, data, text, shared), ignore, data.batch_size, shared)
-    found = offered(model, ignore, engine, wishes, shared["trust_remote_code"])
-    _check_reach(asked, found)
-    return Fitting(asked, found, output.with_name(f"{output.name}.fit"), watch, reporter)
+        measured = _measure(request, wishes, watch, remarks, runs=2 if target.budget is not None else 3)
+        beside = place.output.with_name(f"{place.output.name}.fit")
+        return _run(RecipeRuns(request, measured, beside, watch, remarks), training, place, overwrite)
 
 
 def _recipe_file(output: str | Path, overwrite: bool, hours: float | None, recover: str | None) -> Path:
@@ -156,81 +132,57 @@ def _recipe_file(output: str | Path, overwrite: bool, hours: float | None, recov
     return path
 
 
-def _chosen(work: Fitting, path: Path) -> FitResult:
-    """Measure and choose, and write the recipe."""
-    _measure(work, recipe_only=True)
-    choice = work.choose()
-    write_choice(work, choice, path)
+def _measure(request: FitRequest, wishes: Wishes, watch: Deadline, remarks: Remarks, runs: int) -> Measured:
+    """Say how long it takes, for so many recipes that will be run, and measure what the choice depends on. Raises
+    InputError for data that cannot be used, and a target that is out of reach."""
+    _ = request.data
+    space = recipe_space(request, wishes)
+    check_reach(request, space)
+    space, time = within_time(request, space, watch, runs)
+    for note in (time, *space.notes):
+        remarks.note(note)
+    check_reach(request, space)  # without trellis codes, if these take too long
+    measured = measure(request, space, remarks.reporter)
+    for note in measured.notes:
+        remarks.note(note)
+    return measured
+
+
+def _choose(request: FitRequest, measured: Measured, path: Path) -> FitResult:
+    """Choose by predictions, and write the recipe."""
+    choice = choose(request, measured)
+    _write_choice(request, measured, choice, path)
     return FitResult(path, choice)
 
 
-def _measure(work: Fitting, recipe_only: bool = False) -> None:
-    """Say how long it takes, and measure everything that the choice depends on."""
-    work.tell_time(recipe_only)
-    for note in work.offered.notes:
-        work.note(note)
-    _check_reach(work.asked, work.offered)  # without trellis codes, if these take too long
-    work.choose_rotation()
-    work.measure()
+def _run(runs: RecipeRuns, training: Train | None, place: Directory, overwrite: bool) -> FitResult:
+    """Run recipes and prove the best, which becomes the output; recipe, proof and report are left beside it. training:
+    tried behind the best, if any."""
+    beside = runs.beside
+    name = search(runs)
+    if training is not None:
+        name = recover_loss(runs, name, training.minutes)
+    proof, chosen = prove(runs, name), runs.done[name]
+    for name, run in runs.done.items():
+        (beside / name).mkdir(exist_ok=True)
+        write_json(beside / name / EVALUATION, asdict(run.evaluation))
+    by_bytes = sorted(runs.done, key=lambda name: runs.done[name].evaluation.bytes or 0)
+    write_reports(beside, open_runs([str(beside / name / EVALUATION) for name in by_bytes]))
+    chosen.checkpoint.rename(place.model)
+    _write_choice(runs.request, runs.measured, chosen.choice, beside / RECIPE)
+    write_json(beside / PROOF, asdict(proof))
+    write_whole(beside / PAGE, noted(markdown_of(proof)))
+    shutil.rmtree(beside / CHECKPOINTS)
+    place.take_name(overwrite)
+    return FitResult(place.output, chosen.choice, beside, proof, chosen.evaluation)
 
 
-def _carried_out(work: Fitting, place: Directory, minutes: float | None) -> FitResult:
-    """Measure, search, recover and prove; the checkpoint is left where it only needs its name."""
-    _measure(work)
-    chosen = work.search()
-    if minutes is not None:
-        chosen = recovered(work, chosen, minutes)
-    proof = work.proof(chosen)
-    (work.beside / chosen / MODEL).rename(place.model)
-    work.leave(chosen, proof)
-    return FitResult(place.output, work.choices[chosen], work.beside, proof, work.runs[chosen])
-
-
-def _texts(model: str | Path, data: Request, text: str | Tensor | None, shared: dict[str, Any]) -> FitTexts:
-    """Calibration data and held-out rows. Raises InputError for data that is not of tokens, or too little of it."""
-    found = found_model(model, shared["device"], shared["trust_remote_code"])
-    tokens = calibration_data(data, found, "fit").tokens
-    if tokens is None:
-        raise InputError("fit measures next tokens: give calibration text or token ids, not images or batches")
-    windows = (len(tokens.ids), tokens.ids.shape[1])
-    if text is not None:
-        read = partial(tokenizer_of, found.source)
-        most = min(HELD_OUT, len(text)) if isinstance(text, Tensor) else HELD_OUT
-        held = load_tokens(
-            text,
-            read,
-            found.config,
-            what="held-out",
-            length=data.length,
-            samples=most,
-            bos=None if in_rows(text) else data.bos,
-        )
-        how = {"samples": data.samples, "length": data.length, "bos": data.bos}
-        assert isinstance(data.calibration, str | Tensor)
-        return FitTexts(data.calibration, how, held.ids, held.source, windows)
-    if tokens.mask is not None:
-        raise InputError(f"{tokens.source} makes windows with padding, of which none are held out; give --text TEXT")
-    count = min(HELD_OUT, len(tokens.ids) // (LEAST + 1))
-    if count < 2:
-        raise InputError(
-            f"calibration has {len(tokens.ids)} windows, of which a fifth is held out: give {2 * (LEAST + 1)} or more, "
-            "or --text TEXT"
-        )
-    seen, rows = tokens.ids[:-count], tokens.ids[-count:]
-    return FitTexts(seen, {}, rows, f"{shown(tokens.source)}, held out", (len(seen), windows[1]))
-
-
-def _check_reach(asked: FitAsked, found: Offered) -> None:
-    """Raise InputError for a size or bits below those of the smallest recipe."""
-    budget = asked.target.budget
-    if budget is None:
-        return
-    tables = [] if budget.bytes is None else found.tables
-    passes = [*found.schemes[0].passes, *(table for table, _ in tables[-1:])]
-    least = asked.planned(passes)
-    if budget.bytes is not None and least.saving.after > budget.bytes:
-        raise InputError(f"size {budget}; the smallest recipe takes {least.saving.after:,} bytes: give that or more")
-    if budget.bits_per_weight is not None and (least.bits_per_weight or 0.0) > budget.bits_per_weight:
-        raise InputError(
-            f"bits {budget.bits_per_weight:g}; the smallest recipe has {least.bits_per_weight:.4g}: give that or more"
-        )
+def _write_choice(request: FitRequest, measured: Measured, choice: FitChoice, path: Path) -> None:
+    """Write a recipe with all its parts."""
+    before, behind = (
+        describe(passes)["passes"] if passes else []
+        for passes in (measured.rotation, (*choice.recovery, *choice.table.passes))
+    )
+    steps = [*before, *choice.allocation.recipe["passes"], *behind]
+    about = f"{request.name}: {request.target}, {choice.bytes:,} bytes"
+    write_recipe(path, replace(choice.allocation, recipe={"passes": steps}), about)

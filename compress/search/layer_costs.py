@@ -64,7 +64,7 @@ class Made:
 OfBlock = dict[str, dict[str, Made]]
 
 
-def measured(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch]) -> LayerCosts:
+def measure_layers(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch]) -> LayerCosts:
     """Measure all candidates. The run must have one process and a plan of all layers (`engine.plan.candidate_layers`).
     held_out: rows for the KL of uniform models."""
     found = LayerCosts()

@@ -21,7 +21,6 @@ from torch import Tensor
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
 from compress.base.regular_files import special
-from compress.base.version import VERSION
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, noted
 from compress.checkpoint.portable_names import shown
@@ -30,14 +29,15 @@ from compress.evaluation.evaluate import check_asked
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.markdown import as_markdown
 from compress.evaluation.report.page import as_html
-from compress.evaluation.report.runs import EVALUATION, open_runs
+from compress.evaluation.report.runs import EVALUATION, ReportedRun, open_runs
 from compress.jobs.request import several
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import load_recipe, regrouped
 from compress.search.original import OriginalSpeed
-from compress.search.sweep_rows import Sweep, SweepRow, ranked
+from compress.search.stored_trial import RUN, StoredTrial
+from compress.search.sweep_rows import Sweep, SweepRow, rank
 from compress.search.texts import Beside, Text, Texts
-from compress.search.trial import RUN, Common, Trial
+from compress.search.trial import TrialSettings
 
 INDEX, ORIGINAL = "sweep.json", "original.json"
 PAGE, TEXT = "report.html", "report.md"
@@ -82,7 +82,7 @@ def sweep(
     place, reporter = Path(output), reporter or Silent()
     steps = _steps(recipes)
     if group_size is not None:
-        steps = _regrouped(steps, group_size, reporter)
+        steps = _regroup(steps, group_size, reporter)
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
     _check_place(place, steps)
@@ -91,16 +91,18 @@ def sweep(
         raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
     beside = Beside(tuple(map(str, tasks)), questions, speed)
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
-    common = _common(str(model), texts, beside, original, keep)
+    settings = TrialSettings(str(model), texts, device, trust_remote_code, beside, original)
+    asked = _asked_words(settings)
     told = "token ids" if isinstance(text, Tensor) else shown(str(text))
     rows: list[SweepRow] = []
     for done, (name, passes) in enumerate(steps.items()):
         reporter.step(done, len(steps), "")
-        rows.append(Trial(name, passes, place / name, common).row())
+        rows.append(StoredTrial(name, passes, place / name, settings, asked, keep, reporter).row())
         reporter.step(done + 1, len(steps), name)
-        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, ranked(rows))
+        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, rank(rows))
         write_json(place / INDEX, asdict(found))
-    _report(place, found)
+    if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
+        write_reports(place, open_runs(evaluations))
     return found
 
 
@@ -116,25 +118,21 @@ def _check_place(place: Path, names: Collection[str]) -> None:
         check_replaceable(path, "move it, or give another output")
 
 
-def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
-    """The settings that all recipes share. Raises InputError for an evaluation that the model does not allow."""
+def _asked_words(settings: TrialSettings) -> list[str]:
+    """A word for each measurement besides those on texts. Raises InputError for an evaluation that the model does not
+    allow."""
+    texts, beside = settings.texts, settings.beside
     fingerprints = check_asked(
-        model,
+        settings.model,
         text=texts.held_out,
         length=texts.window,
         bos=texts.bos_of(texts.text),
         samples=texts.text_samples,
         tasks=beside.tasks,
         questions=beside.questions,
-        trust_remote_code=original.trusted,
+        trust_remote_code=settings.trust_remote_code,
     )
-    about = {
-        "model": find_source(model, original.trusted).fingerprint(),
-        "version": VERSION,
-        "texts": texts.content(),
-    }
-    asked, how = beside.words(fingerprints), (original.device, original.trusted, keep, original.reporter)
-    return Common(model, texts, beside, about, asked, original, *how)
+    return beside.words(fingerprints)
 
 
 def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
@@ -159,7 +157,7 @@ def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
     return found
 
 
-def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
+def _regroup(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
     """{name: passes} with another group size in every recipe that has groups; a note names the recipes without. Raises
     InputError where no recipe has groups."""
     found: dict[str, tuple[Pass, ...]] = {}
@@ -177,9 +175,8 @@ def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Repor
     return found
 
 
-def _report(place: Path, found: Sweep) -> None:
-    """Write one report on all recipes that have figures, as HTML and as Markdown."""
-    if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
-        made = compose(open_runs(evaluations))
-        write_whole(place / PAGE, as_html(made))
-        write_whole(place / TEXT, noted(as_markdown(made)))
+def write_reports(place: Path, runs: Sequence[ReportedRun]) -> None:
+    """Write one report on several runs, as HTML and as Markdown."""
+    made = compose(runs)
+    write_whole(place / PAGE, as_html(made))
+    write_whole(place / TEXT, noted(as_markdown(made)))

@@ -69,7 +69,7 @@ def _accuracy(found: TaskResult) -> dict[str, float]:
     return {name: figure.value for name, figure in both.items() if figure is not None}
 
 
-def ranked(rows: Sequence[SweepRow]) -> list[SweepRow]:
+def rank(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Rows ordered by bytes, with those on the Pareto front marked."""
     measured = [(row.bytes, row.kl_mean, row) for row in rows if row.bytes is not None and row.kl_mean is not None]
     best = undominated([(size, kl) for size, kl, _ in measured])

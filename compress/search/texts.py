@@ -66,6 +66,9 @@ class Beside:
         return [*found, "speed"] if self.speed else found
 
 
+NOTHING = Beside()
+
+
 def in_rows(text: Text | None) -> bool:
     """True for rows of token ids, whose length is fixed."""
     return isinstance(text, Tensor) or str(text).endswith(TOKEN_FORMATS)

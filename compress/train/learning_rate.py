@@ -70,13 +70,13 @@ class RangeTest:
         return f"learning rate {self.learning_rate:.2g}, by a range test (loss {self.start:.4g}, after steps of {told})"
 
 
-def tried(steps: int) -> list[float]:
+def trial_rates(steps: int) -> list[float]:
     """The rates that are tried for a run of so many steps, from the smallest on."""
     trials = max(FEWEST, min(TRIALS, steps // 2))
     return [LOWEST * (HIGHEST / LOWEST) ** (i / (trials - 1)) for i in range(trials)]
 
 
-def chosen(start: float, curve: Curve) -> float:
+def choose_rate(start: float, curve: Curve) -> float:
     """The rate for a run, by the loss before the first step and those after a step of each rate, from the smallest on:
     the smallest one where every step did harm."""
     least = min((loss for _, loss in curve), default=start)
@@ -92,7 +92,7 @@ def range_test(this: Training) -> RangeTest:
     began, options = time.monotonic(), this.options
     seen, _ = this.rows.split(options.held_out)
     samples = SampleOrder(len(seen), options.rows, options.seed).of_step(0)
-    rates, losses = tried(options.steps), list[float]()
+    rates, losses = trial_rates(options.steps), list[float]()
     with _as_before(this):
         adamw = optimizer(this.learned, options)
         for trial, rate in enumerate([*rates, HIGHEST]):  # a step's loss measures the effect of the step before
@@ -112,7 +112,7 @@ def range_test(this: Training) -> RangeTest:
                 break
     start, *after = losses
     curve = list(zip(rates, after, strict=False))
-    return RangeTest(chosen(start, curve), start, curve, time.monotonic() - began)
+    return RangeTest(choose_rate(start, curve), start, curve, time.monotonic() - began)
 
 
 def range_test_once(this: Training) -> RangeTest:

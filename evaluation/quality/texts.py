@@ -12,8 +12,8 @@ from compress.checkpoint.files import checksum
 from compress.checkpoint.portable_names import shown
 from compress.data.bos import bos_of
 from compress.data.documents import TOKEN_FORMATS, read_documents
-from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenized
-from compress.data.tokens import checked_ids
+from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenize
+from compress.data.tokens import check_ids
 from compress.evaluation.document import Figure, TextResult
 from compress.evaluation.quality.predictor import Quality
 from compress.evaluation.quality.windows import Windows, overlapping_windows, row_windows
@@ -89,10 +89,10 @@ def load_text(
     documents, found = read_documents(source, role), tokenizer()
     assert isinstance(found, PreTrainedTokenizerBase)
     before = bos_of(found, bos, source)
-    ids_N = tokenized(documents, found, before)
+    ids_N = tokenize(documents, found, before)
     if len(ids_N) < 2:
         raise InputError(f"{source} has {len(ids_N)} token; at least 2 are needed: give more text")
-    checked_ids(ids_N.unsqueeze(0), source, getattr(config, "vocab_size", None))
+    check_ids(ids_N.unsqueeze(0), source, getattr(config, "vocab_size", None))
     check_context(source, min(wanted, len(ids_N)), config)
     skipped = before.before_rows if len(documents.rows) > 1 else None
     notes = (*documents.said_of_fields(role), *documents.said_of_empty(role))

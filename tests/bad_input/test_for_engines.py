@@ -14,8 +14,10 @@ from transformers import CompressedTensorsConfig
 import compress
 from compress.base.errors import CompressError
 from compress.inference.load.loading import transformers_alone
+from compress.jobs.request import Request
 from compress.passes.protocol.recipe import load_recipe, make_pass
-from compress.search.fitting.recipe_space import Wishes, offered
+from compress.search.fitting.recipe_space import Wishes, recipe_space
+from compress.search.fitting.request import FitRequest, fit_target
 
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
@@ -201,7 +203,10 @@ def test_fit_offers_an_engine_no_experts_of_several_schemes(tmp_path: Path) -> N
     assert "a scheme for each expert, and vllm takes one for all experts of a block; quantize with one" in refused.err
     _, ignored = refused.err.strip().split(", or --ignore ")
     patterns = [each.strip("' ") for each in ignored.split("--ignore")]
-    assert offered(str(tmp_path / "model"), patterns, "vllm", Wishes(), trusted=False).schemes
+    rows = torch.zeros(8, 16, dtype=torch.int64)
+    asked = Request(model=str(tmp_path / "model"), calibration=rows, ignore=patterns)
+    request = FitRequest(asked, fit_target(bits=4.0), rows)
+    assert recipe_space(request, Wishes("vllm")).schemes
 
 
 def test_blocks_of_scales_end_where_a_part_of_a_layer_does(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 import compress
 from compress.checkpoint.read.source import DEMO
 from compress.data.chat import Conversations
-from compress.data.packing import RowPiece, packed
+from compress.data.packing import RowPiece, pack
 from compress.data.rows import row_of
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
@@ -99,7 +99,7 @@ def test_rows_of_sharegpt_and_parts_of_text_are_the_same_conversation(tokenizer:
 
 def test_a_piece_goes_into_the_first_window_with_room() -> None:
     sizes = [6, 5, 3, 4, 2, 9]
-    windows = packed([RowPiece(0, i, [i] * size) for i, size in enumerate(sizes)], 10)
+    windows = pack([RowPiece(0, i, [i] * size) for i, size in enumerate(sizes)], 10)
     assert [[piece.row for piece in window] for window in windows] == [[0, 2], [1, 3], [4], [5]]
 
 

@@ -18,7 +18,7 @@ import compress
 from compress.checkpoint.read.pretrained import processor_of
 from compress.checkpoint.read.source import find_source
 from compress.data.images import Sample, read_image, samples_of
-from compress.data.processor_batches import QUESTION, Pictures, processed
+from compress.data.processor_batches import QUESTION, Pictures, process
 
 pytest.importorskip("PIL", reason="images are read by Pillow (the extra `images`)")
 # Of a model without texts. transformers 5.17 makes it with torchvision, later ones with Pillow, too.
@@ -51,7 +51,7 @@ def quantized(model: Path, calibration: object, output: Path, *more: object) -> 
 def made(model: Path, samples: list[Sample] | None, size: int = 8) -> Pictures:
     assert samples is not None
     processor = processor_of(find_source(str(model)), texts=True)
-    return processed(samples, processor, "given", texts=True, count=None, size=size)
+    return process(samples, processor, "given", texts=True, count=None, size=size)
 
 
 # --- what is read ------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_every_tower_is_calibrated_and_runs_as_it_was_decided(
     seen = samples_of(str(shown))
     assert seen is not None
     processor = processor_of(find_source(str(models[model])), texts=model != "vit")
-    (batch, *_) = processed(seen, processor, "given", texts=model != "vit", count=1, size=1).batches
+    (batch, *_) = process(seen, processor, "given", texts=model != "vit", count=1, size=1).batches
     with torch.no_grad():
         assert all(torch.isfinite(each).all() for each in loaded(**batch).values() if isinstance(each, torch.Tensor))
 

@@ -17,21 +17,19 @@ from compress.base.errors import InputError
 from compress.base.progress import Silent
 from compress.checkpoint.sensitivity import Sensitivity, Tried, Unit
 from compress.evaluation.document import Figure
+from compress.jobs.request import Request
 from compress.passes.protocol.recipe import load_recipe
 from compress.search.budget import Budget
 from compress.search.candidate import Candidate
-from compress.search.fitting import measurements
-from compress.search.fitting.choice import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
-from compress.search.fitting.deadline import Deadline, OutOfTimeError, Watched
-from compress.search.fitting.duration import FitCost
+from compress.search.fitting import duration, measure
+from compress.search.fitting.choose import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
+from compress.search.fitting.duration import Deadline, FitCost, OutOfTimeError, Watched, within_time
 from compress.search.fitting.paired_kl import kl_of_windows, paired_difference
-from compress.search.fitting.proof import FitProof, RunPoint, markdown_of, paragraph_of
-from compress.search.fitting.recipe_space import Offered, Wishes, offered
-from compress.search.fitting.recovery import recovered
-from compress.search.fitting.request import FitAsked, FitTexts
-from compress.search.fitting.target import fit_target
-from compress.search.fitting.work import Fitting
-from compress.search.sensitivity import measure_sensitivity
+from compress.search.fitting.prove import FitProof, RunPoint, markdown_of, paragraph_of
+from compress.search.fitting.recipe_space import RecipeSpace, Wishes, recipe_space
+from compress.search.fitting.request import FitRequest, fit_target
+from compress.search.fitting.runs import RecipeRun, Remarks, recover_loss
+from compress.search.sensitivity import open_study
 
 WEIGHTS = 1000
 SCORES = [(0.4, 0.1, 0.02), (0.05, 0.01, 0.001), (0.2, 0.04, 0.03)]
@@ -184,18 +182,18 @@ def test_names_on_the_page_mean_nothing_to_markdown_or_html():
     assert {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("|")} == {5, 6}
 
 
-class FakeFitting:
-    """A `Fitting` whose recipes were run: which meet the target, and the clock."""
+class FakeRuns:
+    """`RecipeRuns` of which it is known which recipes meet the target, and the clock."""
 
     def __init__(self, meets: dict[str, bool], hours: float | None = None) -> None:
-        self.met, self.notes, self.watch, self.seconds_of_run = meets, [], Deadline(hours), 1.0
-        self.asked = SimpleNamespace(model="", texts=SimpleNamespace(rows=None), shared={"trust_remote_code": False})
-        self.beside, self.runs = Path(), {"fit-1": None}
-        self.choices = {"fit-1": within_budget(table(), TABLES, Budget(bytes=1700))}
-        self.note = self.notes.append
+        self.met, self.remarks, self.watch, self.longest = meets, Remarks(Silent()), Deadline(hours), 1.0
+        self.request = SimpleNamespace(
+            model="", data=SimpleNamespace(rows=None), asked=SimpleNamespace(trust_remote_code=False)
+        )
+        self.done = {"fit-1": RecipeRun(within_budget(table(), TABLES, Budget(bytes=1700)), None, Path())}
 
     def run(self, choice, name):
-        self.runs[name], self.choices[name] = None, choice
+        self.done[name] = RecipeRun(choice, None, Path())
         return name
 
     def meets(self, name):
@@ -205,16 +203,16 @@ class FakeFitting:
 @pytest.mark.parametrize("change", [-0.01, 0.01])
 @pytest.mark.parametrize("meets", [(True, True), (False, True), (True, False)])
 def test_training_is_taken_where_it_is_closer_and_meets_no_less(monkeypatch, change, meets):
-    monkeypatch.setattr("compress.search.fitting.recovery.compared", lambda *_: Figure(change, 0.001))
-    work = FakeFitting(dict(zip(("fit-1", "fit-1-recovered"), meets, strict=True)))
+    monkeypatch.setattr("compress.search.fitting.runs.compare", lambda *_: Figure(change, 0.001))
+    runs = FakeRuns(dict(zip(("fit-1", "fit-1-recovered"), meets, strict=True)))
     better = change < 0 and meets != (True, False)
-    assert recovered(work, "fit-1", 0.5) == ("fit-1-recovered" if better else "fit-1")
-    assert ("it is taken" in work.notes[-1]) == better
-    first, train, table_pass = work.choices["fit-1-recovered"].passes[-3:]
+    assert recover_loss(runs, "fit-1", 0.5) == ("fit-1-recovered" if better else "fit-1")
+    assert ("it is taken" in runs.remarks.notes[-1]) == better
+    first, train, table_pass = runs.done["fit-1-recovered"].choice.passes[-3:]
     assert (first.name, train.minutes, table_pass.name) == ("gptq", 0.5, "embeddings")
-    late = FakeFitting({}, hours=0.001)
-    assert recovered(late, "fit-1", 0.5) == "fit-1"
-    assert late.notes == ["no time was left to recover what was lost"]
+    late = FakeRuns({}, hours=0.001)
+    assert recover_loss(late, "fit-1", 0.5) == "fit-1"
+    assert late.remarks.notes == ["no time was left to recover what was lost"]
 
 
 @pytest.fixture
@@ -291,71 +289,101 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
 
 
 CODES, GRIDS = Candidate("w3-trellis", (compress.Trellis(),)), Candidate("w3", (compress.GPTQ(),))
-WHOLE = Offered([CODES, GRIDS], (), (compress.Rotation(),))
+WHOLE = RecipeSpace([CODES, GRIDS], (), (compress.Rotation(),))
+
+
+class FakeStudy:
+    """A study whose uniform models have this KL once it is edited, and 1 before."""
+
+    def __init__(self, rotated: float, edited: bool = False) -> None:
+        self.rotated, self.edits, self.model = rotated, edited, strong()
+
+    def edited(self, first):
+        return FakeStudy(self.rotated, edited=True)
+
+    def measure(self, candidates):
+        (probe,) = candidates
+        notes = ["other", "rotate: 3 layers"] if self.edits else []
+        return SimpleNamespace(uniform_kl={probe.name: self.rotated if self.edits else 1.0}, notes=notes)
 
 
 @pytest.mark.parametrize(("rotated", "taken"), [(0.79, True), (0.81, False), (math.nan, False)])
-def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(monkeypatch, rotated, taken):
-    def found(_, __, first, *more):
-        return SimpleNamespace(
-            uniform_kl={"w3-trellis": rotated if first else 1.0}, notes=["other", "rotate: 3 layers"]
-        )
-
-    monkeypatch.setattr(measurements, "_measured", found)
-    made = measurements.with_or_without_rotation(SimpleNamespace(), WHOLE, Silent())
-    assert made.rotation == (WHOLE.rotation if taken else ())
+def test_a_rotation_is_taken_where_it_lowers_the_kl_by_a_fifth(rotated, taken):
+    made, notes = measure.with_or_without_rotation(FakeStudy(rotated), WHOLE)
+    assert made.edits == taken
     told = f"w3-trellis has KL {rotated} with a rotation and 1 without"
-    notes = [f"the model is rotated: {told}", "rotate: 3 layers"]
-    assert made.notes == (notes if taken else [f"the model is not rotated: {told}"])
+    assert notes == (
+        [f"the model is rotated: {told}", "rotate: 3 layers"] if taken else [f"the model is not rotated: {told}"]
+    )
 
 
 @pytest.mark.parametrize(
     ("hours", "left"), [(1.1, (True, True)), (0.9, (True, False)), (0.5, (False, True)), (0.2, (False, False))]
 )
 def test_what_takes_too_long_is_left_out_and_said(monkeypatch, hours, left):
-    def cost(asked, scored, full, tries):
+    def cost(request, scored, full, tries):
         return FitCost(0.0, 600.0 + 2100 * (CODES in full) + 600 * (tries > 0))
 
-    monkeypatch.setattr("compress.search.fitting.work.cost_of_fit", cost)
-    texts = SimpleNamespace(rows=[], windows=(1, 1))
-    asked = SimpleNamespace(model="", ignore=(), texts=texts, target=fit_target(None, 3.0, None, None))
-    work = Fitting(asked, WHOLE, Path(), Deadline(hours), Silent())
-    work.tell_time()
-    assert (CODES in work.offered.schemes, work.offered.rotation == WHOLE.rotation) == left
+    monkeypatch.setattr(duration, "cost_of_fit", cost)
+    space, words = within_time(SimpleNamespace(), WHOLE, Deadline(hours), 2)
+    assert words.startswith("about ")
+    assert (CODES in space.schemes, space.rotation == WHOLE.rotation) == left
     said = ["trellis codes are left out", "the model is not rotated"]
-    assert {note.partition(":")[0] for note in work.offered.notes} == {
+    assert {note.partition(":")[0] for note in space.notes} == {
         words for words, kept in zip(said, left, strict=True) if not kept
     }
+
+
+def request_of(model, ignore=()):
+    """A request to fit a model to 3 bits."""
+    asked = Request(model=str(model), calibration=tokens(40, 24), ignore=ignore)
+    return FitRequest(asked, fit_target(bits=3.0), tokens(4, 24))
 
 
 def test_what_is_offered_fits_the_model(model, tmp_path):
     other = save(make_llama(tie_word_embeddings=True, intermediate_size=80), tmp_path / "tied")
     for path, tied in ((model, False), (other, True)):
-        made = offered(str(path), (), None, Wishes(), trusted=False)
+        made = recipe_space(request_of(path), Wishes())
         assert [p.hidden for p in made.rotation] == [not tied]
         assert any(c.name == "w2-trellis" for c in made.schemes) != tied
         assert any("trellis codes are left out" in note for note in made.notes) == tied
-    assert offered(str(model), (), "vllm", Wishes(), trusted=False).rotation == ()
-    types = offered(str(model), (), None, Wishes("k-quants"), trusted=False)
+    assert recipe_space(request_of(model), Wishes("vllm")).rotation == ()
+    types = recipe_space(request_of(model), Wishes(method="k-quants"))
     assert [c.name for c in types.schemes] == ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
     assert (types.tables, types.rotation) == ((), ())
 
 
 def test_a_layer_that_stays_dense_keeps_the_model_from_being_rotated(model, tmp_path):
     rotation = compress.Rotation(hidden=False, heads=False, online=True)
-    how = {"calibration": tokens(40, 24)}
-    plain, turned = (
-        measure_sensitivity(str(model), [GRIDS], first=first, text=tokens(4, 24), **how) for first in ((), (rotation,))
-    )
+    asked = request_of(model)
+    study = open_study(asked.found, asked.data.read, asked.data.rows)
+    plain = study.measure([GRIDS])
+    before = {name: p.data.clone() for name, p in study.model.named_parameters()}
+    with measure.as_before(study.model):
+        turned = study.edited((rotation,)).measure([GRIDS])
     assert plain.uniform_kl != turned.uniform_kl
     assert plain.model["fingerprint"] != turned.model["fingerprint"]
     assert plain.weights == turned.weights
-    texts = FitTexts(how["calibration"], {}, tokens(4, 24), "text", (40, 24))
-    asked = FitAsked(str(model), fit_target(None, 3.0, None, None), texts, ("*down_proj*",), 8, {})
-    made = measurements.with_or_without_rotation(asked, Offered([GRIDS], (), (rotation,)), Silent())
-    assert made.rotation == ()
-    (note,) = made.notes
+    assert all(torch.equal(p, before[name]) for name, p in study.model.named_parameters())
+    asked = request_of(model, ignore=("*down_proj*",))
+    study = open_study(asked.found, asked.data.read, asked.data.rows, ignore=asked.asked.ignore)
+    made, notes = measure.with_or_without_rotation(study, RecipeSpace([GRIDS], (), (rotation,)))
+    assert made is study
+    (note,) = notes
     assert note.startswith("the model is not rotated: rotate changes model.layers.0.mlp.down_proj, which is to be left")
+
+
+@pytest.mark.full
+def test_a_table_is_measured_without_a_change_of_the_model():
+    """The KL of a model whose embedding alone is compressed."""
+    rows, scheme = tokens(3, 16), compress.Embeddings(scheme="w4a16")
+    model = strong()
+    before = {name: p.data.clone() for name, p in model.named_parameters()}
+    _, option = measure.table_options(model, rows, [(scheme, 100)], Silent())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    other = compress.quantize(strong(), scheme).model
+    assert option.kl == pytest.approx(sum(kl_of_windows(model, other, rows)) / 3)
+    assert option.kl > 0
 
 
 @pytest.mark.slow

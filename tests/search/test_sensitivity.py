@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import DRIFT_GPTQ, fast_gptq, save
 from models import strong, tokens
+from sensitivities import measure_sensitivity
 from torch.nn import functional
 
 import compress
@@ -16,7 +17,6 @@ from compress.evaluation.document import SizeResult
 from compress.passes.protocol.recipe import parse_recipe
 from compress.search.budget import Budget, allocate
 from compress.search.candidate import Candidate
-from compress.search.sensitivity import measure_sensitivity
 
 CALIBRATION, HELD_OUT = tokens(24, 32), tokens(5, 32, seed=7)
 
@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
         Candidate("w4", (fast_gptq(scheme="w4a16", group_size=16, grid="asymmetric"),)),
         Candidate("ternary", (compress.Ternary(group_size=32),)),
     ]
-    found = measure_sensitivity(model, candidates, calibration=CALIBRATION, text=HELD_OUT)
+    found = measure_sensitivity(str(model), candidates, calibration=CALIBRATION, text=HELD_OUT)
     rest = tensor_bytes(size_result(find_source(str(model)))) - 2 * found.weights  # of float16
     for share in (0.2, 0.5, 0.9):
         sizes = [[tried.bytes + tried.header_bytes for tried in unit.tried.values()] for unit in found.units]
@@ -122,7 +122,7 @@ def test_what_was_measured_is_kept_by_content(monkeypatch):
     def nothing(*_: object, **__: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(measuring, "measured", nothing)
+    monkeypatch.setattr(measuring, "measure_layers", nothing)
     assert measure_sensitivity(copy.deepcopy(model), [rounding(3)], **how) == first
     for changed in ({"text": HELD_OUT.flip(0)}, {"calibration": CALIBRATION.flip(0)}):
         with pytest.raises(AssertionError, match="again"):

@@ -14,7 +14,7 @@ from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality import reference_states
 from compress.evaluation.speed import side_by_side
 from compress.evaluation.tasks import evaluate as asked_of
-from compress.search.sweep_rows import SweepRow, ranked
+from compress.search.sweep_rows import SweepRow, rank
 
 TEXT = ["--text", "demo", "--text-samples", "4"]
 
@@ -203,6 +203,6 @@ def test_windows_of_training_data_are_as_asked_for(desk, monkeypatch):
 def test_the_front_is_what_nothing_beats():
     figures = {"a": (1, 9.0), "b": (2, 5.0), "c": (3, 6.0), "d": (4, 5.0), "e": (2, 5.0)}
     rows = [SweepRow(name, {}, bytes=size, kl_mean=kl) for name, (size, kl) in figures.items()]
-    found = ranked([*rows, SweepRow("x", {}, problem="why")])
+    found = rank([*rows, SweepRow("x", {}, problem="why")])
     assert [row.name for row in found if row.front] == ["a", "b", "e"]
     assert found[-1].name == "x"

@@ -6,7 +6,7 @@ from models import strong, tokens
 
 import compress
 from compress.model.layers import Layer
-from compress.train.rounding.latents import PARTS, ROOM, TOGETHER, begun, places_of
+from compress.train.rounding.latents import PARTS, ROOM, TOGETHER, places_of, start_weight
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, Quantized, encode, grouped, quantize
@@ -37,7 +37,7 @@ def test_a_weight_begins_at_the_original_or_as_near_as_its_code_lets_it(grid, dt
 
 def _check(original: torch.Tensor, moved: Quantized, room: float) -> None:
     grid = moved.grid
-    latent = begun(Decision(moved), places_of(Decision(moved), original), torch.float32)
+    latent = start_weight(Decision(moved), places_of(Decision(moved), original), torch.float32)
     scale = moved.scale.float().reshape(*grouped(latent, grid).shape[:-1], 1)
     zero = 0 if moved.zero_point is None else moved.zero_point.float().reshape(scale.shape)
     codes = grouped(moved.codes.float(), grid)
@@ -51,10 +51,10 @@ def test_masks_and_other_terms_are_left_to_themselves():
     original, kept = numbers(0), numbers(3) > 0
     codes = quantize(original * kept, GRIDS[0], torch.float32)
     pruned = Decision(codes, kept=kept)
-    assert not begun(pruned, places_of(pruned, original), torch.float32)[~kept].any()
+    assert not start_weight(pruned, places_of(pruned, original), torch.float32)[~kept].any()
     other = sparse(original, original > 1)
     summed = Decision(Weight((quantize(original - other.dequantize(), GRIDS[0], torch.float32), other)))
-    latent = begun(summed, places_of(summed, original), torch.float32)
+    latent = start_weight(summed, places_of(summed, original), torch.float32)
     assert (latent - original).norm() < 0.7 * (summed.weight.dequantize() - original).norm()
 
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from combinations import every
 
-from compress.train.rounding.straight_through import gradient_scale, rescaled, rounded, rounded_by_range, whole
+from compress.train.rounding.straight_through import (
+    gradient_scale,
+    rescale,
+    round_by_range,
+    round_with_gradient,
+    whole_zero_point,
+)
 from compress.weights.grid import Grid, decode, encode, fit, quantize, stored_scale
 
 GRIDS = [
@@ -30,15 +36,15 @@ def test_values_are_those_of_the_grid(grid, dtype):
     x, scale, zero = (t.float() for t in numbers(grid))
     scale = stored_scale(scale, grid, dtype)
     expected = decode(encode(x, scale, zero, grid), scale, zero, dtype)
-    assert torch.equal(rounded(x.requires_grad_(), scale, zero, grid, dtype), expected)
+    assert torch.equal(round_with_gradient(x.requires_grad_(), scale, zero, grid, dtype), expected)
     with torch.no_grad():
-        assert torch.equal(rounded(x, scale, zero, grid, dtype), expected)
+        assert torch.equal(round_with_gradient(x, scale, zero, grid, dtype), expected)
 
 
 @every("grid", GRIDS)
 def test_the_gradient_is_that_of_the_paper_number_by_number(grid):
     x, scale, zero = (t.requires_grad_() for t in numbers(grid))
-    y = rounded(x, scale, zero, grid, torch.float64)
+    y = round_with_gradient(x, scale, zero, grid, torch.float64)
     slope = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(y, (x, scale, zero), slope)
     x, scale, zero = (t.detach() for t in (x, scale, zero))
@@ -78,7 +84,7 @@ def test_the_gradient_is_that_of_the_function_whose_rounding_errors_are_constant
 
     assert torch.autograd.gradcheck(smooth, (x, scale, zero), eps=1e-8, atol=1e-3)
     slope = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    mine = torch.autograd.grad(rounded(x, scale, zero, grid, torch.float64), (x, scale, zero), slope)
+    mine = torch.autograd.grad(round_with_gradient(x, scale, zero, grid, torch.float64), (x, scale, zero), slope)
     theirs = torch.autograd.grad(smooth(x, scale, zero), (x, scale, zero), slope)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
@@ -87,7 +93,7 @@ def test_the_gradient_is_that_of_the_function_whose_rounding_errors_are_constant
 def test_a_number_on_the_last_code_still_moves():
     grid = Grid(bits=2, granularity="channel")
     x = torch.tensor([[-2.0, 1.0, 1.4, -2.6]], requires_grad=True)
-    rounded(x, torch.ones(1, 1), torch.zeros(1, 1), grid, torch.float32).sum().backward()
+    round_with_gradient(x, torch.ones(1, 1), torch.zeros(1, 1), grid, torch.float32).sum().backward()
     assert x.grad.tolist() == [[1.0, 1.0, 1.0, 0.0]]
 
 
@@ -97,20 +103,20 @@ def test_codes_that_an_anchor_chooses_stay_and_the_gradient_of_their_scale_is_ex
     scale = (1.3 * anchor).requires_grad_()
     expected = decode(encode(x, anchor, zero, grid), scale, zero, torch.float64)
     x.requires_grad_()
-    y = rescaled(x, anchor, scale, zero, grid, torch.float64)
+    y = rescale(x, anchor, scale, zero, grid, torch.float64)
     assert torch.equal(y, expected)
-    assert torch.autograd.gradcheck(lambda s: rescaled(x.detach(), anchor, s, zero, grid, torch.float64), (scale,))
+    assert torch.autograd.gradcheck(lambda s: rescale(x.detach(), anchor, s, zero, grid, torch.float64), (scale,))
     (mine,) = torch.autograd.grad(y.sum(), x)
-    (plain,) = torch.autograd.grad(rounded(x, anchor, zero, grid, torch.float64).sum(), x)
+    (plain,) = torch.autograd.grad(round_with_gradient(x, anchor, zero, grid, torch.float64).sum(), x)
     torch.testing.assert_close(mine, 1.3 * plain)
     with torch.no_grad():
-        assert torch.equal(rescaled(x, anchor, scale, zero, grid, torch.float64), expected)
+        assert torch.equal(rescale(x, anchor, scale, zero, grid, torch.float64), expected)
 
 
 @every("grid", [Grid(bits=4, granularity="token"), Grid(bits=8, granularity="token", type="float")])
 def test_the_gradient_of_a_range_reaches_the_number_that_spans_it(grid):
     x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    y = rounded_by_range(x, grid)
+    y = round_by_range(x, grid)
     with torch.no_grad():
         expected = quantize(x, grid, torch.float32).dequantize(torch.float64)
         steps = x / fit(x, grid, torch.float32)[0].unsqueeze(-1)
@@ -126,7 +132,7 @@ def test_the_gradient_of_a_range_reaches_the_number_that_spans_it(grid):
 def test_a_learned_zero_point_is_whole_and_has_the_gradient_of_the_identity():
     grid = Grid(bits=4, symmetric=False)
     z = torch.tensor([-9.4, -0.5, 0.6, 7.7], requires_grad=True)
-    found = whole(z, grid)
+    found = whole_zero_point(z, grid)
     found.sum().backward()
     assert found.tolist() == [-8, 0, 1, 7]
     assert z.grad.tolist() == [1, 1, 1, 1]

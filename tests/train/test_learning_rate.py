@@ -12,7 +12,7 @@ from compress.base.errors import CheckpointError
 from compress.base.progress import Silent
 from compress.engine.learn import training
 from compress.passes.train import Train
-from compress.train.learning_rate import LOWEST, PART, RangeTest, chosen, tried
+from compress.train.learning_rate import LOWEST, PART, RangeTest, choose_rate, trial_rates
 from compress.train.loop.best import interval
 
 TWO_BITS = compress.RTN(scheme="w2a16", group_size=16)
@@ -41,21 +41,21 @@ def of(loss, rates=31):
 
 
 def test_the_rate_is_a_part_of_those_of_the_smallest_losses():
-    assert chosen(10.0, of(lambda x: 1 + (x + 3) ** 2)) == pytest.approx(PART * 1e-3)
+    assert choose_rate(10.0, of(lambda x: 1 + (x + 3) ** 2)) == pytest.approx(PART * 1e-3)
     cliff = of(lambda x: 0.25 - 0.01 * (x + 6) if x < -2.9 else 3.0)
-    assert PART * 10**-3.5 < chosen(0.25, cliff) < PART * 1e-3
+    assert PART * 10**-3.5 < choose_rate(0.25, cliff) < PART * 1e-3
     cut_short = [place for place in cliff if place[1] < 1]
-    assert chosen(0.25, cut_short) == chosen(0.25, cliff)
+    assert choose_rate(0.25, cut_short) == choose_rate(0.25, cliff)
     noise = torch.Generator().manual_seed(0)
     noisy = of(lambda x: (1 + (x + 3) ** 2) * float(1 + 0.05 * torch.rand((), generator=noise)))
-    assert PART * 10**-3.1 < chosen(10.0, noisy) < PART * 10**-2.9
+    assert PART * 10**-3.1 < choose_rate(10.0, noisy) < PART * 10**-2.9
     for harm in (of(lambda x: 1.1 + (x + 6)), []):
-        assert chosen(1.0, harm) == LOWEST
+        assert choose_rate(1.0, harm) == LOWEST
 
 
 def test_a_short_run_has_a_shorter_test():
-    assert [len(tried(steps)) for steps in (1, 40, 62, 10_000)] == [16, 20, 31, 31]
-    assert tried(62)[6] == pytest.approx(1e-5)
+    assert [len(trial_rates(steps)) for steps in (1, 40, 62, 10_000)] == [16, 20, 31, 31]
+    assert trial_rates(62)[6] == pytest.approx(1e-5)
 
 
 def test_measurements_take_a_twentieth_of_the_time_at_most():

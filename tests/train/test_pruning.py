@@ -14,8 +14,8 @@ from compress.model.layers import Layer
 from compress.passes.train import Train
 from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
 from compress.train.inputs.samples import Rows
-from compress.train.rounding.penalties import Penalties, penalized
-from compress.train.rounding.pruning import Prunable, eased, progress_at, prune_to
+from compress.train.rounding.penalties import Penalties, penalized_weights
+from compress.train.rounding.pruning import Prunable, pattern_at, progress_at, prune_to
 from compress.weights.masks import Pattern, pattern_of
 
 DATA = {"calibration": tokens(8), "training": tokens(16, seed=4), "batch_size": 4}
@@ -39,7 +39,7 @@ def test_the_schedule_is_the_papers():
         s_t = 0.8 + (0.0 - 0.8) * (1 - (t - 10) / (3 * 15)) ** 3
         assert 0.8 * progress == pytest.approx(s_t), i
     assert progress_at(0, 1, Train(sparsity=0.5)) == 1  # a single step has all of it
-    assert [eased(Pattern(2, 4), p) for p in (0.4, 0.5, 0.9, 1.0)] == [None, (3, 4), (3, 4), (2, 4)]
+    assert [pattern_at(Pattern(2, 4), p) for p in (0.4, 0.5, 0.9, 1.0)] == [None, (3, 4), (3, 4), (2, 4)]
 
 
 def test_masks_take_the_smallest_and_give_nothing_back():
@@ -116,7 +116,7 @@ def test_a_proximal_step_minimizes_the_penalty_beside_the_distance():
         each.parameter.data[:, 0] *= 0.1
         each.parameter.data[0] *= 0.1
         w = each.parameter.detach().clone()
-        Penalties(penalized([each.layer], groups), l1, lasso, Comm())(rate)
+        Penalties(penalized_weights([each.layer], groups), l1, lasso, Comm())(rate)
         size = w.numel() / w.shape[dim]
         some_zero = False
         for v_g, w_g in zip(each.parameter.detach().unbind(dim), w.unbind(dim), strict=True):

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.base.errors import InputError
 from compress.model.layers import Layer
 from compress.solvers.trellis.solve import nearest_states
-from compress.train.rounding.swapped_layers import PARTS, attach, detach, finished, quantizers_of, scales_in
+from compress.train.rounding.swapped_layers import PARTS, attach, decision_after, detach, quantizers_of, scales_in
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.formats.levels import LEVEL_FORMATS
@@ -65,7 +65,7 @@ def test_what_training_sees_is_what_is_stored(grid, dtype, scales):
             for p in module.parameters():
                 p += 0.05 * torch.randn_like(p)
         seen = module.rounded_weight
-        made = finished(layer, layer.weight, decision, dtype)
+        made = decision_after(layer, layer.weight, decision, dtype)
         detach(module)
         assert torch.equal(layer.stored(made.weight.dequantize().float()), seen)
         assert made.weight.scale.dtype == dtype
@@ -86,7 +86,7 @@ def test_inputs_and_outputs_are_rounded_as_they_are_stored(codes):
                 module.input_quantizer.log_factor += 0.1
                 module.input_quantizer.zero_point += 1.6
         y = module(x)
-        made = finished(layer, layer.weight, decision, torch.float32)
+        made = decision_after(layer, layer.weight, decision, torch.float32)
         detach(module)
         plain.weight.data = layer.stored(made.weight.dequantize())
         given = x
@@ -126,7 +126,7 @@ def test_pruned_weights_of_a_layer_without_codes_stay_zero_and_get_no_gradient()
     gradient = module._parameters["weight"].grad
     assert not gradient[~kept].any()
     assert gradient[kept].all()
-    made = finished(layer, layer.weight, decision, torch.float32)
+    made = decision_after(layer, layer.weight, decision, torch.float32)
     assert torch.equal(made.weight.dequantize(), layer.weight * kept)
 
 
@@ -151,7 +151,7 @@ def test_of_a_trellis_scales_learn_and_codes_stay():
     assert factor.grad.all()
     with torch.no_grad():
         factor.add_(torch.randn(6, 1) / 10)
-    (made,) = finished(layer, layer.weight, decision, torch.bfloat16).weight.terms
+    (made,) = decision_after(layer, layer.weight, decision, torch.bfloat16).weight.terms
     assert torch.equal(module(x), x @ made.dequantize().float().t())
     assert torch.equal(made.states, codes.states)
     assert not torch.equal(made.scale, codes.scale)

@@ -145,7 +145,7 @@ def show(fitted: "FitResult") -> None:
         )
         click.echo(visible(f"{fitted.output}: run it with compress quantize MODEL --recipe {fitted.output} ..."))
         return
-    from compress.search.fitting.proof import paragraph_of
+    from compress.search.fitting.prove import paragraph_of
 
     click.echo(visible(paragraph_of(fitted.proof)))
     click.echo(

@@ -16,8 +16,8 @@ from compress.inference.load.caches import round_cache
 from compress.model.attention import hold_scales
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
-from compress.train.rounding.latents import begun
-from compress.train.rounding.swapped_layers import PARTS, finished
+from compress.train.rounding.latents import start_weight
+from compress.train.rounding.swapped_layers import PARTS, decision_after
 from compress.weights.caches import SCALES, CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
@@ -30,7 +30,7 @@ def begin(
     places: taken out of here, as they are used."""
 
     def closest(layer: Layer) -> None:
-        latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
+        latent_NK = start_weight(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
         layer.part(layer.parameter.data).copy_(layer.stored(latent_NK))
 
     wide = _exact(residency)
@@ -63,7 +63,7 @@ def trained_decisions(
         if decision is None or not hasattr(layer.module, PARTS[0]):
             made[layer.name] = Decision(dense(weight_NK.to(dtype)))
         else:
-            made[layer.name] = finished(layer, weight_NK, decision, dtype)
+            made[layer.name] = decision_after(layer, weight_NK, decision, dtype)
         check_scales({layer.name: made[layer.name]}, {layer.name: weight_NK})
 
     if plan.tables:

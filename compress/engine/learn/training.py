@@ -19,18 +19,17 @@ from compress.engine.residency import widened
 from compress.engine.walk.state import Run
 from compress.model.layers import Layer
 from compress.passes.protocol.stages import Learn
-from compress.train.advice import little_gain
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import SampleOrder
 from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.learning_rate import RangeTest, range_test_once
-from compress.train.loop.loop import History, Training, train, unchanged, untouched
+from compress.train.loop.loop import History, Training, little_gain, train, unchanged, untouched
 from compress.train.loop.optimizer import Learned
 from compress.train.loop.train_checkpoints import fixed_of
 from compress.train.objective.objective import Objective
 from compress.train.objective.outputs import eager_attention
 from compress.train.options import TrainingOptions
-from compress.train.rounding.penalties import Penalties, penalized
+from compress.train.rounding.penalties import Penalties, penalized_weights
 from compress.train.rounding.pruning import Prunable, Pruning, last_pruning
 from compress.train.rounding.quantizers import ScaledCodes
 from compress.train.rounding.sparsity_options import SparsityOptions
@@ -219,7 +218,7 @@ def _thinning(
         found = {layer.name: Prunable(layer, layer.parameter, masks[layer.name].kept) for layer in layers}  # type: ignore
         before = Pruning(found, learn.options.steps, sparsity, run.comm)
     if sparsity.shrinks:
-        shrunk = penalized([layer for layer in layers if layer.parameter.requires_grad], sparsity.lasso_groups)
+        shrunk = penalized_weights([layer for layer in layers if layer.parameter.requires_grad], sparsity.lasso_groups)
         after = Penalties(shrunk, sparsity.l1, sparsity.group_lasso, run.comm)
     return before, after
 

@@ -18,9 +18,9 @@ from compress.model.open_block import Opened
 from compress.passes.protocol.stages import Reconstruction
 from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.optimizer import BETAS, sum_gradients
-from compress.train.rounding.latents import begun, places_of
+from compress.train.rounding.latents import places_of, start_weight
 from compress.train.rounding.quantizers import WeightQuantizer
-from compress.train.rounding.swapped_layers import PARTS, finished, requiring, rounding
+from compress.train.rounding.swapped_layers import PARTS, decision_after, requiring, rounding
 from compress.weights.decision import Decision
 
 NARROW = 4  # bytes: parameters of fewer are widened, and products are of their dtype still
@@ -66,7 +66,7 @@ def reconstructed(
         made = {}
         for layer in trained:
             decision = decisions[layer.name]
-            weight = finished(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
+            weight = decision_after(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
             made[layer.name] = replace(decision, weight=weight, figures=figures)
         return made
 
@@ -86,7 +86,7 @@ def _start(layer: Layer, decision: Decision, versions: Versions, learns: bool) -
     weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     places = places_of(decision, layer.matrix(original))
     if places is not None:
-        weight.data = layer.stored(begun(decision, places, weight.dtype)).to(weight.device)
+        weight.data = layer.stored(start_weight(decision, places, weight.dtype)).to(weight.device)
     weight.requires_grad_(learns)
 
 

@@ -26,8 +26,22 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Figure
     return of_few_windows(figure, len(first))
 
 
-def compared(model: str | Path, one: Path, other: Path, rows: Tensor, trusted: bool = False) -> Figure:
+def compare(model: str | Path, one: Path, other: Path, rows: Tensor, trusted: bool = False) -> Figure:
     """`paired_difference` of the KLs of two checkpoints of a model: negative where the first is closer to it."""
     original = load(model, torch.float32, trust_remote_code=trusted)
     made = (load(each, torch.float32, dequantize=True, trust_remote_code=trusted) for each in (one, other))
     return paired_difference(*(kl_of_windows(original, each, rows) for each in made))
+
+
+def with_interval(figure: Figure) -> str:
+    """A figure and its 95 % interval."""
+    low, high = interval(figure)
+    return f"{figure.value:.4g}" if low == high else f"{figure.value:.4g} ({low:.4g} to {high:.4g})"
+
+
+def interval(figure: Figure) -> tuple[float, float]:
+    """95 %; of a figure without an error its value twice."""
+    if figure.interval is not None:
+        return figure.interval
+    beside = 1.96 * (figure.error or 0.0)
+    return figure.value - beside, figure.value + beside

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from compress.base.errors import InputError, one_of
+from compress.checkpoint.sensitivity import header_bytes
 from compress.engine.plan.matching import tied_head
 from compress.jobs.engines import check_engine, engine_named, pick_options
-from compress.jobs.forecast.forecast import plan, shapes_of
-from compress.jobs.model_source import found_model
+from compress.jobs.forecast.forecast import shapes_of
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.model.experts import Experts
-from compress.model.layers import layers_of
+from compress.model.layers import find_stacks, layers_of
 from compress.model.patterns import ignoring, matches
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
@@ -20,17 +22,22 @@ from compress.passes.protocol.recipe import options_of
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.passes.whole_model.rotate import Rotation
 from compress.search.candidate import Candidate
-from compress.search.fitting.embedding_schemes import possible_tables
+from compress.search.fitting.request import FitRequest
 
 BITS = (2, 3, 4, 5, 6, 8)
 METHODS = ("gptq", "k-quants")
+WIDTHS = (8, 6, 4)  # of the embedding
+PARTS = 4  # tensors of a table's codes, at most, whose header entries take a place of their own
+# A name longer than those of tables of embeddings, for an upper bound of their header entries.
+LONG = "model.decoder.embed_tokens.weight_packed.and.more"
 
 
 @dataclass(frozen=True)
 class Wishes:
     """The wanted method of layers, and other parts of recipes. For an engine, and for K-quants, which are llama.cpp's
-    types, there are none of these."""
+    types, there are none of the parts."""
 
+    engine: str | None = None
     method: str = "gptq"
     embeddings: bool = True
     trellis: bool = True
@@ -38,7 +45,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Offered:
+class RecipeSpace:
     """schemes: candidates as they are run, of the fewest bits first. tables: (scheme of the embedding, bytes of tensors
     that it saves). rotation: the first pass, or none. notes: what is left out or decided, and why."""
 
@@ -47,51 +54,79 @@ class Offered:
     rotation: tuple[Rotation, ...] = ()
     notes: Sequence[str] = ()
 
-    def without_trellises(self, why: str) -> "Offered":
+    def without_trellises(self, why: str) -> "RecipeSpace":
         """The same without trellis codes."""
         left = [c for c in self.schemes if not any(isinstance(p, Trellis) for p in c.passes)]
         if len(left) == len(self.schemes):
             return self
         return replace(self, schemes=left, notes=[*self.notes, f"trellis codes are left out: {why}"])
 
-    def without_rotation(self, why: str) -> "Offered":
+    def without_rotation(self, why: str) -> "RecipeSpace":
         """The same without a rotation."""
         if not self.rotation:
             return self
         return replace(self, rotation=(), notes=[*self.notes, f"the model is not rotated: {why}"])
 
 
-def offered(model: str, ignore: Sequence[str], engine: str | None, wishes: Wishes, trusted: bool) -> Offered:
-    """The parts of recipes that there are for a model. trusted: code of its repository may run. Raises InputError for
-    an unknown method, and for an engine that opens another form."""
+def recipe_space(request: FitRequest, wishes: Wishes) -> RecipeSpace:
+    """The parts of recipes that there are for a model. Raises InputError for an unknown method, and for an
+    engine that opens another form."""
+    engine = wishes.engine
     if one_of("method", wishes.method, METHODS) == "k-quants":
         if engine is not None:
             raise InputError(f"--for {engine} has schemes of its own; leave out either it or --method k-quants")
-        return Offered([Candidate(type_, (KQuants(scheme=type_),)) for type_ in K_QUANTS])
+        return RecipeSpace([Candidate(type_, (KQuants(scheme=type_),)) for type_ in K_QUANTS])
     schemes = _schemes(engine)
+    if engine is None and not (wishes.embeddings or wishes.trellis or wishes.rotate):
+        return RecipeSpace(schemes)
+    empty, _ = shapes_of(request.found)
     if engine is not None:
-        _check_experts(model, ignore, engine, trusted)
-        return Offered(schemes)
-    made = Offered(schemes, possible_tables(model, trusted) if wishes.embeddings else ())
-    if wishes.trellis:
-        codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
-        more = replace(made, schemes=[*codes, *schemes])
-        why = _why_not(model, ignore, codes[0].passes, trusted)
-        made = more if why is None else more.without_trellises(why)
-    if wishes.rotate:
-        # A head that is tied to the embedding would get a weight of its own.
-        empty, _ = shapes_of(found_model(model, None, trusted))
-        rotation = Rotation(hidden=tied_head(empty) is None, online=True)
-        more = replace(made, rotation=(rotation,))
-        why = _why_not(model, ignore, (rotation, *schemes[0].passes), trusted)
-        made = more if why is None else more.without_rotation(why)
-    return made
+        _check_experts(empty, request.asked.ignore, engine)
+        return RecipeSpace(schemes)
+    # A head that is tied to the embedding would get a weight of its own.
+    rotation = (Rotation(hidden=tied_head(empty) is None, online=True),) if wishes.rotate else ()
+    space = RecipeSpace(schemes, _tables(request) if wishes.embeddings else (), rotation)
+    if not wishes.trellis:
+        return space
+    codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
+    space = replace(space, schemes=[*codes, *schemes])
+    layers = [layer for stack in find_stacks(empty) for name, block in stack.blocks for layer in layers_of(block, name)]
+    wanted = [layer for layer in layers if not any(matches(layer.name, pattern) for pattern in request.asked.ignore)]
+    whys = (codes[0].suits(layer.name, layer.shape) for layer in wanted)
+    why = next((why for why in whys if why is not None), None)
+    return space if why is None else space.without_trellises(why)
 
 
-def _check_experts(model: str, ignore: Sequence[str], engine: str, trusted: bool) -> None:
+def check_reach(request: FitRequest, space: RecipeSpace) -> None:
+    """Raises InputError for a size or bits below those of the smallest recipe."""
+    budget = request.target.budget
+    if budget is None:
+        return
+    tables = [] if budget.bytes is None else space.tables
+    least = request.plan([*space.schemes[0].passes, *(table for table, _ in tables[-1:])])
+    if budget.bytes is not None and least.saving.after > budget.bytes:
+        raise InputError(f"size {budget}; the smallest recipe takes {least.saving.after:,} bytes: give that or more")
+    if budget.bits_per_weight is not None and (least.bits_per_weight or 0.0) > budget.bits_per_weight:
+        raise InputError(
+            f"bits {budget.bits_per_weight:g}; the smallest recipe has {least.bits_per_weight:.4g}: give that or more"
+        )
+
+
+def _tables(request: FitRequest) -> list[tuple[Embeddings, int]]:
+    """(A scheme of the embedding, bytes of tensors that it saves), of those that save any; from headers alone."""
+    headers = PARTS * header_bytes(LONG, (10**6, 10**6))
+    schemes = [Embeddings(scheme=f"w{bits}a16") for bits in WIDTHS]
+    try:
+        savings = [request.plan(scheme).saving for scheme in schemes]
+    except InputError:  # no table that codes could stand for
+        return []
+    saved = [saving.before - saving.after - headers for saving in savings]
+    return [(scheme, size) for scheme, size in zip(schemes, saved, strict=True) if size > 0]
+
+
+def _check_experts(empty: nn.Module, ignore: Sequence[str], engine: str) -> None:
     """Raises InputError for experts, which would get several schemes, where an engine takes one for all. Those that are
     ignored get none."""
-    empty, _ = shapes_of(found_model(model, None, trusted))
     mixtures = [(name, module) for name, module in empty.named_modules() if isinstance(module, Experts)]
     experts = [layer.name for name, module in mixtures for layer in layers_of(module, name)]
     if not all(any(matches(layer, pattern) for pattern in ignore) for layer in experts):
@@ -118,12 +153,3 @@ def _schemes(engine: str | None) -> list[Candidate]:
     if engine is not None:
         check_engine(engine, [p for each in full for p in each.passes])
     return full
-
-
-def _why_not(model: str, ignore: Sequence[str], passes: Sequence[Any], trusted: bool) -> str | None:
-    """The reason why passes do not suit a model, as trellis codes where a layer's inputs do not fill their words."""
-    try:
-        plan(model, passes, ignore=ignore, trust_remote_code=trusted)
-    except InputError as error:
-        return str(error)
-    return None

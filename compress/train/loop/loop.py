@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ from torch import Tensor
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.base.progress import Reporter
-from compress.train.inputs.batch import is_text
 from compress.train.inputs.fsdp_shards import reshard
-from compress.train.inputs.samples import Rows, SampleOrder, micro_batches
+from compress.train.inputs.samples import Rows, SampleOrder, is_text, micro_batches
 from compress.train.loop import train_checkpoints
 from compress.train.loop.best import Best, interval
-from compress.train.loop.metrics import Log
+from compress.train.loop.metrics import Log, ends
 from compress.train.loop.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
 from compress.train.loop.stopping import Stopping
 from compress.train.objective.objective import Objective
 from compress.train.options import TrainingOptions
 
 Line = dict[str, float | int]
+LITTLE = 1 / 5  # of what was lost
+NOTHING = 1e-3  # nats a token: so little divergence that there is nothing to take back
 
 
 def unchanged(step: int) -> Mapping[str, float]:
@@ -104,7 +105,7 @@ def train(this: Training) -> History:
 
     def measure(step: int) -> None:
         began = time.monotonic()
-        history.held_out.append(measured(this, kept_out, step))
+        history.held_out.append(measure_held_out(this, kept_out, step))
         history.measuring += time.monotonic() - began
         log.held_out(history.held_out[-1])
         if step > history.resumed or not step:  # a resumed checkpoint already records whether it is the best
@@ -172,7 +173,7 @@ def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Seq
     for part, counting in micro_batches(indices, this.micro, comm):
         with torch.enable_grad(), _computing(this):
             totals = this.objective(rows.take(part))
-        loss = combined(this, totals, counts)
+        loss = weighted_loss(this, totals, counts)
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (comm.world if counting else 0)).backward()
         for name, found in totals.items():
@@ -197,7 +198,7 @@ def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Seq
     return {**line, **norms, "per_second": round(tokens / seconds, 1)}
 
 
-def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
+def weighted_loss(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
     """The loss of a micro-batch, weighted by its share of the whole step."""
     weights = this.objective.weights
     parts = [weights[name] / max(1, counts[name]) * total for name, total in totals.items()]
@@ -217,7 +218,7 @@ def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm
 
 
 @torch.no_grad()
-def measured(this: Training, rows: Rows, step: int) -> Line:
+def measure_held_out(this: Training, rows: Rows, step: int) -> Line:
     """The losses on samples that are not trained on."""
     indices = range(len(rows))
     counts = this.objective.counts(rows.take(indices))
@@ -227,3 +228,23 @@ def measured(this: Training, rows: Rows, step: int) -> Line:
         for name, total in this.objective(rows.take(part)).items():
             sums[name] += float(total) * counting
     return {"step": step, **_over_ranks(sums, counts, this.comm)}
+
+
+def little_gain(history: History, this: Training) -> str | None:
+    """Advice where a training took back less than a fifth of the divergence from the teacher; None where it
+    was more, and where it was not measured."""
+    found = ends(asdict(history))
+    if found is None or "logits" not in this.objective.weights:
+        return None
+    before, after = (float(losses["logits"]) for losses in found)
+    if before < NOTHING or before - after >= LITTLE * before:
+        return None
+    options = this.options
+    if history.kept == options.steps:
+        first = f"more steps (now {options.steps}), as the divergence still fell at the end"
+    else:
+        first = f"more text to train on, or a smaller learning_rate (now {options.learning_rate:.2g})"
+    return (
+        f"training took back {max(0.0, 1 - after / before):.0%} of the divergence from the teacher ({before:.3g} -> "
+        f"{after:.3g} nats on held-out samples); try {first}, or lose less before it: more bits, or smaller groups"
+    )

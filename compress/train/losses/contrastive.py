@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.train.losses.features import unit
-from compress.train.losses.loss_sum import Summed, same_width, summed, wide
+from compress.train.losses.loss_sum import Summed, same_width, sum_of, wide
 
 TEMPERATURE = 0.07  # Wu et al. 2018 (arXiv 1805.01978)
 EMPTY = -1  # the id of a row that holds no sample
@@ -69,7 +69,7 @@ def info_nce(
     kept = _kept(student_ND, mask_N)
     candidates_CD = unit(wide(teacher.rows_CD.detach()))
     scores_NC = unit(wide(student_ND[kept])) @ candidates_CD.T / temperature
-    return summed(-scores_NC.log_softmax(-1).gather(-1, teacher.own_N[kept].unsqueeze(-1)).squeeze(-1))
+    return sum_of(-scores_NC.log_softmax(-1).gather(-1, teacher.own_N[kept].unsqueeze(-1)).squeeze(-1))
 
 
 class Memory(NamedTuple):
@@ -85,7 +85,7 @@ def empty_memory(size: int, width: int, like: Tensor) -> Memory:
     return Memory(like.new_zeros(size, width), torch.full((size,), EMPTY, device=like.device))
 
 
-def remembered(memory: Memory, teacher_ND: Tensor, ids_N: Tensor) -> Memory:
+def remember(memory: Memory, teacher_ND: Tensor, ids_N: Tensor) -> Memory:
     """A memory with a batch added (on ranks: the batch of all, `Comm.gather_rows`), without as many of its oldest
     rows."""
     size = len(memory.ids_C)
@@ -116,7 +116,7 @@ def crd(
     prior_N = real_NC.sum(-1).to(student.dtype).clamp(min=torch.finfo(torch.float32).tiny).log() - math.log(samples)
     positive_N = logsigmoid((student * teacher).sum(-1) / temperature - prior_N)
     negative_NC = logsigmoid(prior_N.unsqueeze(-1) - student @ others.T / temperature)
-    return summed(-positive_N - negative_NC.masked_fill(~real_NC, 0).sum(-1))
+    return sum_of(-positive_N - negative_NC.masked_fill(~real_NC, 0).sum(-1))
 
 
 def _kept(student_ND: Tensor, mask_N: Tensor | None) -> Tensor:

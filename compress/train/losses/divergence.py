@@ -23,7 +23,7 @@ Kind = Literal["forward", "reverse", "jensen-shannon"]
 FLOOR = math.log(torch.finfo(torch.float32).tiny)  # -87.3
 
 
-def floored(log_p: Tensor) -> Tensor:
+def floor_excluded(log_p: Tensor) -> Tensor:
     """log_p with FLOOR in place of -inf; finite numbers below FLOOR stay."""
     return log_p.masked_fill(log_p == -math.inf, FLOOR)
 
@@ -36,7 +36,7 @@ def log_softmax(scores: Tensor) -> Tensor:
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """[...] KL(P || Q) in nats over the last dimension."""
-    log_p, log_q = floored(log_p), floored(log_q)
+    log_p, log_q = floor_excluded(log_p), floor_excluded(log_q)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -46,6 +46,6 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: Kind, beta: float) -> Tensor:
         return kl(log_p, log_q)
     if kind == "reverse":
         return kl(log_q, log_p)
-    log_p, log_q = floored(log_p), floored(log_q)
+    log_p, log_q = floor_excluded(log_p), floor_excluded(log_q)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from compress.base.errors import InputError, one_of
-from compress.train.losses.loss_sum import Summed, rows_of, same_shape, same_width, summed, valid_rows, wide
+from compress.train.losses.loss_sum import Summed, rows_of, same_shape, same_width, sum_of, valid_rows, wide
 
 Distance = Literal["mse", "unit", "relative", "cosine"]
 
@@ -44,11 +44,11 @@ def features_loss(
     rows = valid_rows(student_TD, None, mask_T)
     student, teacher = wide(rows_of(student_TD, rows)), wide(rows_of(teacher_TD.detach(), rows))
     if distance == "mse":
-        return summed((student - teacher).square().mean(-1))
+        return sum_of((student - teacher).square().mean(-1))
     if distance == "relative":
-        return summed((student - teacher).square().sum(-1) / (teacher.square().sum(-1) + LEAST_SQUARE))
+        return sum_of((student - teacher).square().sum(-1) / (teacher.square().sum(-1) + LEAST_SQUARE))
     cosine = (unit(student) * unit(teacher)).sum(-1)
-    return summed((1 - cosine) * (2 if distance == "unit" else 1))
+    return sum_of((1 - cosine) * (2 if distance == "unit" else 1))
 
 
 def unit(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def summed(values: Tensor) -> Summed:
+def sum_of(values: Tensor) -> Summed:
     """The sum of one value per token or pair, with their number."""
     return Summed(wide(values).sum(), torch.tensor(values.numel(), device=values.device))
 

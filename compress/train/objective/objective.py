@@ -18,18 +18,25 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.model.vocabulary import over_vocabulary, padded_alike
-from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
-from compress.train.inputs.samples import Rows
+from compress.train.inputs.samples import (
+    Batch,
+    Rows,
+    inputs_of,
+    is_text,
+    labels_of,
+    needed_labels,
+    samples_of,
+    token_mask,
+)
 from compress.train.inputs.teacher_predictions import TopKRows, check_offline
 from compress.train.losses.chunked_logits import HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remembered
+from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remember
 from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
 from compress.train.losses.loss_sum import IGNORED, Summed, wide
 from compress.train.objective import states
 from compress.train.objective.heads import OutputHead, output_head
 from compress.train.objective.outputs import ModelOutputs, look
-from compress.train.objective.projectors import make_projectors
-from compress.train.objective.sample_embeddings import StepEmbeddings, embeddings_of_step, pooled
+from compress.train.objective.sample_embeddings import StepEmbeddings, embeddings_of_step, pool
 from compress.train.options import TrainingOptions
 
 Totals = dict[str, Tensor]
@@ -140,7 +147,7 @@ class Objective(nn.Module):
         if "relations" in self.weights:
             totals["relations"] = states.relations(own, theirs, mask, options)
         if "contrastive" in self.weights:
-            totals["contrastive"] = self._contrasted(self.embedder(pooled(own.hidden[-1], batch)), batch).total
+            totals["contrastive"] = self._contrasted(self.embedder(pool(own.hidden[-1], batch)), batch).total
         return totals
 
     def _contrasted(self, embedding_ND: Tensor, batch: Batch) -> Summed:
@@ -174,11 +181,11 @@ class Objective(nn.Module):
             assert teacher is not None
 
             def embedding(batch: Batch) -> Tensor:
-                return pooled(look(teacher, batch, self.options).hidden[-1], batch)
+                return pool(look(teacher, batch, self.options).hidden[-1], batch)
 
             self.step = embeddings_of_step(embedding, rows, indices, micro, comm)
             if self.options.memory:
-                found = remembered(Memory(self.memory, self.memory_ids), self.step.rows_CD, self.step.numbers_C)
+                found = remember(Memory(self.memory, self.memory_ids), self.step.rows_CD, self.step.numbers_C)
                 self.negatives = found
                 if not measuring:
                     self.memory.copy_(found.rows_CD)
@@ -206,13 +213,13 @@ class Objective(nn.Module):
 
         own, theirs = (each.hidden[-1] for each in outputs(batch))
         if self.options.memory:
-            made = empty_memory(self.options.memory, theirs.shape[-1], wide(own[:0]))
-            self.register_buffer("memory", made.rows_CD)
-            self.register_buffer("memory_ids", made.ids_C)
+            empty = empty_memory(self.options.memory, theirs.shape[-1], wide(own[:0]))
+            self.register_buffer("memory", empty.rows_CD)
+            self.register_buffer("memory_ids", empty.ids_C)
         if own.shape[-1] != theirs.shape[-1]:
-            found = make_projectors(self.options, outputs, self.options.seed, rows, indices, micro, comm or Comm())
-            self.embedder = found.pop() if self.options.contrastive else self.embedder
-            self.projectors = nn.ModuleList(found)
+            made = states.make_projectors(self.options, outputs, rows, indices, micro, comm or Comm())
+            self.embedder = made.pop() if self.options.contrastive else self.embedder
+            self.projectors = nn.ModuleList(made)
         elif self.options.projector != "orthogonal":
             self.notes.append(f"no projector is fitted: the hidden states of both models have {own.shape[-1]} channels")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compress.base.errors import InputError
-from compress.train.inputs.batch import inputs_of, token_mask
+from compress.train.inputs.samples import inputs_of, token_mask
 from compress.train.losses.options import LossOptions
 from compress.train.objective.heads import OutputHead
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from compress.base.collectives import Comm
-from compress.train.inputs.batch import Batch, token_mask
-from compress.train.inputs.samples import NUMBER, Rows, micro_batches
+from compress.train.inputs.samples import NUMBER, Batch, Rows, micro_batches, token_mask
 from compress.train.losses.contrastive import Candidates
 
 
-def pooled(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+def pool(hidden_BTD: Tensor, batch: Batch) -> Tensor:
     """[B, D] the mean over the tokens that are no padding; over all, of samples that are no text."""
     mask = token_mask(batch).to(hidden_BTD.device)
     if mask.ndim == 1:

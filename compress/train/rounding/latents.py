@@ -54,7 +54,7 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def begun(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
+def start_weight(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, K] the weight that training starts from: it rounds to the decided codes and lies at its place within them.
     Raises AssertionError where there are no codes."""
     codes = codes_with_room(decision)

@@ -47,7 +47,7 @@ class Penalized:
         return any(isinstance(each, Shard) and each.dim != self.dim for each in placements)
 
 
-def penalized(layers: Sequence[Layer], groups: Groups) -> list[Penalized]:
+def penalized_weights(layers: Sequence[Layer], groups: Groups) -> list[Penalized]:
     """The weights of layers, a shared one once."""
     found = {id(each.parameter): each for each in layers}
     return [Penalized(each.parameter, int(each.transposed != (groups == "inputs"))) for each in found.values()]
@@ -67,7 +67,7 @@ class Penalties:
         """The proximal step. A collective."""
         for each in self.weights:
             if self.l1:
-                softened(each.local, rate * self.l1)
+                soften(each.local, rate * self.l1)
             if self.group_lasso:
                 self._shorten(each, rate * self.group_lasso)
 
@@ -83,6 +83,6 @@ class Penalties:
         weight.mul_(factor.to(weight.dtype))
 
 
-def softened(weight: Tensor, by: float) -> None:
+def soften(weight: Tensor, by: float) -> None:
     """Move every value toward zero by so much, in place; zero where it is no further away."""
     weight.copy_(weight.sign() * (weight.abs() - by).clamp(min=0))

@@ -61,7 +61,7 @@ def progress_at(step: int, steps: int, options: SparsityOptions) -> float | None
     return 1 - (1 - gone) ** CUBIC
 
 
-def eased(pattern: Pattern, progress: float) -> Pattern | None:
+def pattern_at(pattern: Pattern, progress: float) -> Pattern | None:
     """A pattern on the way to the final one; None while nothing is pruned."""
     pruned = int(progress * (pattern.length - pattern.kept))
     return Pattern(pattern.length - pruned, pattern.length) if pruned else None
@@ -107,7 +107,7 @@ class Pruning:
         pattern = self.options.final_pattern
         if pattern is None:
             prune_to(self.layers, progress * self.options.sparsity, self.options.prune_per, self.comm)
-        elif (now := eased(pattern, progress)) is not None:
+        elif (now := pattern_at(pattern, progress)) is not None:
             for each in self.layers.values():
                 each.kept.copy_(Choice(now, 0.0, together=False).kept(each.sizes(), each.kept))
         return {"sparsity": zeros_of([each.kept for each in self.layers.values()])}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import InputError
 from compress.model.convolution import Geometry, on_channels, on_samples
-from compress.train.rounding.straight_through import rescaled, rounded, rounded_by_range, whole
+from compress.train.rounding.straight_through import rescale, round_by_range, round_with_gradient, whole_zero_point
 from compress.weights.decision import Decision
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.dense import dense
@@ -37,12 +37,12 @@ LEARNED = ("learned", "anchored")
 FAR = 4.0  # times the squared error of fitted scales
 
 
-def learned(
+def learned_scale_and_zero(
     start: Tensor, log_factor: Tensor, zero_point: Tensor, grid: Grid, stored: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The scale start * exp(log_factor) as it will be stored, and a whole zero point, with their gradients."""
     scale = start * log_factor.exp()
-    zero = zero_point if grid.symmetric else whole(zero_point, grid)
+    zero = zero_point if grid.symmetric else whole_zero_point(zero_point, grid)
     return straight_through(scale, stored_scale(scale.detach(), grid, stored)), zero
 
 
@@ -50,8 +50,9 @@ class WeightQuantizer(nn.Module):
     """Rounds a weight [N, K] to codes, with exact zeros where it is pruned.
 
     scales: `learned` (LSQ; zero points, too), `anchored` (learned, while the initial scales choose the codes:
-    `learned.rescaled`), `fixed` as given, or `fitted` to the current weight at every step (min-max, or the range search
-    of the grid). decided: codes to begin with, and other terms, which do not change. kept: bool [N, K] or None.
+    `straight_through.rescale`), `fixed` as given, or `fitted` to the current weight at every step (min-max, or the
+    range search of the grid). decided: codes to begin with, and other terms, which do not change. kept: bool
+    [N, K] or None.
     """
 
     start: Tensor
@@ -83,7 +84,7 @@ class WeightQuantizer(nn.Module):
         """[N, G], or [1, 1] per tensor: the scale as it will be stored and a whole zero point, with their gradients."""
         if self.scales == "fitted":
             return fit_matrix(weight_NK.detach(), self.grid, self.scale_dtype)
-        return learned(self.start, self.log_factor, self.zero_point, self.grid, self.scale_dtype)
+        return learned_scale_and_zero(self.start, self.log_factor, self.zero_point, self.grid, self.scale_dtype)
 
     def in_groups(self, weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(The numbers to round [..., G, g], scale and zero point [..., G, 1]) of a weight."""
@@ -102,9 +103,9 @@ class WeightQuantizer(nn.Module):
         weight_NK = weight.flatten(1)
         groups, scale, zero = self.in_groups(weight_NK)
         if self.scales == "anchored":
-            values = rescaled(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
+            values = rescale(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
         else:
-            values = rounded(groups, scale, zero, self.grid, self.scale_dtype)
+            values = round_with_gradient(groups, scale, zero, self.grid, self.scale_dtype)
         values = ungrouped(values, weight_NK.shape, self.grid)
         if self.others:
             total = summed([values.detach().to(self.scale_dtype), *self.constants()])
@@ -238,7 +239,7 @@ class ActivationQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x rounded, in its dtype."""
         if self.codes.scale is None:
-            return on_samples(x, self.geometry, lambda rows: rounded_by_range(rows, self.codes.grid))
+            return on_samples(x, self.geometry, lambda rows: round_by_range(rows, self.codes.grid))
         scale, zero = self.scale_and_zero()  # one in all, or one per channel
         return on_channels(x, self.geometry, lambda x: self.fixed(x, scale, zero))
 
@@ -246,13 +247,13 @@ class ActivationQuantizer(nn.Module):
         """[1] or [K]: the scale as it will be stored and a whole zero point, with their gradients."""
         grid = self.codes.grid
         assert self.codes.scale is not None
-        scale, zero = learned(self.start, self.log_factor, self.zero_point, grid, self.codes.scale.dtype)
+        scale, zero = learned_scale_and_zero(self.start, self.log_factor, self.zero_point, grid, self.codes.scale.dtype)
         return scale.flatten(), zero.flatten()
 
     def fixed(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """x [..., K] rounded by a fixed range."""
         work = x.to(scale.dtype)
-        return rounded(work, scale, zero, self.codes.grid, torch.float32).to(x.dtype)
+        return round_with_gradient(work, scale, zero, self.codes.grid, torch.float32).to(x.dtype)
 
     @torch.no_grad()
     def decided(self) -> ActivationCodes:

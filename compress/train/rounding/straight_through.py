@@ -33,7 +33,7 @@ def gradient_scale(members: int, grid: Grid) -> float:
     return float((members * max(grid.qmax, 1)) ** -0.5)
 
 
-def rounded(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype) -> Tensor:
+def round_with_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype) -> Tensor:
     """Values of x [..., g] on a grid, in its dtype, with gradients for x, scale and zero_point.
 
     scale, zero_point: [..., 1], in the dtype of x; the scale as it is stored (`stored_scale`), the zero point a whole
@@ -44,7 +44,7 @@ def rounded(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtyp
     return _Rounded.apply(x, scale, zero_point, grid, scale_dtype)
 
 
-def rounded_by_range(x: Tensor, grid: Grid) -> Tensor:
+def round_by_range(x: Tensor, grid: Grid) -> Tensor:
     """Values of x [..., g] on a grid that is fitted to each of its rows, in its dtype, with the gradient for the range:
 
         dy_i/dx_j = [i = j] + (round(v_i) - v_i) ds/dx_j        ds/dx_j: not 0 for the numbers that span the range
@@ -53,7 +53,7 @@ def rounded_by_range(x: Tensor, grid: Grid) -> Tensor:
     """
     scale, zero = fit(x, grid, torch.float32)
     work = x.to(scale.dtype)
-    return rounded(work, scale.unsqueeze(-1), zero.unsqueeze(-1), grid, torch.float32).to(x.dtype)
+    return round_with_gradient(work, scale.unsqueeze(-1), zero.unsqueeze(-1), grid, torch.float32).to(x.dtype)
 
 
 class _Rounded(torch.autograd.Function):
@@ -83,15 +83,15 @@ class _Rounded(torch.autograd.Function):
         return of_x, of_s, of_z, None, None
 
 
-def rescaled(
+def rescale(
     x: Tensor, anchor: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype
 ) -> Tensor:
     """Values of x [..., g] whose codes are chosen by one scale, the anchor, and multiplied by another.
 
         y = (q - z) s        q = clip(round(x / a) + z, qmin, qmax)        dy/dx = s / a (0 beyond)    dy/ds = q - z
 
-    Codes do not change when the scale does, and the gradient of a scale is exact. Shapes as in `rounded`, without a
-    gradient for anchor and zero_point.
+    Codes do not change when the scale does, and the gradient of a scale is exact. Shapes as in `round_with_gradient`,
+    without a gradient for anchor and zero_point.
     """
     if not torch.is_grad_enabled():
         return decode(encode(x, anchor, zero_point, grid), scale, zero_point, scale_dtype)
@@ -136,6 +136,6 @@ def _inside(steps: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     return (place >= grid.qmin - HALF_STEP) & (place <= grid.qmax + HALF_STEP)
 
 
-def whole(x: Tensor, grid: Grid) -> Tensor:
+def whole_zero_point(x: Tensor, grid: Grid) -> Tensor:
     """A learned zero point as the whole number that is stored, with the gradient of x."""
     return straight_through(x, torch.round(x.detach()).clamp(grid.qmin, grid.qmax))

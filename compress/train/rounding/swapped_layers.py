@@ -229,7 +229,7 @@ def weights_outside(model: nn.Module, inside: set[int]) -> dict[str, nn.Paramete
     return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside}
 
 
-def finished(layer: Layer, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:
+def decision_after(layer: Layer, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:
     """The decision about a layer that rounds: the codes of `forward`, of the whole weight. stored: the dtype of one
     without codes. Raises CompressError where scales or zero points are not finite."""
     module = layer.module

@@ -31,8 +31,7 @@ from compress.data.documents import TOKEN_FORMATS
 from compress.data.text import load_tokens
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.figures import asked, evaluated, made_by, stored
-from compress.search.fitting.paired_kl import compared
-from compress.search.fitting.proof import interval
+from compress.search.fitting.paired_kl import compare, interval
 
 Row = dict[str, Any]
 
@@ -106,7 +105,7 @@ def judged(said: argparse.Namespace, row: Row, out: Path, scratch: Path) -> Row:
     made = made_again(said, other, scratch)
     how = {"what": "held-out", "length": said.text_length, "samples": said.text_samples}
     rows = load_tokens(said.text, lambda: AutoTokenizer.from_pretrained(said.model), None, **how)
-    difference = compared(said.model, out, made, rows.ids)
+    difference = compare(said.model, out, made, rows.ids)
     row["front"] = {**other, "made_again": evaluated(str(made), said.model, said.text, *length)["kl_mean"]}
     row["difference"] = {**asdict(difference), "interval_95": interval(difference)}
     row["on_or_below"] = interval(difference)[0] <= 0

@@ -10,7 +10,7 @@ from thread_ranks import TwoRanks
 from torch import Tensor
 
 from compress.base.collectives import Comm
-from compress.train.losses.contrastive import Memory, crd, empty_memory, everywhere, info_nce, remembered
+from compress.train.losses.contrastive import Memory, crd, empty_memory, everywhere, info_nce, remember
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -91,7 +91,7 @@ def test_a_memory_holds_the_last_samples() -> None:
     memory = empty_memory(3, 2, torch.zeros(1))
     assert memory.ids_C.tolist() == [-1, -1, -1]
     for step in range(3):
-        memory = remembered(memory, torch.full((2, 2), float(step)).requires_grad_(), torch.tensor([step, 10 + step]))
+        memory = remember(memory, torch.full((2, 2), float(step)).requires_grad_(), torch.tensor([step, 10 + step]))
     assert memory.ids_C.tolist() == [11, 2, 12]
     assert memory.rows_CD[:, 0].tolist() == [1, 2, 2]
     assert not memory.rows_CD.requires_grad

@@ -33,6 +33,9 @@ class TableOption:
     kl: float
 
 
+AS_IT_IS = TableOption("as it is", (), 0, 0.0)
+
+
 @dataclass(frozen=True)
 class FitChoice:
     """A recipe. bytes: of all weight files. predicted_kl: nats per token, without correction. recovery: training behind

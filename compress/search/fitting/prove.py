@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compress.evaluation.document import Figure
+from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.report.markdown import plain
+from compress.search.fitting.choose import FitChoice, predicted_front, uniform_beside
+from compress.search.fitting.paired_kl import compare, interval, with_interval
+from compress.search.fitting.runs import RecipeRuns
 
 SHOWN = ("kl_mean", "perplexity_ratio")  # figures
 
@@ -56,18 +59,47 @@ class FitProof:
         return next((each for each in self.runs if each.name == name), None)
 
 
-def said(figure: Figure) -> str:
-    """A figure and its 95 % interval."""
-    low, high = interval(figure)
-    return f"{figure.value:.4g}" if low == high else f"{figure.value:.4g} ({low:.4g} to {high:.4g})"
+def prove(runs: RecipeRuns, name: str) -> FitProof:
+    """Compare a recipe with the uniform one, which is run for it, and put the proof together."""
+    request, measured, remarks = runs.request, runs.measured, runs.remarks
+    chosen, difference, uniform = runs.done[name], None, None
+    other = uniform_beside(measured.layers, chosen.choice)
+    if other is None:
+        remarks.note("the choice gives all layers the same bits, so that there is no uniform model beside it")
+    elif not runs.watch.allows(runs.longest):
+        remarks.note(f"no time was left to run {other[0]} beside it")
+    elif (uniform := runs.run(other[1], other[0])) is not None:
+        checkpoints = chosen.checkpoint, runs.done[uniform].checkpoint
+        difference = compare(request.model, *checkpoints, request.data.rows, request.asked.trust_remote_code)
+    original = chosen.evaluation.reference_size
+    assert original is not None
+    return FitProof(
+        request.name,
+        str(request.target),
+        runs.meets(name),
+        runs.stopped,
+        request.data.source,
+        len(request.data.rows),
+        original.bytes,
+        [_front_point(each) for each in predicted_front(measured.layers, measured.tables)],
+        [_run_point(each, run.evaluation) for each, run in runs.done.items()],
+        name,
+        uniform,
+        difference,
+        runs.watch.seconds,
+        remarks.notes,
+    )
 
 
-def interval(figure: Figure) -> tuple[float, float]:
-    """95 %; of a figure without an error its value twice."""
-    if figure.interval is not None:
-        return figure.interval
-    beside = 1.96 * (figure.error or 0.0)
-    return figure.value - beside, figure.value + beside
+def _front_point(choice: FitChoice) -> FrontPoint:
+    return FrontPoint(choice.bytes, choice.allocation.bits_per_weight, choice.table.name, choice.predicted_kl)
+
+
+def _run_point(name: str, found: Evaluation) -> RunPoint:
+    (text,) = found.texts
+    figures = {n: text.figures[n] for n in ("kl_mean", "perplexity_ratio", "same_top")}
+    assert found.bytes is not None
+    return RunPoint(name, found.bytes, found.bits_per_weight or 0.0, figures)
 
 
 def paragraph_of(proof: FitProof) -> str:
@@ -82,7 +114,8 @@ def paragraph_of(proof: FitProof) -> str:
         f"{proof.model} now takes {chosen.bytes:,} bytes, {share:.0%} of the original's {proof.original_bytes:,}; its "
         f"layers have {chosen.bits_per_weight:.3g} bits per weight.",
         f"On {proof.windows} windows of {proof.held_out}, which no weight was fitted to{but}, its KL to the original "
-        f"is {said(kl)} nats per token, and its perplexity {said(ratio)} times the original's (95 % intervals).",
+        f"is {with_interval(kl)} nats per token, and its perplexity {with_interval(ratio)} times the original's (95 % "
+        "intervals).",
         f"The target, {proof.target}, is {'met' if proof.met else 'MISSED'}.",
     ]
     other = proof.run(proof.uniform)
@@ -91,7 +124,8 @@ def paragraph_of(proof: FitProof) -> str:
         judged = "closer to the original" if high < 0 else "farther from the original" if low > 0 else "no different"
         words.append(
             f"Beside the same bits for every layer ({other.name}, {other.bytes:,} bytes, KL "
-            f"{other.figures['kl_mean'].value:.4g}) it is {judged}: the difference of KL is {said(proof.difference)}."
+            f"{other.figures['kl_mean'].value:.4g}) it is {judged}: the difference of KL is "
+            f"{with_interval(proof.difference)}."
         )
     if proof.stopped:
         words.append("The time was up before all recipes were tried: this is the best of those that were.")
@@ -115,7 +149,7 @@ def markdown_of(proof: FitProof) -> str:
                 r.name,
                 f"{r.bytes:,}",
                 f"{r.bits_per_weight:.3g}",
-                *(said(r.figures[name]) for name in SHOWN),
+                *(with_interval(r.figures[name]) for name in SHOWN),
             )
             for r in proof.runs
         ],
