@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from compress.checkpoint.read.configuration import Header
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.weight_files import tensor_bytes
-from compress.model.buffers import stored_buffers
+from compress.model.tensors import stored_buffers
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from compress.jobs.model_source import OpenedModel
 from compress.jobs.request import Request
 from compress.jobs.verify import verified
 from compress.kernels import spill
-from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.model.disk_names import DiskNames
+from compress.model.tensors import stored_buffers
 from compress.train.loop.metrics import summary, training_file
 from compress.weights.decision import Decision
 

@@ -40,11 +40,11 @@ from compress.jobs.model_source import (
 from compress.jobs.request import Request
 from compress.jobs.teachers import Teachers, check_tokens, fingerprints
 from compress.jobs.whole_model import CHANGED, check_structural, edit_whole_model, undo_on_failure
-from compress.model.buffers import stored_buffers
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.experts import Experts
 from compress.model.layers import find_stacks
 from compress.model.sharing import repeated_names
+from compress.model.tensors import stored_buffers
 from compress.passes.protocol.recipe import describe
 from compress.passes.protocol.stages import Decide, Gradients, Learn
 from compress.train.inputs.samples import LABELS

@@ -17,7 +17,6 @@ from compress.engine.plan.matching import Ignored, check_untouched
 from compress.engine.plan.plan import plan, restructuring_of
 from compress.engine.residency import Local
 from compress.engine.restore import naming, undone
-from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.edit_result import Restructured
 from compress.engine.shrink.model_edits import ModelEdits
 from compress.jobs.calibration_data import RunData, training_options
@@ -57,18 +56,7 @@ def edit_whole_model(
     done = Restructured()
     with undone(done.undo):
         for p in structural:
-            whole = WholeModel(
-                opened.model,
-                data.batches[comm.rank :: comm.world],
-                partial(_probe, opened.model, p, data.batches),
-                Local(opened.device, opened.dtype),
-                Ignored(request.ignore),
-                request.one_block,
-                comm,
-                reporter,
-                done,
-            )
-            _edit(request, p, opened, data, whole)
+            _edits(request, p, opened, data, comm, reporter, done).run()
             opened = replace(opened, cut=done)
     return opened
 
@@ -80,11 +68,19 @@ def undo_on_failure(opened: OpenedModel, restore: bool) -> AbstractContextManage
     return undone(opened.cut.undo) if restore else naming(CHANGED)
 
 
-def _edit(request: Request, p: Pass, opened: OpenedModel, data: RunData, whole: WholeModel) -> None:
-    """Make the edits of one pass. Raises InputError for a model that cannot be edited."""
+def _edits(
+    request: Request,
+    p: Pass,
+    opened: OpenedModel,
+    data: RunData,
+    comm: Comm,
+    reporter: Reporter,
+    done: Restructured,
+) -> ModelEdits:
+    """The edits of one pass. done: of it and those before it. Raises InputError for a model that cannot be edited."""
     stage = p.stage(Restructure)
     assert stage is not None
-    model = whole.model
+    model, batches = opened.model, data.batches
     if isinstance(model, FSDPModule):
         raise InputError(
             f"{p.name} changes {'the shapes of parameters, which shards cannot' if p.removes else 'the whole model'}; "
@@ -93,22 +89,28 @@ def _edit(request: Request, p: Pass, opened: OpenedModel, data: RunData, whole: 
     check_tensors(model)
     check_untouched(model)
     check_restructured(model, p, stage, opened.earlier(request.drop_zeros))
-    check_batches(model, data.batches)
+    check_batches(model, batches)
 
     def check(foreseen: nn.Module) -> None:
         """Plan the rest of the run, once the last of these passes has been seen."""
         if p is restructuring_of(request.passes)[0][-1]:
-            plan(
-                foreseen,
-                request.passes,
-                request.ignore,
-                request.one_block,
-                request.convolutions,
-                False,
-                request.experts,
-            )
+            of_run = request.ignore, request.one_block, request.convolutions
+            plan(foreseen, request.passes, *of_run, valued=False, experts=request.experts)
 
-    ModelEdits(whole, p, stage, check).run()
+    return ModelEdits(
+        model,
+        batches[comm.rank :: comm.world],
+        partial(_probe, model, p, batches),
+        Local(opened.device, opened.dtype),
+        Ignored(request.ignore),
+        request.one_block,
+        comm,
+        reporter,
+        done,
+        p,
+        stage,
+        check,
+    )
 
 
 def _probe(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> Batch:

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
-from compress.model.buffers import stored_buffers
+from compress.model.tensors import stored_buffers
 
 AT_ONCE = 2**24  # values checked at a time
 

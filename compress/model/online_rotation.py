@@ -4,13 +4,20 @@
 
 It is for inputs whose producer takes no rotation, as an activation lies in between. What is rounded behind it, and the
 statistics that a pass collects, are of the rotated input.
+
+Source: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456), the Hadamard matrix before down_proj; R4 of SpinQuant (Liu et
+al. 2024, arXiv 2405.16406).
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from compress.model.edits.changes import Change, change
+from compress.model.edits.changes import DATA, Applied, Change, change, changing
+from compress.model.layers import Layer
 from compress.weights.rotations.hadamard import rotated
 
 
@@ -20,12 +27,8 @@ class RotateInput:
     def __init__(self, block: int) -> None:
         self.block = block
 
-    def rotated(self, x: Tensor) -> Tensor:
-        """The rotated input."""
-        return rotated(x, self.block)
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.rotated(args[0]), *args[1:])
+        return (rotated(args[0], self.block), *args[1:])
 
 
 class InputHook:
@@ -62,4 +65,31 @@ def input_rotation(module: nn.Module) -> int | None:
 def as_read(module: nn.Module, x: Tensor) -> Tensor:
     """The input of a layer as its product, or the rounding before that, reads it."""
     hook = InputHook(module).hook
-    return x if hook is None else hook.rotated(x)
+    return x if hook is None else rotated(x, hook.block)
+
+
+@dataclass(frozen=True)
+class RotateOnline:
+    """An edit of a model: a layer that rotates its input by Hadamard matrices of `block` channels."""
+
+    kind: ClassVar[str] = "rotate-online"
+
+    layer: str
+    block: int
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
+        """Rotate the weight, in float32 or better, and give the layer the hook that rotates its input."""
+        layer = Layer(self.layer, module.get_submodule(self.layer))
+        with changing() as done:
+            weight_NK = layer.weight
+            turned = rotated(weight_NK.to(torch.promote_types(weight_NK.dtype, torch.float32)), self.block)
+            after = turned.to(weight_NK.dtype)
+            done.append(change(layer.parameter, DATA, (after.t() if layer.transposed else after).contiguous()))
+            done.append(rotate_input(layer.module, self.block))
+        return Applied(tuple(done))
+
+    def entry(self) -> dict[str, Any]:
+        return {"edit": self.kind, "layer": self.layer, "block": self.block}
+
+    def parts(self) -> dict[str, Tensor]:
+        return {}

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from compress.model.buffers import stored_buffers
+from compress.model.tensors import stored_buffers
 
 
 @dataclass(frozen=True)

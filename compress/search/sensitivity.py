@@ -40,9 +40,9 @@ from compress.jobs.calibration_data import RunData
 from compress.jobs.model_source import FoundModel, OpenedModel, opened_model, residency_of
 from compress.jobs.prepare import remarks_on_stacks
 from compress.jobs.quantize import quantize
-from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.model.online_rotation import input_rotation
+from compress.model.tensors import stored_buffers
 from compress.model.untreated_layers import untreated_weights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe

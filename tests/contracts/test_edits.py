@@ -24,11 +24,11 @@ from compress.model.edits.folds import Scale
 from compress.model.edits.keep_channels import Keep
 from compress.model.known_edits import EDITS, read_edit
 from compress.model.layers import find_stacks
+from compress.model.online_rotation import RotateOnline
 from compress.model.structure.couplings import find_couplings
 from compress.model.structure.discovery import discover
 from compress.model.structure.orders import find_orders
 from compress.model.structure.rotate import Rotate
-from compress.model.structure.rotate_online import RotateOnline
 from compress.weights.rotations.orthogonal import hadamard_rotation, random_orthogonal
 
 STEPS = 64  # of the dtype's precision, of the largest output: a few roundings a layer, two layers deep

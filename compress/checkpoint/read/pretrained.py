@@ -35,10 +35,10 @@ from compress.checkpoint.read.tokenizer_check import check_tokenizer
 from compress.checkpoint.read.true_dtype import narrower
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.kernels.cpu.processor import usable_cores
-from compress.model.buffers import stored_buffers
 from compress.model.disk_names import disk_names, places_in
 from compress.model.experts import Experts
 from compress.model.split_experts import join_experts, joins_experts, loading_steps, split_experts
+from compress.model.tensors import stored_buffers
 
 
 def read_config(source: Source) -> PretrainedConfig:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from compress.engine.plan.plan import Plan
-from compress.model.buffers import stored_buffers
 from compress.model.layers import Layer, Table
+from compress.model.tensors import stored_buffers
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Survey
 from compress.solvers.statistics.cache_ranges import cache_names

@@ -16,6 +16,7 @@ from compress.engine.plan.matching import Ignored, remarks_on_patterns
 from compress.engine.residency import Local, Residency
 from compress.engine.shrink.edit_result import Restructured
 from compress.engine.walk.capture import capture, check_hidden_alone, output_shape
+from compress.engine.walk.state import Streams
 from compress.model.calls import Batch, Call, evaluating
 from compress.model.edits.folds import Fold
 from compress.model.edits.keep_channels import Coupling
@@ -25,6 +26,8 @@ from compress.model.structure.couplings import find_couplings, why_not
 from compress.model.structure.discovery import Finder, signature_of
 from compress.model.structure.rotate import why_not as unpassable
 from compress.model.structure.rotate import widest
+from compress.model.structure.streams import FoundStreams, find_streams
+from compress.passes.protocol.model_view import WatchBlock
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,34 @@ class WholeModel:
         check_hidden_alone(calls)
         return calls
 
+    def streams(self) -> FoundStreams:
+        """The hidden states that take a rotation."""
+        return find_streams(self.model, self.probe())
+
     def matrix_folds(self) -> dict[str, tuple[tuple[Fold, int], ...]]:
         """{block: its folds along which a matrix passes, with the largest size of one}."""
         return dict(MatrixFinder(self.model, self.residency).of_all(*self.probed))
 
-    def usable_couplings(self) -> dict[str, tuple[Coupling, ...]]:
+    def couplings(self) -> dict[str, tuple[Coupling, ...]]:
         """{block: its couplings of which no layer is to be left alone}."""
         finder, (stacks, _) = CouplingFinder(self), self.probed
         return {name: finder.usable(name, finder.of(name, block)[0]) for name, block in blocks_of(stacks)}
+
+    def through(self, watch: WatchBlock) -> None:
+        """Run this rank's micro-batches through all blocks, each call inside the context that `watch` makes."""
+        for stack in self.probed[0]:
+            captured = self.calls_of(stack)
+            streams = Streams(captured[0], [])
+            for i, (name, block) in enumerate(stack.blocks):
+                self.reporter.step(i, len(stack.blocks), "")
+                streams, captured[i] = streams.called_as(captured[i]), []
+                outputs = []
+                with self.residency.open(block, keep=False) as opened, torch.no_grad():
+                    for call in streams.calls:
+                        with watch(opened.block, call):
+                            outputs.append(opened.block(*call.args, **call.kwargs))
+                streams = streams.after(outputs, [])
+                self.reporter.step(i + 1, len(stack.blocks), name)
 
     def check_ignored(self) -> None:
         """Raises InputError for a pattern that matches nothing of the model."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from compress.base.errors import CompressError
 from compress.model.edits.changes import Applied, undo
-from compress.model.meta_copy import size_of
+from compress.model.tensors import size_of
 
 MIB = 2**20
 

@@ -15,29 +15,26 @@ from compress.base.errors import CompressError, InputError
 from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.edit_result import ModelSize, config_of
 from compress.engine.shrink.removal import removal
-from compress.engine.walk.state import Streams
 from compress.model.calls import evaluating, without_cache
 from compress.model.edits.configuration_search import Configure, unread_of
 from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.keep_channels import Keep
 from compress.model.edits.keep_experts import KeepExperts, counts_of
 from compress.model.known_edits import Applicable, Edit
-from compress.model.layers import Stack
-from compress.model.meta_copy import without_values
-from compress.model.structure.streams import find_streams
+from compress.model.tensors import without_values
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.model_view import Foreseen, WatchBlock, Whole
+from compress.passes.protocol.model_view import Foreseen
+from compress.passes.protocol.removal import RemovalOptions
 from compress.passes.protocol.stages import Restructure
 
 Edits = Sequence[tuple[str, Edit]]
 
 
 @dataclass(frozen=True)
-class ModelEdits:
-    """The edits of one pass on one model. check: refuses, before any work, a model (without values) of the shapes that
-    are to be left."""
+class ModelEdits(WholeModel):
+    """The edits of one pass on one model, which it sees as a `Whole`. check: refuses, before any work, a model (without
+    values) of the shapes that are to be left."""
 
-    whole: WholeModel
     p: Pass
     stage: Restructure
     check: Callable[[nn.Module], None]
@@ -45,70 +42,38 @@ class ModelEdits:
     def run(self) -> None:
         """Edit the model. Raises InputError, before anything is changed, for what cannot be edited; whatever is raised,
         the model is then as it was."""
-        model = self.whole.model
         try:
-            with evaluating(model), without_cache(model):
+            with evaluating(self.model), without_cache(self.model):
                 self.carry_out()
         except BaseException:
-            self.whole.done.undo()
+            self.done.undo()
             raise
 
     def carry_out(self) -> None:
         """Ask for the edits, plan the rest of the run for the model that they leave, and make them."""
-        model, done = self.whole.model, self.whole.done
-        self.whole.check_ignored()
+        model, done = self.model, self.done
+        self.check_ignored()
         with torch.no_grad():
-            asked = self.stage.edits(self.view())
+            asked = self.stage.edits(self)
             foreseen = asked if isinstance(asked, Foreseen) else self.tried(list(asked))
         before, after = ModelSize.of(model), ModelSize.of(foreseen.model)
         self.check(foreseen.model)
         for note in foreseen.notes(after.said(before)):
-            self.whole.note(f"{self.p.name}: {note}")
+            self.note(f"{self.p.name}: {note}")
         config = config_of(model)
         done.begin(before, after)
         for name, edit in foreseen.edits():
             done.changes.append(edit.apply(model.get_submodule(name)))
         done.finish(model, config, after)
 
-    def view(self) -> Whole:
-        """The model as the pass sees it."""
-        whole = self.whole
-        return Whole(
-            whole.model,
-            whole.batches,
-            whole.comm,
-            whole.usable_couplings,
-            lambda: find_streams(whole.model, whole.probe()),
-            whole.matrix_folds,
-            self.through,
-            lambda options: removal(whole, options),
-            whole.note,
-        )
-
-    def through(self, watch: WatchBlock) -> None:
-        """Run this rank's micro-batches through all blocks, each call inside the context that `watch` makes."""
-        for stack in self.whole.probed[0]:
-            self.watched(stack, watch)
-
-    def watched(self, stack: Stack, watch: WatchBlock) -> None:
-        """`through` a stack."""
-        captured = self.whole.calls_of(stack)
-        streams = Streams(captured[0], [])
-        for i, (name, block) in enumerate(stack.blocks):
-            self.whole.reporter.step(i, len(stack.blocks), "")
-            streams, captured[i] = streams.called_as(captured[i]), []
-            outputs = []
-            with self.whole.residency.open(block, keep=False) as opened, torch.no_grad():
-                for call in streams.calls:
-                    with watch(opened.block, call):
-                        outputs.append(opened.block(*call.args, **call.kwargs))
-            streams = streams.after(outputs, [])
-            self.whole.reporter.step(i + 1, len(stack.blocks), name)
+    def removal(self, p: RemovalOptions) -> Foreseen:
+        """The edits that remove shares of the model."""
+        return removal(self, p)
 
     def tried(self, edits: Edits) -> Foreseen:
         """The edits, and the model that they leave. Raises InputError where there are none, for edits that cannot be,
         that no configuration describes, of a layer that is to be left alone, and for shapes that were to stay."""
-        model, name = self.whole.model, self.p.name
+        model, name = self.model, self.p.name
         if not edits:
             raise InputError(f"{name} finds nothing to edit in {type(model).__name__}; leave it out")
         entries = self.entries(edits)
@@ -120,7 +85,7 @@ class ModelEdits:
         owners = {id(change.owner) for changes in made for change in changes.changes}
         for key, parameter in twin.named_parameters(remove_duplicate=False):
             layer = key.rpartition(".")[0]
-            if id(parameter) in owners and self.whole.ignored.asked_for(layer):
+            if id(parameter) in owners and self.ignored.asked_for(layer):
                 raise InputError(f"{name} changes {layer}, which is to be left alone; leave one of them out")
         before, after = ModelSize.of(model), ModelSize.of(twin)
         grown = self.stage.unties and after.parameters > before.parameters
@@ -133,7 +98,7 @@ class ModelEdits:
             return [f"{sizes} will stay" if before != after else f"{len(edits)} edits, which remove nothing"]
 
         def enter() -> Iterator[tuple[str, Applicable]]:
-            self.whole.done.record["edits"] = [*self.whole.done.record.get("edits", []), *entries]
+            self.done.record["edits"] = [*self.done.record.get("edits", []), *entries]
             yield from described(model, edits, like=twin)
 
         return Foreseen(twin, enter, notes)
@@ -141,7 +106,7 @@ class ModelEdits:
     def entries(self, edits: Edits) -> list[dict[str, Any]]:
         """The entries of compress.json about the edits. Raises CompressError where ranks have found others."""
         entries = [{"module": name, **edit.entry(), "sha256": digest(edit.parts())} for name, edit in edits]
-        if any(other != entries for other in self.whole.comm.gather_objects(entries)):
+        if any(other != entries for other in self.comm.gather_objects(entries)):
             raise CompressError(f"ranks have found other edits of {self.p.name}; it must find the same on every rank")
         return entries
 

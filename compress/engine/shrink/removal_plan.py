@@ -22,7 +22,7 @@ from compress.model.edits.drop_blocks import Drop
 from compress.model.edits.keep_channels import Coupling, Keep
 from compress.model.edits.width import Width, narrow, taken_by, width_of
 from compress.model.layers import Layer, Stack, find_stacks
-from compress.model.meta_copy import without_values
+from compress.model.tensors import without_values
 from compress.passes.protocol.removal import RemovalOptions
 
 CLEARLY = 0.1  # of the share that was asked for

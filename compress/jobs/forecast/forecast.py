@@ -40,8 +40,8 @@ from compress.jobs.forecast.run_memory import RunMemory, run_memory
 from compress.jobs.model_source import FoundModel, compute_dtype, found_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
-from compress.model.meta_copy import without_values
 from compress.model.split_experts import split_experts
+from compress.model.tensors import without_values
 from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of

@@ -47,11 +47,9 @@ class Drop:
         return Applied(tuple(done))
 
     def entry(self) -> dict[str, Any]:
-        """The stack and the blocks that go."""
         return {"edit": self.kind, "stack": self.stack, "indices": list(self.indices)}
 
     def parts(self) -> dict[str, Tensor]:
-        """No tensors: the entry holds everything."""
         return {}
 
 

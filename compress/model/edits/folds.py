@@ -248,11 +248,9 @@ class Scale:
         return apply(module, self.fold, self.scale_C, stored_dtypes)
 
     def entry(self) -> dict[str, Any]:
-        """A `FoldEntry`."""
         return fold_entry(self.fold, self.kind)
 
     def parts(self) -> dict[str, Tensor]:
-        """The scales and the channel maps."""
         return {"scale": self.scale_C.cpu().clone().contiguous(), **fold_parts(self.fold)}
 
     @classmethod

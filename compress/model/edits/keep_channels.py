@@ -102,14 +102,12 @@ class Keep:
         return (torch.isin(member.group_of, self.kept) | (member.group_of == OUTSIDE)).nonzero().flatten()
 
     def entry(self) -> dict[str, Any]:
-        """The names of the modules, and the numbers that count channels."""
         numbers = [{"module": n.module, "attribute": n.attribute, "each": n.each} for n in self.coupling.numbers]
         entry = {"edit": self.kind, "groups": self.coupling.groups, "numbers": numbers}
         entry |= {str(role): [member.name for member in getattr(self.coupling, role)] for role in ROLES}
         return {**entry, "unread": [list(each) for each in self.coupling.unread]}
 
     def parts(self) -> dict[str, Tensor]:
-        """The kept groups, and the group of every channel of every member."""
         found = {"kept": self.kept.clone().contiguous()}
         for role in ROLES:
             members: Sequence[Member] = getattr(self.coupling, role)

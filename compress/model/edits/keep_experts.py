@@ -58,11 +58,9 @@ class KeepExperts:
         return Applied(tuple(done))
 
     def entry(self) -> dict[str, Any]:
-        """The experts that stay, and what was found about them."""
         return {"edit": self.kind, "experts": self.name, "kept": list(self.kept), **dict(self.told)}
 
     def parts(self) -> dict[str, Tensor]:
-        """No tensors: the entry holds everything."""
         return {}
 
 

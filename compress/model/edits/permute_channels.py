@@ -66,11 +66,9 @@ class Permute:
         return Applied(tuple(done))
 
     def entry(self) -> dict[str, Any]:
-        """A `PermuteEntry`."""
         return {"edit": self.kind, **{str(role): [each.name for each in getattr(self, role)] for role in ROLES}}
 
     def parts(self) -> dict[str, Tensor]:
-        """The orders."""
         return {
             f"{role}.{i}": each.order.cpu().clone().contiguous()
             for role in ROLES

@@ -113,7 +113,6 @@ class SplitAttention(nn.Module):
         return total
 
     def extra_repr(self) -> str:
-        """The sizes."""
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
 
 

@@ -199,7 +199,6 @@ class Recurrent(nn.Module):
         return Walked([outputs[t] for t in range(count)], state, in_order)
 
     def extra_repr(self) -> str:
-        """The class that this stands for, and its sizes."""
         return f"{self.kind.__name__}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
 
@@ -236,7 +235,6 @@ class RecurrentCell(nn.Module):
         return new if parts > 1 else new[0]
 
     def extra_repr(self) -> str:
-        """The class that this stands for, and its sizes."""
         return f"{self.kind.__name__}, {self.input_size}, {self.hidden_size}"
 
 

@@ -95,11 +95,9 @@ class Rotate:
         return after
 
     def entry(self) -> dict[str, Any]:
-        """A `FoldEntry`."""
         return fold_entry(self.fold, self.kind)
 
     def parts(self) -> dict[str, Tensor]:
-        """The rotation and the channel maps."""
         return {"rotation": self.rotation.cpu().clone().contiguous(), **fold_parts(self.fold)}
 
     @classmethod

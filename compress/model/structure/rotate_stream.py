@@ -107,7 +107,6 @@ class RotateStream:
         yield change(bias, DATA, torch.zeros_like(bias.data))
 
     def entry(self) -> dict[str, Any]:
-        """The rotation's sizes, and the modules that it changes."""
         return {
             "edit": self.kind,
             "channels": self.stream.width,
@@ -120,7 +119,6 @@ class RotateStream:
         }
 
     def parts(self) -> dict[str, Tensor]:
-        """The rotation's tensors."""
         return {name: part.cpu().clone().contiguous() for name, part in self.rotation.parts().items()}
 
 

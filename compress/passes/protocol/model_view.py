@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
@@ -31,25 +32,37 @@ class Foreseen:
     notes: Callable[[str], Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A model of which every rank has all tensors.
+class Whole(Protocol):
+    """A model of which every rank has all tensors."""
 
-    model: in evaluation mode, on the device on which it was read; not to be changed. batches: this rank's micro-batches
-    of calibration data, none where nobody gave any. couplings: {block: the groups of channels and heads that can go of
-    it}, found by trial when it is called; those that no pattern of `ignore` speaks against. streams: its hidden states
-    that take a rotation. matrix_folds: {block: its folds along which a matrix passes, with the largest size of one}.
-    through: runs this rank's micro-batches through all blocks, each call of a block inside the context that is made of
-    both. removal: the edits that remove shares of it. note: tells the person something, which also goes into the
-    record.
-    """
+    @property
+    def model(self) -> nn.Module:
+        """In evaluation mode, on the device on which it was read; not to be changed."""
 
-    model: nn.Module
-    batches: Sequence[Batch]
-    comm: Comm
-    couplings: Callable[[], Mapping[str, Sequence[Coupling]]]
-    streams: Callable[[], FoundStreams]
-    matrix_folds: Callable[[], Mapping[str, Sequence[tuple[Fold, int]]]]
-    through: Callable[[WatchBlock], None]
-    removal: Callable[[RemovalOptions], Foreseen]
-    note: Callable[[str], None]
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """This rank's micro-batches of calibration data, none where nobody gave any."""
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks."""
+
+    def couplings(self) -> Mapping[str, Sequence[Coupling]]:
+        """{block: the groups of channels and heads that can go of it}, found by trial; those that no pattern of
+        `ignore` speaks against."""
+
+    def streams(self) -> FoundStreams:
+        """The hidden states that take a rotation."""
+
+    def matrix_folds(self) -> Mapping[str, Sequence[tuple[Fold, int]]]:
+        """{block: its folds along which a matrix passes, with the largest size of one}."""
+
+    def through(self, watch: WatchBlock) -> None:
+        """Run this rank's micro-batches through all blocks, each call of a block inside the context that `watch` makes
+        of both."""
+
+    def removal(self, p: RemovalOptions) -> Foreseen:
+        """The edits that remove shares of the model."""
+
+    def note(self, message: str) -> None:
+        """Tell the person something, which also goes into the record."""

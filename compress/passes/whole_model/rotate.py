@@ -16,7 +16,7 @@ Sources: QuaRot (Ashkboos et al. 2024, arXiv 2404.00456): random Hadamard rotati
 state may be rotated, with the gains of its norms in the layers behind them.
 
 Paper -> code: R1 -> `model.structure.rotate_stream.RotateStream`; R2 -> `model.structure.rotate.Rotate`; Hadamard
-matrices -> `weights.rotations.orthogonal.hadamard_rotation`; R4 -> `model.structure.rotate_online.RotateOnline`. What a
+matrices -> `weights.rotations.orthogonal.hadamard_rotation`; R4 -> `model.online_rotation.RotateOnline`. What a
 rotation fits is found on the model by trial: `model.structure.streams.find_streams`, `model.structure.rotate.widest`.
 
 Departs from the papers:
@@ -32,17 +32,22 @@ Departs from the papers:
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from compress.base.errors import InputError
+from compress.model.edits.folds import Fold
+from compress.model.experts import Experts
 from compress.model.known_edits import Edit
+from compress.model.layers import is_linear, layers_of, output_head
+from compress.model.online_rotation import RotateOnline, input_rotation
 from compress.model.structure.rotate import Rotate
-from compress.model.structure.rotate_online import RotateOnline, unreached
 from compress.model.structure.rotate_stream import RotateStream, stream_rotation
+from compress.model.structure.streams import Stream
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.model_view import Whole
 from compress.passes.protocol.stages import Restructure, Stage
@@ -147,7 +152,7 @@ class Rotation(Pass):
         streams = whole.streams().found if self.hidden else ()
         without: list[str] = []
         blocks: Counter[int] = Counter()
-        for name, width in unreached(whole.model, streams, folds):
+        for name, width in _unreached(whole.model, streams, folds):
             sizes = hadamard_sizes(width)
             if self.block is not None and self.block not in sizes:
                 fits = ", ".join(map(str, sizes)) or "none"
@@ -164,3 +169,24 @@ class Rotation(Pass):
             whole.note(f"rotate: inputs of {said}, as the model runs")
         if without or not blocks:
             whole.note(f"rotate: no input is rotated as the model runs in {', '.join(without) or 'any layer'}")
+
+
+def _unreached(
+    model: nn.Module, streams: Sequence[Stream], folds: Mapping[str, list[Fold]]
+) -> Iterator[tuple[str, int]]:
+    """(Name, K) of layers of blocks whose inputs no rotation of a producer reaches: those that read neither a hidden
+    state nor what a linear path leads to. streams, folds: the hidden states and, {block: folds along which a matrix
+    passes}, the linear paths that are rotated. Layers that rotate their input already, and experts, are none."""
+    reached = {name for stream in streams for name in stream.readers}
+    reached |= {name for stream in streams for norm in stream.norms for name in norm.readers}
+    for block, found in folds.items():
+        reached |= {f"{block}.{each.name}" if block else each.name for fold in found for each in fold.consumers}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    inside = {inner for module in experts for inner in module.modules()}
+    head = output_head(model)
+    for block in folds:
+        for layer in layers_of(model.get_submodule(block), block):
+            module = layer.module
+            own = layer.is_called and is_linear(module) and module is not head and module not in inside
+            if own and layer.name not in reached and input_rotation(module) is None:
+                yield layer.name, layer.shape[1]
