@@ -10,7 +10,7 @@ import torch
 from compress.base.terminal import visible
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
-from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, counted, working_bytes
+from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, count_reasons, working_bytes
 
 MIB = 2**20
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -32,7 +32,7 @@ def show_plan(plan: Forecast, notes: Sequence[str] = ()) -> None:
 def outline_lines(outline: Outline) -> list[str]:
     """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk, memory."""
     lines = [f"{len(outline.layers)} layers are compressed"]
-    lines += [f"dense: {count} like {name}: {why}" for why, count, name in counted(outline.dense)]
+    lines += [f"dense: {count} like {name}: {why}" for why, count, name in count_reasons(outline.dense)]
     about = "" if outline.exact else "about "
     bits = "" if outline.bits_per_weight is None else f", {outline.bits_per_weight:.2f} bits per compressed weight"
     before, after = outline.saving.before, outline.saving.after

@@ -14,21 +14,25 @@ from dataclasses import replace
 
 from compress.base.errors import CompressError
 from compress.base.progress import tell_tokens
+from compress.checkpoint.write.record import Finished
 from compress.checkpoint.write.writer import InMemory
-from compress.engine.learn.training import teachers_of, trained
+from compress.engine.layer_versions import Versions
+from compress.engine.learn.training import teachers_of, train_model
 from compress.engine.plan.batches import ChainBrokenError, tokens_of
-from compress.engine.plan.existing_zeros import told
+from compress.engine.plan.existing_zeros import remark_on_zeros
 from compress.engine.restore import hooks_and_buffers
 from compress.engine.walk.block import run_block
 from compress.engine.walk.capture import Passed, capture_stack
-from compress.engine.walk.remarks import few_tokens, held_back, permuted
+from compress.engine.walk.decide import decide as decide_site
+from compress.engine.walk.remarks import layer_record, remark_on_few_tokens, remark_on_less, remark_on_order
 from compress.engine.walk.state import Run, Streams
 from compress.engine.walk.survey import survey
-from compress.engine.walk.token_tables import round_tables
 from compress.model.calls import Call, without_cache
-from compress.model.layers import Stack
+from compress.model.layers import Stack, Table
+from compress.model.open_block import Opened
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.stages import Learn
+from compress.passes.protocol.stages import Gradients, Learn, Survey
+from compress.train.rounding.latents import places_of
 
 
 def run(this: Run) -> None:
@@ -36,15 +40,20 @@ def run(this: Run) -> None:
     started = time.monotonic()
     this.steps.begin()
     with without_cache(this.model):
-        left, teachers = this, teachers_of(this)
-        while (at := next((i for i, p in enumerate(left.plan.passes) if p.stage(Learn)), None)) is not None:
-            left = trained(left, at, decide(left, left.plan.passes[:at]), teachers)
-        _walk(left)
-    layers = this.record.layers
-    for remark in (told(layers), few_tokens(layers), held_back(layers), permuted(layers)):
+        _walk(this if this.lessons is None else _train(this))
+    for about in (remark_on_zeros, remark_on_few_tokens, remark_on_less, remark_on_order):
+        remark = about(this.record.layers)
         if remark is not None:
             this.record.note(this.reporter, remark)
     this.record.seconds = time.monotonic() - started
+
+
+def _train(this: Run) -> Run:
+    """The run that is left behind the last training."""
+    left, teachers = this, teachers_of(this)
+    while (at := next((i for i, p in enumerate(left.plan.passes) if p.stage(Learn)), None)) is not None:
+        left = train_model(left, at, decide(left, left.plan.passes[:at]), teachers)
+    return left
 
 
 def decide(this: Run, passes: tuple[Pass, ...]) -> InMemory:
@@ -59,7 +68,7 @@ def decide(this: Run, passes: tuple[Pass, ...]) -> InMemory:
         if passes or plan.trained or plan.kv is not None:
             _walk(part)
         else:
-            round_tables(part)
+            _round_tables(part)
     undo()
     this.record.block_forwards = record.block_forwards
     return sink
@@ -69,12 +78,13 @@ def _walk(this: Run) -> None:
     """Through all blocks with passes that train nothing. Raises CompressError for blocks that turn out to be no chain
     after all (`engine.walk.stacks`)."""
     try:
-        this = replace(this, plan=survey(this))
+        if any(p.stage(Survey) or p.stage(Gradients) for p in this.plan.passes):
+            this = replace(this, plan=survey(this))
         if this.plan.decides:
             this.record.left_alone.update(this.plan.left_alone(this.model))
         embedded = this.plan.compares and this.plan.tables  # otherwise the original's calls are ours
         originals = [capture_stack(this, stack)[0] if embedded else None for stack in this.plan.stacks]
-        round_tables(this)
+        _round_tables(this)
         passed: list[Passed] = []
         others: list[Passed] = []
         for stack, original in zip(this.plan.stacks, originals, strict=True):
@@ -85,6 +95,43 @@ def _walk(this: Run) -> None:
         raise CompressError(
             f"the blocks are not a simple chain ({why}), which shows only now; run the model as a whole: --one-block"
         ) from None
+
+
+def _round_tables(run: Run) -> None:
+    """Round the tables of a plan: before the blocks run, so that they are calibrated on what they will be given."""
+    plan, p = run.plan, run.plan.embeddings
+    if p is None:
+        return
+    # The blocks' calibration reads it again, so the edits have to stay.
+    keep = run.residency.keep or plan.calibrated
+    with run.residency.open(run.model, plan.blocks - {run.model}, keep) as opened:
+        for table in plan.tables:
+            _round_table(run, p, table, opened.inside(table.module))
+    run.record.changed += [table.name for table in plan.tables]
+
+
+def _round_table(run: Run, p: Pass, table: Table, opened: Opened) -> None:
+    """One table, by what an earlier run or training has decided about it, or else by what the pass does."""
+    finished, decision_of = run.sink.finished(table.name), run.plan.trained.get(table.name)
+    if finished is not None:
+        Versions().install(table, finished.decided[table.name])
+    else:
+        decision = decision_of or decide_site(p, [table], opened, run.comm)[table.name]
+        if decision.scheme(table=True).codes is None:
+            raise CompressError(
+                f"{p.name} decides something else than codes for {table.name}; a token embedding is looked up in codes"
+            )
+        if run.places is not None:
+            places = places_of(decision, table.weight)
+            run.places.update({} if places is None else {table.name: places.cpu()})
+        Versions().install(table, decision)
+        described = layer_record(table, decision, None if decision_of else p)
+        if table.shared:
+            described.figures["shared_with"] = ", ".join(table.shared)
+        finished = Finished({table.name: decision}, [described], {})
+        run.sink.write(table.name, opened, {table.name: table}, finished)
+    run.record.take(finished)
+    run.steps.finish(table.name, usual=False)  # tables take less time than blocks
 
 
 def _run_stack(

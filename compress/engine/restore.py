@@ -55,7 +55,7 @@ def values(model: nn.Module) -> Undo:
     """Puts back the values of parameters and buffers. Keeps the present tensors of parameters alive; copies what may be
     overwritten: buffers, by some forwards, and this rank's shards."""
     whole = [(p, p.data) for p in model.parameters() if not isinstance(p, DTensor)]
-    overwritten = copied(p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor))
+    overwritten = copies_of(p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor))
     of_buffers = buffers(model)
 
     def undo() -> None:
@@ -69,10 +69,10 @@ def values(model: nn.Module) -> Undo:
 
 def buffers(model: nn.Module) -> Undo:
     """Puts back the values of buffers, of which it keeps copies."""
-    return copied(b.detach() for b in model.buffers() if b.layout is torch.strided)
+    return copies_of(b.detach() for b in model.buffers() if b.layout is torch.strided)
 
 
-def copied(tensors: Iterable[Tensor]) -> Undo:
+def copies_of(tensors: Iterable[Tensor]) -> Undo:
     """Puts back values of tensors that are overwritten, by copies of them."""
     copies = [(tensor, tensor.clone()) for tensor in tensors]
 

@@ -80,7 +80,7 @@ def cache_logits(
     comm = Comm()
     known = fingerprint_of(source, comm)
     asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)
-    said = _said(asked, rows, top_k, temperature, batch_size, comm, reporter or Silent())
+    said = _ask(asked, rows, top_k, temperature, batch_size, comm, reporter or Silent())
     if comm.rank == 0:
         write_cached(path, said, known, rows)
     comm.barrier()
@@ -89,7 +89,7 @@ def cache_logits(
 
 
 @torch.no_grad()
-def _said(
+def _ask(
     teacher: nn.Module, rows: Rows, k: int, temperature: float, batch_size: int, comm: Comm, reporter: Reporter
 ) -> TopKRows:
     """The teacher's top k of all samples, in their order, on every rank."""
@@ -117,10 +117,8 @@ def _said(
     lengths = comm.gather_objects(places)
     order = torch.tensor([place for each in lengths for place in each]).argsort()
 
-    def gathered(name: str, dtype: torch.dtype) -> Tensor:
+    def gather(name: str, dtype: torch.dtype) -> Tensor:
         mine = torch.cat([getattr(part, name) for part in parts]).to(dtype)
         return comm.gather_rows(mine, [len(each) for each in lengths]).cpu()[order]
 
-    return TopKRows(
-        gathered("log_probs_Tk", torch.float32), gathered("indices_Tk", torch.int32), temperature, vocabulary
-    )
+    return TopKRows(gather("log_probs_Tk", torch.float32), gather("indices_Tk", torch.int32), temperature, vocabulary)

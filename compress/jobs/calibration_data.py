@@ -154,7 +154,7 @@ def _in_batches(request: Request, found: FoundModel, given: Calibration, samples
         return RunData(None, batches_of(given, request.batch_size, getattr(found.config, "vocab_size", None)))
     if not isinstance(given, Tensor) and _reads_images(found) and (seen := samples_of(str(given))) is not None:
         return _pictures(request, found, str(given), seen, samples)
-    if _taken(found) != TOKENS:
+    if _main_input(found) != TOKENS:
         said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
         raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
     tokenizer = partial(tokenizer_of, found.source)
@@ -162,11 +162,11 @@ def _in_batches(request: Request, found: FoundModel, given: Calibration, samples
     words: dict[str, Any] = {"length": request.length, "samples": samples, "bos": request.bos}
     tokens = load_tokens(text, tokenizer, found.config, what="calibration", packing=True, **words)
     if getattr(found.config, "is_encoder_decoder", False):
-        tokens = _paired(tokens, found.config)
+        tokens = _pair_with_decoder(tokens, found.config)
     return RunData(tokens, tokens.batches(request.batch_size))
 
 
-def _paired(tokens: Tokens, config: Any) -> Tokens:
+def _pair_with_decoder(tokens: Tokens, config: Any) -> Tokens:
     """Tokens for an encoder and for a decoder. Raises InputError for padding, which two masks would have to tell apart,
     and for a configuration without a token to begin with."""
     if tokens.mask is not None:
@@ -194,7 +194,7 @@ def _pictures(request: Request, found: FoundModel, given: str, seen: list[Sample
         raise InputError(f"{name} is of windows of text, and this is images; leave it out")
     if getattr(found.config, "is_encoder_decoder", False):
         raise InputError(
-            f"an encoder-decoder is calibrated on pairs; give batches with {_taken(found)} and decoder_input_ids "
+            f"an encoder-decoder is calibrated on pairs; give batches with {_main_input(found)} and decoder_input_ids "
             "(Python)"
         )
     texts = "text" in modalities(found.source)
@@ -203,14 +203,14 @@ def _pictures(request: Request, found: FoundModel, given: str, seen: list[Sample
     return RunData(None, [*made.batches], pictures=made)
 
 
-def _taken(found: FoundModel) -> str:
+def _main_input(found: FoundModel) -> str:
     """The name of what the model is given: token ids, unless transformers says otherwise."""
     return main_input(found.source, found.given) or TOKENS
 
 
 def _what_to_show(found: FoundModel) -> str:
     """Advice where data is missing, or of another kind than the model takes."""
-    taken = _taken(found)
+    taken = _main_input(found)
     images = "a folder of images, or " if _reads_images(found) else ""
     if taken == TOKENS:
         return f"give {images}text, token ids or 'demo'"

@@ -29,7 +29,7 @@ from compress.engine.walk.state import Run
 from compress.jobs.calibration_data import RunData
 from compress.jobs.model_source import OpenedModel
 from compress.jobs.request import Request
-from compress.jobs.verify import verified
+from compress.jobs.verify import verify_output
 from compress.kernels import spill
 from compress.model.calls import evaluating
 from compress.model.disk_names import DiskNames
@@ -90,7 +90,7 @@ class Job:
             self.complete(self.run.sink)
             if self.wants_verification():
                 trusted = self.request.trust_remote_code
-                result.verification = verified(self.run.sink.place, self.run.comm, self.run.reporter, trusted)
+                result.verification = verify_output(self.run.sink.place, self.run.comm, self.run.reporter, trusted)
             self.run.sink.take_name()
             result.output = self.run.sink.output
         if self.run.residency.keep:

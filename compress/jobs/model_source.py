@@ -1,6 +1,7 @@
 """The model of a run: found first, which costs nothing, and opened once all else that was asked for makes sense."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,10 @@ from compress.checkpoint.read.unplaced_tensors import (
     without_heads,
 )
 from compress.checkpoint.write.quantization_config import differences
-from compress.engine.plan.existing_zeros import recorded
+from compress.engine.plan.existing_zeros import recorded_sparsity
 from compress.engine.plan.matching import check_untouched
 from compress.engine.residency import Local, Residency, Sharded, is_narrow, shard
+from compress.engine.restore import naming, undone
 from compress.engine.shrink.edit_result import Restructured
 from compress.inference.layers.embedding import QuantEmbedding
 from compress.inference.layers.linear import QuantLinear
@@ -42,6 +44,8 @@ from compress.model.layers import Stack
 from compress.model.sharing import check_shardable
 from compress.model.split_experts import split_experts
 from compress.weights.masks import Earlier
+
+CHANGED = ["its structure"]  # what a failure names as changed
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,12 @@ class OpenedModel:
             return False
         return bool(differences(config, without_heads(config)))
 
+    def undo_on_failure(self, restore: bool) -> AbstractContextManager[None]:
+        """Brings back what was edited of the model after a failure, or names its structure as changed."""
+        if self.cut is None:
+            return nullcontext()
+        return undone(self.cut.undo) if restore else naming(CHANGED)
+
     def fingerprint(self, comm: Comm | None = None) -> str:
         """The fingerprint of the weights as they were given. A collective."""
         if self.source is None:
@@ -110,7 +120,7 @@ class OpenedModel:
 
     def earlier(self, drop_zeros: bool) -> Earlier:
         """The pruning that the model comes with. Zeros of codes are none, unless a record says so."""
-        known = {} if drop_zeros else recorded(self.source)
+        known = {} if drop_zeros else recorded_sparsity(self.source)
         coded = self.source is not None and self.source.quantization is not None
         return Earlier(not drop_zeros and (bool(known) or not coded), known)
 
@@ -127,7 +137,7 @@ def fingerprint_of(source: Source, comm: Comm) -> str:
     return str(comm.gather_objects(found)[0])
 
 
-def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
+def find_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
     """Find a model by its name, or take the one that is given. Raises InputError for what cannot be compressed."""
     if isinstance(model, nn.Module):
         check_untouched(model)
@@ -140,7 +150,7 @@ def found_model(model: object, device: str | torch.device | None, trust_remote_c
     return FoundModel(None, source, read_config(source), find_device(device))
 
 
-def opened_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
+def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
     """Read the model, where it is not in memory; a compressed one as the values of its codes. dtype: to work in, None
     for the usual one. Raises InputError for a damaged model, and for one in memory that computes on codes."""
     notes: list[str] = []
@@ -196,7 +206,7 @@ def residency_of(
     return Sharded(shard(model, stacks, mesh), device, dtype, stores)
 
 
-def widened(model: nn.Module) -> dict[str, torch.dtype]:
+def widen_parameters(model: nn.Module) -> dict[str, torch.dtype]:
     """Give parameters of 16 bits 32, to be trained once they are sharded; {name: the dtype before}."""
     stores = {name: p.dtype for name, p in model.named_parameters() if is_narrow(p)}
     for name, p in model.named_parameters():

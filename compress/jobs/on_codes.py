@@ -29,14 +29,14 @@ def on_codes(result: Result) -> nn.Module:
         raise InputError("the result holds no codes; give keep_codes=True to quantize, or load its output")
     model = result.model
     coded = {name: decision for name, decision in result.codes.items() if not decision.dense}
-    made = _made(model, coded)
+    made = _layers_on_codes(model, coded)
     for name, layer in made.items():
         _put(model, name, layer)
     lay_in_strips(model)
     return model
 
 
-def _made(model: nn.Module, coded: Mapping[str, Decision]) -> dict[str, QuantLinear]:
+def _layers_on_codes(model: nn.Module, coded: Mapping[str, Decision]) -> dict[str, QuantLinear]:
     """{layer: the layer on its codes}. Raises InputError for one that has none."""
     modules = dict(model.named_modules())
     made: dict[str, QuantLinear] = {}

@@ -20,26 +20,26 @@ from compress.data.teacher_file import checksum_of
 from compress.engine.plan.batches import ChainBrokenError, check_batches
 from compress.engine.plan.existing_zeros import check_plan
 from compress.engine.plan.format_limits import caches_config, check_halved, check_storable
-from compress.engine.plan.plan import Plan, plan, planned
+from compress.engine.plan.plan import Plan, planned_coverage, restructuring_of
 from compress.engine.plan.task_loss import check_loss
 from compress.engine.walk.stacks import chained_stacks
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline
-from compress.jobs.forecast.forward_memory import counts_of, lack_of_memory
-from compress.jobs.forecast.memory import weights_in
+from compress.jobs.forecast.memory import lack_of_memory, token_counts, weights_in
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
+    CHANGED,
     OpenedModel,
     check_group,
-    found_model,
-    opened_model,
+    find_model,
+    open_model,
     residency_of,
-    widened,
+    widen_parameters,
 )
 from compress.jobs.request import Request
 from compress.jobs.teachers import Teachers, check_tokens, fingerprints
-from compress.jobs.whole_model import CHANGED, check_structural, edit_whole_model, undo_on_failure
+from compress.jobs.whole_model import check_structural, edit_whole_model
 from compress.model.disk_names import DiskNames, disk_names
 from compress.model.experts import Experts
 from compress.model.layers import find_stacks
@@ -55,14 +55,19 @@ TIMED = 2**26  # weights from which on the time of a run is told
 
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
     """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
-    check_structural(request)
+    structural, _ = restructuring_of(request.passes)
+    if structural:
+        check_structural(request)
     if request.fsdp:
         check_group()
-    found = found_model(request.model, request.device, request.trust_remote_code)
+    found = find_model(request.model, request.device, request.trust_remote_code)
     data = read_data(request, found, comm.world)
-    data = replace(data, remarks=check_tokens(request.passes, found, data, request.trust_remote_code))
-    opened = edit_whole_model(request, opened_model(found, request.dtype, comm), data, comm, reporter)
-    with undo_on_failure(opened, request.restore):
+    if data.rows is not None:
+        data = replace(data, remarks=check_tokens(request.passes, found, data, request.trust_remote_code))
+    opened = open_model(found, request.dtype, comm)
+    if structural:
+        opened = edit_whole_model(request, opened, data, comm, reporter)
+    with opened.undo_on_failure(request.restore):
         return _job(request, opened, data, place, comm, reporter)
 
 
@@ -73,7 +78,7 @@ def _job(
     model, plan_ = opened.model, checked_plan(request, opened, data)
     record = RunRecord(notes=[*opened.notes])
     lessons = _lessons(request, opened, data, place)
-    stores = widened(model) if lessons is not None and request.fsdp else {}
+    stores = widen_parameters(model) if lessons is not None and request.fsdp else {}
     keep = opened.source is None or place is None or lessons is not None
     run = Run(
         model=model,
@@ -87,7 +92,7 @@ def _job(
         lessons=lessons,
         phase="" if lessons is None else "before training, ",
     )
-    run = _chained(request, opened, data, run)
+    run = _chain(request, opened, data, run)
     identity = _identity(request, opened, data, run.plan, comm)
     sink, caches = sink_of(request, place, comm, opened, run.plan, identity)
     record.notes += [*remarks_on_beside(opened, place is not None), *remarks_on_stacks(model, plan_, request.one_block)]
@@ -109,8 +114,8 @@ def _job(
 def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block: bool = False) -> Plan:
     """The passes matched with layers, all of which can work. Raises InputError otherwise. one_block: even where it was
     not asked for."""
-    model, one_block = opened.model, one_block or request.one_block
-    found = plan(model, request.passes, request.ignore, one_block, request.convolutions, experts=request.experts)
+    model = opened.model
+    found = request.match(model, one_block)
     found = replace(found, earlier=opened.earlier(request.drop_zeros), beside=opened.kept)
     check_plan(found, found.earlier)
     check_batches(model, data.batches)
@@ -122,7 +127,7 @@ def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block
     return found
 
 
-def _chained(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Run:
+def _chain(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Run:
     """The run with its stacks as the model runs them; through the model as one block, where blocks are no chain."""
     if not run.plan.calibrated or run.plan.stacks[0].container is None:
         return run
@@ -137,7 +142,7 @@ def _chained(request: Request, opened: OpenedModel, data: RunData, run: Run) -> 
 def _outline(request: Request, opened: OpenedModel, data: RunData, plan_: Plan) -> Outline:
     """The outline of the run. Of little work the time is not told, which takes a measurement; nor the memory of tensors
     that lie in files."""
-    timed, tokens = sum(map(weights_in, plan_.layers.values())) >= TIMED, counts_of(data.batches)
+    timed, tokens = sum(map(weights_in, plan_.layers.values())) >= TIMED, token_counts(data.batches)
     told = outline(opened.source, opened.device, opened.model, plan_, request, tokens, timed=timed)
     return told if request.spill is None else replace(told, memory=None)
 
@@ -173,8 +178,8 @@ def _identity(request: Request, opened: OpenedModel, data: RunData, plan_: Plan,
         found["structure"] = opened.cut.fingerprint
     if data.rows is not None:
         found["training"] = checksum_of(data.rows)
-    if teachers := fingerprints(plan_.passes, request.trust_remote_code, comm):
-        found["teachers"] = teachers
+        if teachers := fingerprints(plan_.passes, request.trust_remote_code, comm):
+            found["teachers"] = teachers
     return found
 
 
@@ -230,7 +235,7 @@ def remarks(request: Request, model: nn.Module, plan_: Plan, data: RunData, sink
         )
     elif (plan_.passes and not plan_.only_trains) and (
         little := coverage.remark(
-            planned(model, plan_, isinstance(sink, Writer), sink.halved if isinstance(sink, Writer) else ())
+            planned_coverage(model, plan_, isinstance(sink, Writer), sink.halved if isinstance(sink, Writer) else ())
         )
     ):
         notes.append(little)

@@ -266,10 +266,10 @@ def prepare_qat(
         job = prepare(request, None, comm, reporter or Silent())
         if not job.run.plan.passes:
             raise InputError("no pass decides about layers, which could be trained; add one, like RTN()")
-        return _prepared(job, scales)
+        return _prepare(job, scales)
 
 
-def _prepared(job: Job, scales: Scales) -> Prepared:
+def _prepare(job: Job, scales: Scales) -> Prepared:
     """The model of a job, its passes carried out, with quantizers on its layers."""
     try:
         check_storable(job.run.plan)

@@ -74,7 +74,7 @@ def quantize(
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
     request, comm, reporter = Request.of(locals()), Comm(), reporter or Silent()
-    if (done := completed(request, comm, reporter)) is not None:
+    if (done := find_completed(request, comm, reporter)) is not None:
         return done
     with (
         spilling(spill),
@@ -84,7 +84,7 @@ def quantize(
         return prepare(request, place, comm, reporter).finish()
 
 
-def completed(request: Request, comm: Comm, reporter: Reporter) -> Result | None:
+def find_completed(request: Request, comm: Comm, reporter: Reporter) -> Result | None:
     """The result of the run of a request that is to be resumed, from its record; None where it is not complete or may
     be replaced, of a model in memory, and with several processes. Raises InputError where another run made the
     output."""

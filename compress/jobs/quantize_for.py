@@ -28,7 +28,7 @@ from compress.jobs.engines import check_engine, check_inputs, engine_named, with
 from compress.jobs.forecast.forecast import shapes_of
 from compress.jobs.fused_layers import check_merged
 from compress.jobs.job import Result
-from compress.jobs.model_source import found_model
+from compress.jobs.model_source import find_model
 from compress.jobs.quantize import quantize
 from compress.jobs.request import check_apart, several
 from compress.passes.protocol.base import Pass
@@ -86,9 +86,9 @@ def quantize_for(
     exporter = exporter_named(to)
     if source is not None:
         check_model(source, engine, passes, options.get("ignore", ()))
-    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=None if source is None else source.path):
-        pass  # an output that is in the way is refused before the run
-    result = quantize(model, passes, output=checkpoint, **how)
+    folder = None if source is None else source.path
+    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
+        result = quantize(model, passes, output=checkpoint, **how)
     reporter.note(f"writing {output} for {engine} from {checkpoint}")
     try:
         asked = {"overwrite": overwrite, "trust_remote_code": trusted}
@@ -119,8 +119,8 @@ def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Seq
     if any(p.removes for p in passes):
         return  # layers will have other sizes; the export looks at those
     anything = RTN(scheme="w8a16", group_size=-1)  # takes layers of every width
-    found = plan(empty_model(source), (anything,), ignore, valued=False).layers.values()
-    check_inputs(engine, passes, {layer.name: layer.shape[1] for inside in found for layer in inside})
+    found = plan(empty_model(source), (anything,), ignore, valued=False).all_layers
+    check_inputs(engine, passes, {layer.name: layer.shape[1] for layer in found})
 
 
 def _check_opened(engine: str, result: Result) -> None:
@@ -139,7 +139,7 @@ def _check_merged(
     """Raises InputError for passes that give different schemes to layers of which an engine makes one."""
     if engine_named(engine).merges == "nothing" or any(p.removes for p in passes):
         return  # layers may have other sizes then, and the same schemes
-    empty, _ = shapes_of(found_model(model, None, bool(options.get("trust_remote_code"))))
+    empty, _ = shapes_of(find_model(model, None, bool(options.get("trust_remote_code"))))
     how = {word: options[word] for word in ("ignore", "one_block", "convolutions") if word in options}
     check_merged(engine, plan(empty, passes, valued=False, **how), empty)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import InputError, one_of
 from compress.data.bos import PLACES
+from compress.engine.plan.plan import Plan, plan
 from compress.model.layers import FLOATS
 from compress.model.patterns import compiled
 from compress.passes.protocol.base import Pass
@@ -63,6 +64,11 @@ class Request:
     def folder(self) -> Path | None:
         """The model's directory, if it is one by its name."""
         return Path(self.model) if isinstance(self.model, str | Path) else None
+
+    def match(self, model: nn.Module, one_block: bool = False, valued: bool = True) -> Plan:
+        """The passes matched with layers of a model. one_block, valued: as in `engine.plan.plan`."""
+        one_block = one_block or self.one_block
+        return plan(model, self.passes, self.ignore, one_block, self.convolutions, valued, self.experts)
 
     def check(self) -> None:
         """Refuse arguments that are wrong whatever the model is."""

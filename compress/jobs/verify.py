@@ -182,7 +182,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         apart = any(isinstance(module, SortedExperts) for module in empty_model(source).modules())
         dtype = wanted or (torch.float32 if active or apart else None)
         dense = source.quantization is not None and not active
-        ours = seen(source, dtype, ids, active, dense)
+        ours = run_ours(source, dtype, ids, active, dense)
         if sums:
             raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
@@ -259,7 +259,7 @@ def comparable_probe(source: Source) -> Tensor:
     return ids
 
 
-def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, dense: bool) -> Sight:
+def run_ours(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, dense: bool) -> Sight:
     """Our model's outputs for the probe, computed one block at a time. active: the model rounds inputs or caches; it
     then computes torch's own products, and its kernels are compared with them. dense: with dequantized weights.
 
@@ -292,7 +292,7 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
     return Sight(found, uncached)
 
 
-def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:
+def verify_output(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:
     """Verify a run's checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
     found, problem = None, None
     if comm.rank == 0:
@@ -330,9 +330,16 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
         raise CompressError(
             f"{place.output} does not verify, so it stays {place.model}: {lines[-1] if lines else 'no message'}"
         )
-    # What is recorded names the output as it will be called, wherever it lies.
-    found: dict[str, Any] = json.loads(done.stdout.replace(json.dumps(str(place.model))[1:-1], place.output.name))
-    return found
+    return _rename(json.loads(done.stdout), str(place.model), place.output.name)
+
+
+def _rename(value: Any, path: str, name: str) -> Any:
+    """A JSON value whose texts call the output by its name, wherever it lies."""
+    if isinstance(value, dict):
+        return {key: _rename(each, path, name) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rename(each, path, name) for each in value]
+    return value.replace(path, name) if isinstance(value, str) else value
 
 
 def _modules(directory: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Edits of the whole model before anything else is decided: parts that go, rotations of its hidden state."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +13,9 @@ from compress.base.progress import Reporter
 from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_restructured
 from compress.engine.plan.matching import Ignored, check_untouched
-from compress.engine.plan.plan import plan, restructuring_of
+from compress.engine.plan.plan import restructuring_of
 from compress.engine.residency import Local
-from compress.engine.restore import naming, undone
+from compress.engine.restore import undone
 from compress.engine.shrink.edit_result import Restructured
 from compress.engine.shrink.model_edits import ModelEdits
 from compress.jobs.calibration_data import RunData, training_options
@@ -28,8 +27,6 @@ from compress.model.layers import check_tensors
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
 from compress.train.losses.options import ORIGINAL
-
-CHANGED = ["its structure"]  # what a failure names as changed
 
 
 def check_structural(request: Request) -> None:
@@ -61,13 +58,6 @@ def edit_whole_model(
     return opened
 
 
-def undo_on_failure(opened: OpenedModel, restore: bool) -> AbstractContextManager[None]:
-    """Brings back what was edited of a model after a failure, or names its structure as changed."""
-    if opened.cut is None:
-        return nullcontext()
-    return undone(opened.cut.undo) if restore else naming(CHANGED)
-
-
 def _edits(
     request: Request,
     p: Pass,
@@ -94,8 +84,7 @@ def _edits(
     def check(foreseen: nn.Module) -> None:
         """Plan the rest of the run, once the last of these passes has been seen."""
         if p is restructuring_of(request.passes)[0][-1]:
-            of_run = request.ignore, request.one_block, request.convolutions
-            plan(foreseen, request.passes, *of_run, valued=False, experts=request.experts)
+            request.match(foreseen, valued=False)
 
     return ModelEdits(
         model,

@@ -22,7 +22,7 @@ from compress.checkpoint.files import checksum
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
 from compress.inference.check.opening import NotComparedError
-from compress.jobs.verify import probe_of, seen
+from compress.jobs.verify import probe_of, run_ours
 from compress.onnx.jitter import jitter
 from compress.onnx.onnxruntime_weights import layer_weights, picked, session
 
@@ -74,7 +74,7 @@ def reference(source: Source) -> tuple[dict[str, Tensor], list[float]] | str:
     given = given if given.is_floating_point() else given[KEPT]
 
     def run() -> Tensor:
-        return seen(source, torch.float32, given, rounds(source), not rounds(source)).uncached
+        return run_ours(source, torch.float32, given, rounds(source), not rounds(source)).uncached
 
     try:
         ours = run()

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
-from compress.engine.joint_maximum import Reach
 from compress.engine.layer_versions import Versions
 from compress.engine.walk.capture import capture_stack
-from compress.engine.walk.collect import collected
-from compress.engine.walk.decide import Decided, decide
+from compress.engine.walk.collect import collect
+from compress.engine.walk.decide import Decided, Reach, decide
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.held_out_kl import HeldOut, holding
 from compress.engine.walk.sites import structure_of
@@ -129,7 +128,7 @@ class _Block:
 
     def _visit(self, site: Sequence[Layer], arrivals: Arrivals) -> None:
         needs, names = _needs(self.candidates)
-        statistics = collected(needs, site[0], arrivals, self.run.comm)
+        statistics = collect(needs, site[0], arrivals, self.run.comm)
         if statistics is None:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return

@@ -37,7 +37,7 @@ from compress.engine.plan.plan import Plan
 from compress.engine.walk.stacks import chained_stacks
 from compress.engine.walk.state import Run
 from compress.jobs.calibration_data import RunData
-from compress.jobs.model_source import FoundModel, OpenedModel, opened_model, residency_of
+from compress.jobs.model_source import FoundModel, OpenedModel, open_model, residency_of
 from compress.jobs.prepare import remarks_on_stacks
 from compress.jobs.quantize import quantize
 from compress.model.calls import evaluating
@@ -168,7 +168,7 @@ def open_study(
 ) -> Study:
     """Open a model to measure it. data: for calibration. rows: held-out token ids [samples, length], of which up to
     16 are used. Raises InputError for a model that predicts no next token."""
-    opened = opened_model(found, None, Comm())
+    opened = open_model(found, None, Comm())
     model, config = opened.model, getattr(opened.model, "config", None)
     if not hasattr(model, "generate") or getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} predicts no next token, so that there is no KL to measure")

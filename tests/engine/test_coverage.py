@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import compress
 from compress.checkpoint.write.coverage import OTHERS, count, percent
-from compress.engine.plan.plan import plan, planned
+from compress.engine.plan.plan import plan, planned_coverage
 from compress.model.split_experts import split_experts
 
 
@@ -124,7 +124,7 @@ def test_the_page_says_what_of_each_family_is_stored_smaller():
         with torch.device("meta"):
             model = MODELS[name]()
         split_experts(model)
-        found = planned(model, plan(model, [compress.RTN(group_size=-1)], valued=False), True, ())
+        found = planned_coverage(model, plan(model, [compress.RTN(group_size=-1)], valued=False), True, ())
         rest = [
             (why, count / found.parameters) for why, count in found.rest.items() if count / found.parameters > LEAST
         ]

@@ -11,7 +11,7 @@ import compress
 from compress.base.errors import InputError
 from compress.data.tokens import Tokens
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.jobs.calibration_data import _paired
+from compress.jobs.calibration_data import _pair_with_decoder
 from compress.jobs.verify import ACTIVE_TOLERANCE
 
 SIZES = {
@@ -63,7 +63,7 @@ def test_every_linear_layer_of_both_stacks_is_compressed_and_runs(kind, method, 
     batch, loaded, emulated = pairs()[0], compress.load(tmp_path / "out"), MODELS[kind]()
     assert len(list(compressed_layers(loaded))) == len(names)
     # In memory it has the values of the codes, and torch's own products of rounded inputs.
-    pairs_of = _paired(Tokens(tokens(6, 16), ""), emulated.config).batches(8)
+    pairs_of = _pair_with_decoder(Tokens(tokens(6, 16), ""), emulated.config).batches(8)
     compress.quantize(emulated, METHODS[method](), **({"calibration": pairs_of} if data else {}))
     with torch.no_grad():
         expected, computed = emulated(**batch).logits, loaded(**batch).logits
@@ -178,4 +178,4 @@ def test_padding_is_refused():
     with pytest.raises(
         InputError, match=r"^chat.jsonl makes samples with padding; .* samples of one length: give a text"
     ):
-        _paired(padded, bart().config)
+        _pair_with_decoder(padded, bart().config)

@@ -191,9 +191,9 @@ def test_what_a_grid_explains(scheme: str, group_size: int) -> None:
 def test_layers_are_counted_where_they_are_stored_transposed() -> None:
     from transformers.pytorch_utils import Conv1D
 
-    from compress.engine.plan.existing_zeros import _counted
+    from compress.engine.plan.existing_zeros import _count_zeros
 
     module = Conv1D(6, 4)
     module.weight.data[:, 0] = 0
     module.weight.data[:2, 1] = 0
-    assert _counted(Layer("a", module), 64) == (2, 20, False)
+    assert _count_zeros(Layer("a", module), 64) == (2, 20, False)

@@ -14,7 +14,7 @@ from torch import nn
 from compress.base.errors import InputError
 from compress.checkpoint.write.writer import InMemory
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
-from compress.engine.plan.existing_zeros import masked
+from compress.engine.plan.existing_zeros import decisions_on_zeros
 from compress.engine.residency import widened
 from compress.engine.walk.state import Run
 from compress.model.layers import Layer
@@ -47,7 +47,7 @@ from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
 
 
-def trained(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Module | TopKRows]) -> Run:
+def train_model(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Module | TopKRows]) -> Run:
     """The run that is left behind the training at a place among the passes. before: what those before it decided;
     teachers: by their names."""
     p, plan = run.plan.passes[at], run.plan
@@ -56,7 +56,7 @@ def trained(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Modul
     wanted = plan.treated_layers
     mine = [layer for layer in wanted if p.wants(layer.name)]
     undecided = [layer for layer in mine if layer.name not in before.decisions]
-    known = {**masked(plan, run.residency, undecided), **before.decisions}
+    known = {**decisions_on_zeros(plan, run.residency, undecided), **before.decisions}
     start = {**known, **(_all_kept(mine, known) if learn.sparsity.prunes else {})}
     rounded = rounding([*wanted, *plan.tables], start, learn.options.scales)
     caches = TrainedCaches(run.model, before.caches)
@@ -66,7 +66,7 @@ def trained(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Modul
         made = trained_decisions(run.model, plan, run.residency, start)
     rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
     rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
-    about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
+    about = {"options": options_record(learn) | rate, "range_test": None if tested is None else asdict(tested)}
     run.record.training.append({**asdict(history), **about})
     left = replace(plan, passes=plan.passes[at + 1 :], trained=made)
     return replace(run, plan=left, earlier=before.blocks, phase="after training, ")
@@ -95,7 +95,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
             m._compiled_call_impl = compiled
 
 
-def described(learn: Learn) -> dict[str, object]:
+def options_record(learn: Learn) -> dict[str, object]:
     """The options, for the record."""
     of_training = {name: getattr(learn.options, name) for name in TrainingOptions.__dataclass_fields__}
     return of_training | {name: getattr(learn.sparsity, name) for name in SparsityOptions.__dataclass_fields__}
@@ -119,66 +119,68 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
 
 
 def _train(
-    run: Run,
-    learn: Learn,
-    teacher: nn.Module | TopKRows | None,
-    layers: Sequence[Layer],
-    mine: Sequence[Layer],
+    run: Run, learn: Learn, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer], mine: Sequence[Layer]
 ) -> tuple[History, RangeTest | None]:
     """Trains; returns the measurements, and the test that chose the rate if nobody gave one. layers: those that round;
     mine: those that the pass is for."""
-    lessons, options = run.lessons, learn.options
-    assert lessons is not None
-    rows = lessons.rows.numbered()
-    quantizers = quantizers_of(layers)
-    inside = parameters_in(quantizers)
+    inside = parameters_in(quantizers_of(layers))
+    others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
+    with requiring(others, _trains(learn.options.trains, layers)), _mapping(run, learn.options, teacher):
+        training = _training(run, learn, teacher, layers, mine)
+        with _blocks(run, learn.options):
+            return _train_at_rate(run, learn, training)
+
+
+def _trains(what: str, layers: Sequence[Layer]) -> Callable[[nn.Parameter], bool]:
+    """A test of parameters outside quantizers: they learn. what: the option `trains`; layers: those that round."""
     latent = {id(layer.parameter) for layer in layers}
     fixed = {id(layer.parameter) for layer in layers if isinstance(layer.module._modules[PARTS[0]], ScaledCodes)}
-    others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
 
-    def wanted(p: nn.Parameter) -> bool:
-        return (
-            p.is_floating_point()
-            and id(p) not in fixed
-            and (options.trains == "all" or (options.trains == "layers" and id(p) in latent))
-        )
+    def learns(p: nn.Parameter) -> bool:
+        if not p.is_floating_point() or id(p) in fixed:
+            return False
+        return what == "all" or (what == "layers" and id(p) in latent)
 
-    with requiring(others, wanted), _mapping(run, options, teacher):
-        # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
-        weights = weights_outside(run.model, inside)
-        objective = Objective(options, run.model, teacher)
-        micro = min(lessons.micro, -(-options.rows // run.comm.world))
-        seen, _ = rows.split(options.held_out)
-        objective.begin(seen, SampleOrder(len(seen), options.rows, options.seed).of_step(0), micro, run.comm)
-        reshard(run.model)  # a root that has run would not see what a checkpoint brings
-        for note in objective.notes:
-            run.record.note(run.reporter, note)
-        scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
-        if not weights and not scales:
-            raise InputError(f"trains={options.trains} leaves nothing to train in this model")
-        stay = fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()}
-        learned = Learned(weights, scales)
-        before, after = _thinning(run, learn, mine)
-        this = Training(
-            options,
-            objective,
-            learned,
-            stay,
-            rows,
-            micro,
-            run.comm,
-            run.reporter,
-            None if lessons.place is None else lessons.place / str(len(run.record.training)),
-            lessons.resume,
-            before,
-            after,
-            best_since=_best_since(learn),
-        )
-        with _blocks(run, options):
-            return _carried_out(run, learn, this)
+    return learns
 
 
-def _carried_out(run: Run, learn: Learn, this: Training) -> tuple[History, RangeTest | None]:
+def _training(
+    run: Run, learn: Learn, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer], mine: Sequence[Layer]
+) -> Training:
+    """Everything that `train` needs. Raises InputError where nothing would learn."""
+    lessons, options, quantizers = run.lessons, learn.options, quantizers_of(layers)
+    assert lessons is not None
+    # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
+    weights = weights_outside(run.model, parameters_in(quantizers))
+    rows, micro = lessons.rows.numbered(), min(lessons.micro, -(-options.rows // run.comm.world))
+    objective = Objective(options, run.model, teacher)
+    seen, _ = rows.split(options.held_out)
+    objective.begin(seen, SampleOrder(len(seen), options.rows, options.seed).of_step(0), micro, run.comm)
+    reshard(run.model)  # a root that has run would not see what a checkpoint brings
+    for note in objective.notes:
+        run.record.note(run.reporter, note)
+    scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
+    if not weights and not scales:
+        raise InputError(f"trains={options.trains} leaves nothing to train in this model")
+    before, after = _thinning(run, learn, mine)
+    return Training(
+        options=options,
+        objective=objective,
+        learned=Learned(weights, scales),
+        fixed=fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()},
+        rows=rows,
+        micro=micro,
+        comm=run.comm,
+        reporter=run.reporter,
+        place=None if lessons.place is None else lessons.place / str(len(run.record.training)),
+        resume=lessons.resume,
+        before=before,
+        after=after,
+        best_since=_best_since(learn),
+    )
+
+
+def _train_at_rate(run: Run, learn: Learn, this: Training) -> tuple[History, RangeTest | None]:
     """Choose a rate, where nobody gave one, and train."""
     tested = None
     if not this.options.learning_rate and this.learned.weights:

@@ -29,7 +29,9 @@ def treatable(model: nn.Module, ignore: Sequence[str] = (), one_block: bool = Fa
     notes = remarks_on_patterns(model, (), everything, ignored, convolutions)
     if not everything:
         raise InputError("no layer is left to compress; ignore less")
-    return Plan(tuple(stacks), layers, (), ignored.reasons, convolutions, notes=tuple(notes))
+    return Plan(
+        stacks=tuple(stacks), layers=layers, ignored=ignored.reasons, convolutions=convolutions, notes=tuple(notes)
+    )
 
 
 def any_layer(name: str) -> bool:

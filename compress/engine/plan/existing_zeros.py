@@ -32,7 +32,7 @@ from compress.weights.rounded_zeros import evidence, explained
 LOOKED_AT = 64
 
 
-def recorded(source: Source | None) -> dict[str, float]:
+def recorded_sparsity(source: Source | None) -> dict[str, float]:
     """{layer: the share of zeros that the record beside a model says it has}."""
     if source is None or not (source.path / RECORD).is_file():
         return {}
@@ -48,17 +48,16 @@ def check_keeps(layers: Iterable[Layer], p: Pass, earlier: Earlier, instead: str
     """Raises InputError for a layer with zeros of an earlier pruning, which the pass would give other values. A
     collective of a sharded model."""
     for layer in layers:
-        share = earlier.share(layer.name, *_counted(layer, LOOKED_AT))
+        share = earlier.share(layer.name, *_count_zeros(layer, LOOKED_AT))
         if share is not None:
             raise InputError(earlier.problem(layer.name, share, p.name, instead))
 
 
 def check_plan(plan: Plan, earlier: Earlier) -> None:
     """`check_keeps` of every pass of a plan that keeps no zeros."""
-    everything = [layer for layers in plan.layers.values() for layer in layers]
     for p in plan.passes:
         if not p.keeps_zeros:
-            check_keeps([layer for layer in everything if p.wants(layer.name)], p, earlier)
+            check_keeps([layer for layer in plan.all_layers if p.wants(layer.name)], p, earlier)
 
 
 def check_restructured(model: nn.Module, p: Pass, stage: Restructure, earlier: Earlier) -> None:
@@ -70,7 +69,7 @@ def check_restructured(model: nn.Module, p: Pass, stage: Restructure, earlier: E
         check_keeps(treatable, p, earlier, stage.otherwise)
 
 
-def masked(plan: Plan, residency: Residency, layers: Sequence[Layer]) -> dict[str, Decision]:
+def decisions_on_zeros(plan: Plan, residency: Residency, layers: Sequence[Layer]) -> dict[str, Decision]:
     """Decisions about layers that came with zeros: to be trained without them."""
     masks: dict[str, Tensor] = {}
     names = {layer.name for layer in layers}
@@ -87,7 +86,7 @@ def masked(plan: Plan, residency: Residency, layers: Sequence[Layer]) -> dict[st
     }
 
 
-def told(layers: Sequence[LayerRecord]) -> str | None:
+def remark_on_zeros(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about the zeros that layers came with; None where none did."""
     shares = {layer.name: float(layer.figures[CAME]) for layer in layers if CAME in layer.figures}
     if not shares:
@@ -99,7 +98,7 @@ def told(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def _counted(layer: Layer, rows: int) -> tuple[int, int, bool]:
+def _count_zeros(layer: Layer, rows: int) -> tuple[int, int, bool]:
     """(Zeros, weights) in rows that hold anything else, of so many rows; whether a grid explains the zeros. A
     collective of a sharded layer."""
     parameter: Tensor = layer.parameter.data

@@ -30,17 +30,15 @@ from compress.passes.protocol.stages import (
     Fix,
     Gradients,
     Learn,
-    Reconstruction,
     Reorder,
     Restructure,
-    Survey,
 )
 from compress.weights.caches import CacheScheme, group_in
 from compress.weights.decision import Decision
 from compress.weights.masks import Earlier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The work of a run, checked before any weight is touched: stacks, layers by block, and the passes that treat them.
 
@@ -54,8 +52,8 @@ class Plan:
 
     stacks: tuple[Stack, ...]
     layers: Mapping[str, tuple[Layer, ...]]
-    passes: tuple[Pass, ...]
-    ignored: Mapping[str, str]
+    passes: tuple[Pass, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
     convolutions: bool = False
     experts: bool = False
     embeddings: Pass | None = None
@@ -103,10 +101,14 @@ class Plan:
         return {block for stack in self.stacks for _, block in stack.blocks}
 
     @property
+    def all_layers(self) -> list[Layer]:
+        """The layers of all blocks."""
+        return [layer for layers in self.layers.values() for layer in layers]
+
+    @property
     def treated_layers(self) -> list[Layer]:
         """The layers that a pass is about, or that were trained."""
-        everything = [layer for layers in self.layers.values() for layer in layers]
-        return [n for n in everything if n.name in self.trained or any(p.wants(n.name) for p in self.passes)]
+        return [n for n in self.all_layers if n.name in self.trained or any(p.wants(n.name) for p in self.passes)]
 
     @property
     def treated(self) -> set[str]:
@@ -128,8 +130,7 @@ class Plan:
     def halved(self) -> frozenset[str]:
         """Layers that a pass prunes, to be stored without their zeros."""
         storing = [p for p in self.passes if p.halves]
-        names = [layer.name for layers in self.layers.values() for layer in layers]
-        return frozenset(name for name in names if any(p.wants(name) for p in storing))
+        return frozenset(n.name for n in self.all_layers if any(p.wants(n.name) for p in storing))
 
 
 def plan(
@@ -159,7 +160,7 @@ def plan(
     stacks = [whole_model(model)] if one_block else _stacks(model, passes, convolutions)
     if not passes:
         nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
-        return Plan(tuple(stacks), nothing, (), {}, convolutions, experts, recipe=structural)
+        return Plan(stacks=tuple(stacks), layers=nothing, recipe=structural, convolutions=convolutions, experts=experts)
     ignored = Ignored(ignore)
     blocks = tuple(f"{name}." for stack in stacks for name, _ in stack.blocks if name)
     tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored, blocks)
@@ -176,19 +177,19 @@ def plan(
     everything = [layer for of_block in layers.values() for layer in of_block]
     notes = remarks_on_patterns(model, passes, everything, ignored, convolutions)
     treated = {"layers": everything, "embeddings": tables, "caches": ()}
-    recipe = tuple(_fitted(p, treated[p.treats], notes) for p in passes)
+    recipe = tuple(_fit(p, treated[p.treats], notes) for p in passes)
     result = Plan(
-        tuple(stacks),
-        layers,
-        tuple(p for p in recipe if p.treats == "layers"),
-        ignored.reasons,
-        convolutions,
-        experts,
-        next((p for p in recipe if p.treats == "embeddings"), None),
-        tables,
-        kv,
-        (*structural, *recipe),
-        tuple(notes),
+        stacks=tuple(stacks),
+        layers=layers,
+        passes=tuple(p for p in recipe if p.treats == "layers"),
+        embeddings=next((p for p in recipe if p.treats == "embeddings"), None),
+        tables=tables,
+        kv=kv,
+        recipe=(*structural, *recipe),
+        ignored=ignored.reasons,
+        notes=tuple(notes),
+        convolutions=convolutions,
+        experts=experts,
     )
     _check(result)
     return result
@@ -197,22 +198,16 @@ def plan(
 def _stacks(model: nn.Module, passes: Sequence[Pass], convolutions: bool) -> list[Stack]:
     """The stacks of a model as these passes see them."""
     stacks = find_stacks(model, convolutions)
-    joined = any(p.calibrated for p in passes) and not (_by_stacks(passes) and lies_in(model, stacks))
-    return [whole_model(model)] if joined and len(stacks) > 1 else stacks
-
-
-def _by_stacks(passes: Sequence[Pass]) -> bool:
-    """True where passes can treat one stack after the other: none looks at the whole model or trains it, and none
-    compares with the original behind a table that is rounded."""
-    whole = any(isinstance(stage, Survey | Gradients | Learn) for p in passes for stage in p.stages)
-    return not whole and not (_compares(passes) and any(p.treats == "embeddings" for p in passes))
+    if len(stacks) == 1 or not any(p.calibrated for p in passes):
+        return stacks
+    beyond = any(stage.beyond_block for p in passes for stage in p.stages)
+    rounded_before = _compares(passes) and any(p.treats == "embeddings" for p in passes)
+    return stacks if lies_in(model, stacks) and not beyond and not rounded_before else [whole_model(model)]
 
 
 def _compares(passes: Sequence[Pass]) -> bool:
     """True where a pass compares with the original model."""
-    decides = (p.stage(Decide) for p in passes)
-    reference = any(stage.reference for stage in decides if stage is not None)
-    return reference or any(p.stage(Reconstruction) for p in passes)
+    return any(stage.compares for p in passes for stage in p.stages)
 
 
 def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
@@ -240,7 +235,7 @@ def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pa
     return structural, rest
 
 
-def _fitted(p: Pass, everything: Sequence[Layer], notes: list[str]) -> Pass:
+def _fit(p: Pass, everything: Sequence[Layer], notes: list[str]) -> Pass:
     """The pass with one group size for those of the layers that are its, where it left that open. Where no size suits
     them all it stays open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into
     `notes`."""
@@ -312,7 +307,7 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored, blocks: 
 
 
 def _check(plan: Plan) -> None:
-    everything = [layer for layers in plan.layers.values() for layer in layers]
+    everything = plan.all_layers
     if not everything:
         raise InputError("no layer is left to compress; ignore less")
     quantized_by: dict[str, Pass] = {}
@@ -375,7 +370,7 @@ def _check_order_of_gradients(plan: Plan) -> None:
 
 def _check_called(p: Pass, layers: Sequence[Layer]) -> None:
     """Refuse layers that no module is, for a pass that makes of them what only a module can become."""
-    needs_module = p.rounds_inputs or any(isinstance(stage, Fix | Learn | Reconstruction) for stage in p.stages)
+    needs_module = p.rounds_inputs or any(stage.of_calls for stage in p.stages)
     layer = next((layer for layer in layers if not layer.is_called), None)
     if needs_module and layer is not None:
         raise InputError(
@@ -402,11 +397,10 @@ def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
             )
 
 
-def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str]) -> Coverage:
+def planned_coverage(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str]) -> Coverage:
     """The coverage that a plan will achieve. stored: compressed layers need a format. halved: names of layers stored as
     2:4, a format for dense ones, too."""
-    treated = plan.treated
-    layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
+    treated, layers = plan.treated, plan.treated_layers
     quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
     formed = quantized.union(halved)
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}

@@ -54,14 +54,12 @@ def bytes_of_tensors(tensors: Tensors) -> int:
 
 def stored_layers(plan: Plan, halved: Collection[str] = ()) -> list[WrittenLayer]:
     """Every layer and table that a plan treats. halved: names of those that are stored without the zeros of 2:4."""
-    treated = plan.treated
-    layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
     of_tables = () if plan.embeddings is None else (plan.embeddings,)
-    found = [_stored(layer, plan.passes, layer.name in halved) for layer in layers]
-    return found + [_stored(table, of_tables, halved=False) for table in plan.tables]
+    found = [_written_layer(layer, plan.passes, layer.name in halved) for layer in plan.treated_layers]
+    return found + [_written_layer(table, of_tables, halved=False) for table in plan.tables]
 
 
-def _stored(layer: Layer, passes: Sequence[Pass], halved: bool) -> WrittenLayer:
+def _written_layer(layer: Layer, passes: Sequence[Pass], halved: bool) -> WrittenLayer:
     mine = [p for p in passes if p.wants(layer.name)]
     names = tuple(p.name for p in mine)
     scheme = scheme_after(layer, mine, halved) if layer.has_format else None
@@ -79,10 +77,10 @@ def scheme_after(layer: Layer, passes: Sequence[Pass], halved: bool) -> Scheme |
     found = None if not rounding else rounding[-1].stored(layer.name, layer.shape, table)
     if not halved:
         return found
-    return replace(found or Scheme(terms=(Dense(),)), terms=tuple(map(_halved, found.terms if found else (Dense(),))))
+    return replace(found or Scheme(terms=(Dense(),)), terms=tuple(map(_sparse24, found.terms if found else (Dense(),))))
 
 
-def _halved(term: Format) -> Format:
+def _sparse24(term: Format) -> Format:
     return PackedSparse24(grid=term.grid) if isinstance(term, CodesFormat) else Sparse24()
 
 
@@ -105,8 +103,7 @@ def _tensors(layer: Layer, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], t
 def stored_tensors(model: nn.Module, plan: Plan, layers: Sequence[WrittenLayer]) -> Tensors:
     """{name: (shape, dtype)} of all tensors of the checkpoint. model: of any device, with the dtypes that it stores."""
     coded = {layer.name for layer in layers if layer.tensors}
-    everything = [layer for inside in plan.layers.values() for layer in inside]
-    replaced = {id(layer.parameter) for layer in (*everything, *plan.tables) if layer.name in coded}
+    replaced = {id(layer.parameter) for layer in (*plan.all_layers, *plan.tables) if layer.name in coded}
     found = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters() if id(p) not in replaced}
     found |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in stored_buffers(model)}
     for layer in layers:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.base.collectives import Comm
 from compress.engine.residency import Local
-from compress.engine.walk.layer_damage import Measure, predicted
+from compress.engine.walk.layer_damage import Measure, predictions
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.layers import Stack
 
@@ -56,7 +56,7 @@ class Without:
         return {i: float(total / totals[-1]) for i, total in zip(left, totals[:-1], strict=True)}
 
     def _predicted(self, batch: Batch, call: Call, output: Any) -> tuple[Tensor, Measure]:
-        return predicted(self.model, self.stack, batch, call, output, self.residency.device)
+        return predictions(self.model, self.stack, batch, call, output, self.residency.device)
 
     def _ends(self, gone: Collection[int]) -> Mapping[int | None, list[Any]]:
         """{block: what the last block returns of each micro-batch without it and the `gone`}; None: in the original."""

@@ -15,7 +15,7 @@ from compress.engine.layer_versions import Versions
 from compress.engine.shrink.blocks import WholeModel
 from compress.engine.shrink.cuts import Refit
 from compress.engine.shrink.groups import Reading, consumer_of
-from compress.engine.walk.collect import collected
+from compress.engine.walk.collect import collect
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.sites import structure_of
 from compress.engine.walk.state import Streams
@@ -64,7 +64,7 @@ class Compensation:
             biases = {layer.name: getattr(layer.module, "bias", None) for layer in site}
             for biased in dict.fromkeys(b is not None for b in biases.values()):
                 alike = [layer for layer in site if (biases[layer.name] is not None) == biased]
-                statistics = collected(self.p.needs_of(biased), alike[0], arrivals, self.whole.comm)
+                statistics = collect(self.p.needs_of(biased), alike[0], arrivals, self.whole.comm)
                 if statistics is None:
                     continue
                 for layer in alike:

@@ -22,7 +22,7 @@ from compress.engine.shrink.cuts import Cut, Removed
 from compress.engine.shrink.groups import Reading, choose
 from compress.engine.shrink.hidden_width import NarrowHidden, Narrowing
 from compress.engine.shrink.removal_plan import RemovalPlan
-from compress.engine.walk.collect import collected
+from compress.engine.walk.collect import collect
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.sites import structure_of
 from compress.engine.walk.state import Streams
@@ -154,7 +154,7 @@ class Removal:
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
             bias = any(getattr(layer.module, "bias", None) is not None for layer in site)
-            statistics = collected(self.p.needs_of(bias), site[0], arrivals, self.whole.comm)
+            statistics = collect(self.p.needs_of(bias), site[0], arrivals, self.whole.comm)
             if statistics is None:
                 raise CompressError(f"no calibration token reached {site[0].name}; give more calibration data")
             assert len(statistics) == 1, "a grouped convolution has no coupling"

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from compress.base.memory import give_back
 from compress.checkpoint.write.record import Finished, LayerRecord
-from compress.engine.joint_maximum import Reach
 from compress.engine.layer_versions import Versions
 from compress.engine.restore import hooks_and_buffers, undone
-from compress.engine.walk.collect import collected, collected_outputs, routed
-from compress.engine.walk.decide import Decided, decide, together
+from compress.engine.walk.collect import collect, collect_outputs, routing_figures
+from compress.engine.walk.decide import Decided, Reach, decide, together
 from compress.engine.walk.forward import ForwardsDone, suspended_forward
-from compress.engine.walk.reconstruct import reconstructed
+from compress.engine.walk.reconstruct import reconstruct
 from compress.engine.walk.remarks import RangeNotes, layer_record
 from compress.engine.walk.reorder import reorder
-from compress.engine.walk.repeated_layers import again_by, arrivals_of, name_unseen
+from compress.engine.walk.repeated_layers import arrivals_of, decides_repeated, name_unseen
 from compress.engine.walk.rewrite import Observed, repeat, same_orders
 from compress.engine.walk.sites import BlockSites, same_on_all_ranks, structure_of
 from compress.engine.walk.state import Run, Streams
@@ -121,7 +120,7 @@ class BlockRun:
             entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
         if self.run.places is not None:
             self.run.places.update(_places(self))
-        finished = _finished(self)
+        finished = _result_of(self)
         with self.run.spending.on("write"):
             self.run.sink.write(self.name, self.opened, self.layers, finished)
         self.run.record.take(finished)
@@ -176,7 +175,7 @@ class BlockRun:
         sites = self.sites(structure, folds.served.intersection(wanted))
         if not sites:
             return
-        observed = _only_seen(self, rewrite.needs, sites)
+        observed = _observe_inputs(self, rewrite.needs, sites)
         about = self.streams.calls[0], self.run.folds.shared, observed, set(self.decided.decisions)
         edits, records = folds.rewrite(p, *about)
         self.edits += edits
@@ -187,7 +186,7 @@ class BlockRun:
         call, comm = self.streams.calls[0], self.run.comm
         folds = self.run.folds.find(self.opened, self.name, call)
         found = same_orders(find_orders(self.opened.block, call, folds.folds, self.run.folds.shared), comm)
-        observed = _only_seen(self, stage.needs, self.sites(structure, wanted))
+        observed = _observe_inputs(self, stage.needs, self.sites(structure, wanted))
         made = reorder(self.opened, folds.prefix, stage, found, observed, set(self.decided.decisions), comm)
         self.edits += made.edits
         self.permuted |= made.figures
@@ -196,7 +195,8 @@ class BlockRun:
     def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
-        name_unseen(self.run, structure, whose)
+        if structure.unreached or structure.repeated or not structure.traced:
+            name_unseen(self.run, structure, whose)
         made: dict[str, tuple[Pass, Decision]] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
@@ -212,8 +212,8 @@ class BlockRun:
             for p in dict.fromkeys(whose[layer.name] for layer in site)
         ]
         with self.run.spending.on("forward"):
-            passed = _passed(self, sites, visit, self.streams.reference)
-        made |= (again := _again(self, structure, whose))
+            passed = _run_forward(self, sites, visit, self.streams.reference)
+        made |= (again := _decide_repeated(self, structure, whose) if structure.again else {})
         if last and not again:  # nothing has changed since
             self.onward = self.streams.after(passed.outputs, passed.reference)
         return made
@@ -225,8 +225,8 @@ class BlockRun:
         spending = self.run.spending
         with spending.on("statistics"):
             forwards = Arrivals(lambda: spending.each("forward", arrivals))
-            statistics = collected(decides.needs, site[0], forwards, self.run.comm)
-            figures = {} if statistics is None else routed(forwards, self.run.comm, site[0].weight.device)
+            statistics = collect(decides.needs, site[0], forwards, self.run.comm)
+            figures = {} if statistics is None else routing_figures(forwards, self.run.comm, site[0].weight.device)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
@@ -263,7 +263,7 @@ def _with_outputs(
         return decisions
     site = [here.layers[name] for name in made]
     outputs = ((here.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
-    statistics = collected_outputs(fix.needs, site, outputs, here.run.comm)
+    statistics = collect_outputs(fix.needs, site, outputs, here.run.comm)
     for layer, of_layer in zip(site, statistics, strict=True):
         codes = fix.codes(of_layer, here.opened.dtype_of(layer.parameter))
         here.versions.round_output(layer, codes)
@@ -272,12 +272,14 @@ def _with_outputs(
     return decisions
 
 
-def _again(here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]) -> dict[str, tuple[Pass, Decision]]:
+def _decide_repeated(
+    here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]
+) -> dict[str, tuple[Pass, Decision]]:
     """Decide about layers that are called several times, from forwards of their own."""
     made: dict[str, tuple[Pass, Decision]] = {}
     calls, reference = here.streams.calls, here.streams.reference
     for site in structure.again:
-        for p in dict.fromkeys(whose[name] for name in site if name in whose and again_by(whose[name])):
+        for p in dict.fromkeys(whose[name] for name in site if name in whose and decides_repeated(whose[name])):
             layers = [here.layers[name] for name in site if whose.get(name) is p]
             arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
             with here.run.spending.on("solve"):
@@ -298,7 +300,7 @@ def _places(here: BlockRun) -> dict[str, Tensor]:
     return found
 
 
-def _finished(here: BlockRun) -> Finished:
+def _result_of(here: BlockRun) -> Finished:
     """All that was decided, for the sink and the record."""
     left_alone = here.run.record.left_alone
     alone = {name: left_alone[name] for name in (*here.layers, *here.attentions) if name in left_alone}
@@ -336,20 +338,20 @@ def _round_caches(here: BlockRun, kv: Pass) -> None:
         here.versions.keep_codes(attention, here.caches[name])
 
 
-def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
+def _observe_inputs(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
     """One suspended forward of a block that changes nothing: the layers of sites, with the statistics of inputs."""
     observed: dict[str, Observed] = {}
 
     def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-        statistics = collected(needs, site[0], arrivals, here.run.comm)
+        statistics = collect(needs, site[0], arrivals, here.run.comm)
         if statistics is not None:
             observed.update({layer.name: (layer, statistics[0]) for layer in site})
 
-    _passed(here, sites, visit, ())
+    _run_forward(here, sites, visit, ())
     return observed
 
 
-def _passed(
+def _run_forward(
     here: BlockRun,
     sites: Sequence[Sequence[Layer]],
     visit: Callable[[Sequence[Layer], Arrivals], None],
@@ -365,7 +367,7 @@ def _passed(
 def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:
     """Train what earlier passes made of the block."""
     layers, streams = {name: here.layers[name] for name in wanted}, here.streams
-    made = reconstructed(
+    made = reconstruct(
         here.opened,
         streams.calls,
         streams.reference,

@@ -79,7 +79,7 @@ class Collector:
         return [{**whole, **{key: s.result() for key, s in statistics.items()}} for statistics in self.parts]
 
 
-def collected(
+def collect(
     needs: Mapping[str, StatisticFactory], layer: Layer, arrivals: Iterable[Arrival | None], comm: Comm
 ) -> list[dict[str, Any]] | None:
     """`Collector.results` over all micro-batches and ranks; None where no token came by. A collective.
@@ -99,7 +99,7 @@ def collected(
     return collector.results() if int(total) else None
 
 
-def collected_outputs(
+def collect_outputs(
     needs: Mapping[str, StatisticFactory], layers: Sequence[Layer], outputs: Iterable[Iterable[Tensor]], comm: Comm
 ) -> list[dict[str, Any]]:
     """The finished statistics of the outputs of each of a site's layers, over all micro-batches and ranks. A
@@ -126,7 +126,7 @@ def collected_outputs(
     return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
 
 
-def routed(arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device) -> Figures:
+def routing_figures(arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device) -> Figures:
     """Figures about a site's tokens: `routed_tokens`, where the site is an expert's, and `elsewhere`, in how many
     micro-batches tokens could not be paired with those of the original. A collective."""
     own, of_expert, elsewhere = 0, 0, 0

@@ -1,6 +1,6 @@
 """Asks passes about the layers of a site, and finds which of them can be asked in the same forward."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError
-from compress.engine.joint_maximum import Reach
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.passes.protocol.base import Pass
@@ -23,6 +22,33 @@ from compress.weights.grid import Quantized
 from compress.weights.masks import CAME, Earlier
 from compress.weights.matrix import Term
 from compress.weights.scales import scale_limits
+
+
+class Reach:
+    """The largest absolute weights of the groups among a block's layers, each found once, when it is first asked for:
+    before any layer of the group is rounded.
+
+    A group is the layers of one module that take as many inputs. Engines stack q, k and v, or gate and up, into one
+    matrix with one global scale. A model does not say which layers they stack; all that they do stack lie in one module
+    and have one width. Others there, like the output of a square attention, share the scale as well, which costs
+    nothing: e4m3 scales span 14 powers of two at full precision.
+    """
+
+    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+        self._layers = tuple(layers)
+        self._found: dict[tuple[str, int], float] = {}
+
+    def of(self, site: Sequence[Layer]) -> float:
+        """The largest absolute weight of the groups of a site."""
+        for key in set(map(_group_of, site)) - self._found.keys():
+            group = [layer for layer in (*self._layers, *site) if _group_of(layer) == key]
+            self._found[key] = max(float(layer.weight.abs().max()) for layer in group)
+        return max(self._found[_group_of(layer)] for layer in site)
+
+
+def _group_of(layer: Layer) -> tuple[str, int]:
+    """The module and the width of a layer; its own name, where it is one expert's slice of a parameter."""
+    return (layer.name.rpartition(".")[0] if layer.index is None else layer.name), layer.shape[1]
 
 
 @dataclass
@@ -46,11 +72,11 @@ def decide(
 ) -> dict[str, Decision]:
     """The pass's decisions about the layers of a site; with several sets of statistics, it decides about as many parts
     of each layer. Raises CompressError for weights that are not finite."""
-    whole = seen(site, opened, comm)
+    whole = site_of(site, opened, comm)
     weights = whole.weights
     before = Decided() if earlier is None else earlier
     decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
-    came = _came_pruned(p, {n: weight for n, weight in weights.items() if n not in decisions}, before.came)
+    came = _earlier_masks(p, {n: weight for n, weight in weights.items() if n not in decisions}, before.came)
     decisions |= came
     was = {name: before.before[name] for name in weights if name in before.before}
     whole = replace(whole, decided=decisions, before=was, largest=partial(before.reach.of, site))
@@ -101,7 +127,7 @@ def _halves(term: Term) -> Tensor | None:
     return term.scale if isinstance(term, Quantized) and term.grid.scales == "float16" else None
 
 
-def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:
+def _earlier_masks(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:
     """Decisions of an earlier command about layers: those that came with a mask. Raises CompressError for a pass that
     would not keep it."""
     if p.reads != "dense weight":
@@ -114,7 +140,7 @@ def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> di
     return {n: Decision(dense(weights[n]), {CAME: shares[n]}, kept=mask) for n, mask in masks.items()}
 
 
-def seen(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:
+def site_of(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:
     """The layers of a site, nothing decided about them yet. Raises CompressError for weights that are not finite."""
     weights = {layer.name: layer.weight for layer in site}
     for name, weight in weights.items():

@@ -94,7 +94,7 @@ class Alone:
 
     def _compare(self, i: int, output: Any, versions: Mapping[Hashable, Any]) -> None:
         """Add how far each version of what the last block returned of a micro-batch is off."""
-        ends = partial(predicted, self.run.model, self.stack, self.run.batches[i], self.calls[0][i])
+        ends = partial(predictions, self.run.model, self.stack, self.run.batches[i], self.calls[0][i])
         expected, measure = ends(output, self.run.residency.device)
         for key, other in versions.items():
             found, _ = ends(other, self.run.residency.device)
@@ -115,7 +115,7 @@ def _micro_batches(run: Run, call: Call) -> int:
 Measure = Callable[[Tensor, Tensor], float]
 
 
-def predicted(
+def predictions(
     model: nn.Module, stack: Stack, batch: Batch, call: Call, output: Any, device: torch.device
 ) -> tuple[Tensor, Measure]:
     """[M, C] what the model returns where its last block returned this, log-probabilities or else numbers; and the sum

@@ -36,7 +36,7 @@ class ReconstructionTask:
     comm: Comm
 
 
-def reconstructed(
+def reconstruct(
     opened: Opened,
     calls: Sequence[Call],
     reference: Sequence[Call],
@@ -49,7 +49,7 @@ def reconstructed(
     """The trained decisions about a block's layers, the same on every rank. figures: `block_loss` and, before training,
     `block_loss_before`, each a share of the mean square of the original block's outputs."""
     with torch.no_grad(), versions.original():
-        targets = [_returned(opened.block, call) for call in reference]
+        targets = [_output(opened.block, call) for call in reference]
     task = ReconstructionTask(opened.block, calls, targets, comm)
     # Inputs and outputs are rounded already.
     weights = {name: replace(decision, inputs=None, outputs=None) for name, decision in decisions.items()}
@@ -71,7 +71,7 @@ def reconstructed(
         return made
 
 
-def _returned(block: nn.Module, call: Call) -> Tensor:
+def _output(block: nn.Module, call: Call) -> Tensor:
     output = block(*call.args, **call.kwargs)
     if call.key is None:  # the model as one block
         output = getattr(output, "logits", output)
@@ -146,7 +146,7 @@ def _error(task: ReconstructionTask, index: int) -> Tensor:
     call, target = task.calls[index], task.targets[index]
     narrow = target.dtype.itemsize < NARROW
     with torch.autocast(target.device.type, target.dtype) if narrow else nullcontext():
-        returned = _returned(task.block, call)
+        returned = _output(task.block, call)
     work = torch.promote_types(target.dtype, torch.float32)
     error = returned.to(work) - target.to(work)
     if call.tokens is not None and error.shape[: call.tokens.ndim] == call.tokens.shape:

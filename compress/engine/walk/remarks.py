@@ -28,8 +28,8 @@ def nothing_done(plan: Plan, record: RunRecord) -> str | None:
         wanted = sorted(name for name in plan.treated if p.wants(name))
         if (p.stage(Decide) or p.stage(Reconstruction)) and not made & set(wanted):
             reasons = Counter(record.left_alone.get(name, "no reason known") for name in wanted)
-            told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            return f"{p.name} compressed nothing: of its layers, like {wanted[0]}, {told}"
+            words = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            return f"{p.name} compressed nothing: of its layers, like {wanted[0]}, {words}"
     if plan.kv is not None and not record.caches:
         return "kv-cache compressed nothing: no attention keeps keys and values of its own"
     if plan.passes and not any(p.stage(Decide) for p in plan.passes) and not record.folds:
@@ -38,7 +38,7 @@ def nothing_done(plan: Plan, record: RunRecord) -> str | None:
     return None
 
 
-def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
+def remark_on_few_tokens(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about layers that saw fewer calibration tokens than they have inputs; None where none did."""
     seen = [(int(layer.figures["tokens"]), layer.shape[1]) for layer in layers if "tokens" in layer.figures]
     few = [(tokens / inputs, tokens, inputs) for tokens, inputs in seen if tokens < inputs]
@@ -51,7 +51,7 @@ def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def held_back(layers: Sequence[LayerRecord]) -> str | None:
+def remark_on_less(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about layers that a method did less to than asked, their tokens not bearing it out; None where none."""
     solutions = [str(layer.figures["solution"]) for layer in layers if "solution" in layer.figures]
     less = {name: solutions.count(name) for name in sorted(set(solutions)) if name not in ENTIRE}
@@ -65,19 +65,19 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def permuted(layers: Sequence[LayerRecord]) -> str | None:
+def remark_on_order(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about inputs that changed groups of a pattern, and those that could not; None where none was to."""
     moved = [layer.figures for layer in layers if "kept_permuted" in layer.figures]
     stayed = Counter(str(layer.figures["order"]) for layer in layers if "order" in layer.figures)
     if not moved and not stayed:
         return None
-    told = "".join(f"; of {count} layers they stay: {why}" for why, count in stayed.most_common())
+    words = "".join(f"; of {count} layers they stay: {why}" for why, count in stayed.most_common())
     if not moved:
-        return f"no inputs have changed groups of a pattern{told}"
+        return f"no inputs have changed groups of a pattern{words}"
     before, after = (sum(float(f[key]) for f in moved) / len(moved) for key in ("kept_in_order", "kept_permuted"))
     return (
         f"inputs of {len(moved)} of {len(moved) + stayed.total()} layers have changed groups of a pattern, which keep "
-        f"{after:.1%} of their scores and not {before:.1%}, on average{told}"
+        f"{after:.1%} of their scores and not {before:.1%}, on average{words}"
     )
 
 

@@ -53,7 +53,7 @@ def reorder(
         members = {prefix + name for _, name in places.of}
         if not readers:
             continue
-        problem = FIXED if not members.isdisjoint(decided) else torn(readers, stage.group)
+        problem = FIXED if not members.isdisjoint(decided) else why_torn(readers, stage.group)
         if problem is not None:
             stayed |= dict.fromkeys(readers, problem)
             continue
@@ -75,7 +75,7 @@ def reorder(
     return Reordered(edits, figures, stayed)
 
 
-def torn(readers: Mapping[str, Tensor], group: int) -> str | None:
+def why_torn(readers: Mapping[str, Tensor], group: int) -> str | None:
     """The reason why channels cannot fill whole groups of inputs in a row; None where they do."""
     for places_RU in readers.values():
         width = places_RU.shape[1]

@@ -22,14 +22,14 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Survey
 
 
-def again_by(p: Pass) -> bool:
+def decides_repeated(p: Pass) -> bool:
     """True for a pass that can decide about a layer from all its calls: it has looked at nothing before."""
     return p.stage(Survey) is None
 
 
 def name_unseen(run: Run, structure: BlockSites, wanted: Mapping[str, Pass]) -> None:
     """Say which layers of a pass no statistic can be about, and what it cost to find out."""
-    decided = {name for site in structure.again for name in site if name in wanted and again_by(wanted[name])}
+    decided = {name for site in structure.again for name in site if name in wanted and decides_repeated(wanted[name])}
     for name in wanted:
         if name in structure.unreached:
             run.record.left_alone[name] = "never called during calibration"
@@ -55,10 +55,10 @@ def arrivals_of(
 
     def walk() -> Iterator[Arrival | None]:
         for i, call in enumerate(calls):
-            here, other = _given(block, layer, call, i), None
+            here, other = _inputs_of(block, layer, call, i), None
             if reference:
                 with versions.original():
-                    other = _given(block, layer, reference[i], i)
+                    other = _inputs_of(block, layer, reference[i], i)
             if not here:
                 yield None
                 continue
@@ -71,7 +71,7 @@ def arrivals_of(
 
 
 @torch.no_grad()
-def _given(block: nn.Module, layer: Layer, call: Call, index: int) -> list[Tensor]:
+def _inputs_of(block: nn.Module, layer: Layer, call: Call, index: int) -> list[Tensor]:
     """The inputs of a layer at each of its calls, before anything rounds them."""
     seen: list[Tensor] = []
 

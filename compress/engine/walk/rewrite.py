@@ -36,7 +36,7 @@ def _signature(places: Places) -> tuple[tuple[str, str, str], ...]:
     return tuple((role, name, str(each.tolist())) for (role, name), each in places.of.items())
 
 
-def agreed(comm: Comm, discovery: Discovery) -> Discovery:
+def agree(comm: Comm, discovery: Discovery) -> Discovery:
     """The folds found on every rank; those that another rank did not find are entered as rejected."""
     everywhere = comm.gather_objects(discovery.folds)
     folds = tuple(fold for fold in discovery.folds if all(fold in others for others in everywhere))
@@ -137,7 +137,7 @@ class FoldFinder:
 
     def find(self, opened: Opened, block_name: str, call: Call) -> BlockFolds:
         """The folds of a block, the same on every rank."""
-        discovery = agreed(self.comm, self.finder.find(opened.block, call, self.shared))
+        discovery = agree(self.comm, self.finder.find(opened.block, call, self.shared))
         prefix = f"{block_name}." if block_name else ""
         return BlockFolds(opened, prefix, discovery.folds, discovery.rejected, self.comm)
 

@@ -42,7 +42,7 @@ def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer
     module is, on one micro-batch after the other until one has shown two experts of a module: the others are taken to
     come in the order of their indices, in the same way.
     """
-    seen, traced = _seen(block, calls, layers)
+    seen, traced = _calls_of_layers(block, calls, layers)
     order: dict[tuple[Any, ...], list[str]] = {}
     counts: dict[str, int] = {}
     # An expert shares its input with other products of its own, at most.
@@ -74,7 +74,7 @@ def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer
     )
 
 
-def _seen(
+def _calls_of_layers(
     block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]
 ) -> tuple[list[tuple[str, Tensor, int]], bool]:
     """`_observe` of a micro-batch, and whether that took no data."""
@@ -129,11 +129,11 @@ def of_all_experts(
             done.add(module)
             own = [[experts[name] for name in each] for each in sites if each and each[0] in experts]
             own = [each for each in own if each[0].module is module]
-            found += _completed(own, [layer for layer in experts.values() if layer.module is module])
+            found += _sites_of_experts(own, [layer for layer in experts.values() if layer.module is module])
     return [tuple(name for name in site if name not in repeated) for site in found], repeated
 
 
-def _completed(sites: Sequence[Sequence[Layer]], layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+def _sites_of_experts(sites: Sequence[Sequence[Layer]], layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """The sites of all experts of a module (`layers`) from those of some."""
     names = {(layer.key, layer.index): layer.name for layer in layers}
     kinds = list(dict.fromkeys(tuple(layer.key for layer in site) for site in sites))

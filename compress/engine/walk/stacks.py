@@ -69,8 +69,8 @@ def chained_stacks(run: Run, alone: bool = False) -> tuple[Stack, ...]:
 
 def _in_order(run: Run) -> tuple[Stack, ...]:
     """Several stacks in the order in which the model runs them, by its first micro-batch."""
-    called = _called(run)
-    stacks = _sorted(run.plan.stacks, called)
+    called = _note_calls(run)
+    stacks = _sort(run.plan.stacks, called)
     passed: list[Passed] = []
     for stack in stacks:
         if passed:
@@ -83,7 +83,7 @@ def _in_order(run: Run) -> tuple[Stack, ...]:
     return stacks
 
 
-def _called(run: Run) -> dict[str, _Called]:
+def _note_calls(run: Run) -> dict[str, _Called]:
     """The calls of all blocks for the first micro-batch, by the name of their stack, in the order of the stacks' first
     calls. A block is open only while it runs."""
     calls: dict[str, _Called] = {}
@@ -109,7 +109,7 @@ def _called(run: Run) -> dict[str, _Called]:
     return calls
 
 
-def _sorted(stacks: Sequence[Stack], called: Mapping[str, _Called]) -> tuple[Stack, ...]:
+def _sort(stacks: Sequence[Stack], called: Mapping[str, _Called]) -> tuple[Stack, ...]:
     """The stacks in the order of their calls. Raises ChainBrokenError for one that is not called block by block."""
     for stack in stacks:
         if stack.name not in called:

@@ -162,7 +162,7 @@ class Streams:
         if self.end:
             return self
         theirs = (own if original is None else original)[: len(self.reference)]
-        return Streams(_called(own, self.calls, self.outputs), _called(theirs, self.reference, self.others))
+        return Streams(_own_calls(own, self.calls, self.outputs), _own_calls(theirs, self.reference, self.others))
 
     def after(self, outputs: Sequence[Any], others: Sequence[Any]) -> "Streams":
         """The same calls on what the block returned for each of them."""
@@ -171,7 +171,7 @@ class Streams:
         return Streams(_onto(self.calls, outputs), _onto(self.reference, others), outputs, others)
 
 
-def _called(own: Sequence[Call], before: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+def _own_calls(own: Sequence[Call], before: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
     """The block's own calls on what comes out of the block before; of the first block, on the hidden states given."""
     if outputs:
         return [call.following(output) for call, output in zip(own, outputs, strict=True)]

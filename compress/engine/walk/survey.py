@@ -1,7 +1,8 @@
 """Survey of all layers for passes, before the first is decided: one walk over the uncompressed model."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from compress.engine.layer_versions import Versions
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.capture import capture_stack
-from compress.engine.walk.collect import collected
-from compress.engine.walk.decide import in_parts, seen
+from compress.engine.walk.collect import collect
+from compress.engine.walk.decide import in_parts, site_of
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.gradients import with_gradients
 from compress.engine.walk.layer_damage import Alone
@@ -27,6 +28,8 @@ from compress.passes.protocol.stages import Finding, Settled, Survey
 Found = dict[str, Finding]
 # What layers of a block become, each alone.
 Changed = dict[Hashable, Mapping[Layer, Tensor]]
+# The calls of the next block, and what layers of this one become.
+Walked = tuple[Streams, Changed]
 
 
 def survey(run: Run) -> Plan:
@@ -41,11 +44,10 @@ def survey(run: Run) -> Plan:
         for index, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(calls.pop(0))
             with run.residency.open(block, keep=False) as opened:
-                values: Changed = {}
-                streams = _walk(run, opened, name, streams, asking, found, values)
+                streams, changed = _OpenBlock(run, opened, name).walk(streams, asking, found)
                 if alone is not None:
                     with run.spending.on("forward"):
-                        alone.through(index, values)
+                        alone.through(index, changed)
         if alone is not None:
             with run.spending.on("forward"):
                 damages = alone.damages()
@@ -53,10 +55,10 @@ def survey(run: Run) -> Plan:
                 found[p][layer] = replace(found[p][layer], damage=damage)
     settled = {p: stage.settle(found[p]) for p, stage in asking.items()}
     settled |= with_gradients(run)
-    return _with_settled(run, settled)
+    return _settle(run, settled)
 
 
-def _with_settled(run: Run, settled: Mapping[Pass, Settled]) -> Plan:
+def _settle(run: Run, settled: Mapping[Pass, Settled]) -> Plan:
     """The plan with what has become of its passes."""
     made, ignored = {p: found.made for p, found in settled.items()}, dict(run.plan.ignored)
     for found in settled.values():
@@ -66,74 +68,62 @@ def _with_settled(run: Run, settled: Mapping[Pass, Settled]) -> Plan:
     return replace(run.plan, passes=tuple(made.get(p, p) for p in run.plan.passes), ignored=ignored)
 
 
-def _walk(
-    run: Run,
-    opened: Opened,
-    name: str,
-    streams: Streams,
-    asking: Mapping[Pass, Survey],
-    found: Mapping[Pass, Found],
-    values: Changed,
-) -> Streams:
-    """Look at the layers of a block, one forward for each pass that asks for data; the calls of the next block."""
-    layers = {layer.name: layer for layer in run.plan.layers[name]}
-    for p, survey in asking.items():
-        if not survey.needs:
-            for layer in layers.values():
-                if p.wants(layer.name):
-                    _note(run, opened, name, survey, [layer], [{}], found[p])
-    if not any(survey.needs for survey in asking.values()):
-        return streams
-    structure = same_on_all_ranks(structure_of(opened.block, streams.calls, list(layers.values())), run.comm)
-    outputs: list[Any] = []
-    for p, survey in asking.items():
-        if survey.needs:
-            wanted = ([layers[n] for n in names if p.wants(n)] for names in structure.sites)
-            sites = [site for site in wanted if site]
-            changed: dict[Layer, Tensor] = {}
-            outputs = _look(run, opened, name, streams, survey, sites, found[p], changed)
-            values.update(((p, layer.name), {layer: value}) for layer, value in changed.items())
-    return streams.after(outputs, [])
+@dataclass(frozen=True)
+class _OpenBlock:
+    """A block that is open, and its layers by name."""
 
+    run: Run
+    opened: Opened
+    name: str
 
-def _look(
-    run: Run,
-    opened: Opened,
-    name: str,
-    streams: Streams,
-    survey: Survey,
-    sites: Sequence[Sequence[Layer]],
-    found: Found,
-    changed: dict[Layer, Tensor],
-) -> list[Any]:
-    """One forward of a block, in which a pass looks at its sites, and says what their layers become, if it is asked;
-    returns what the block returns."""
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.run.plan.layers[self.name]}
 
-    def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-        statistics = collected(survey.needs, site[0], arrivals, run.comm)
-        if statistics is not None:  # otherwise the run itself says so
-            _note(run, opened, name, survey, site, statistics, found)
-            if survey.changed is not None:
-                parts = [survey.changed(part) for part in in_parts(seen(site, opened, run.comm), statistics)]
+    def walk(self, streams: Streams, asking: Mapping[Pass, Survey], found: Mapping[Pass, Found]) -> Walked:
+        """Look at the layers, in one forward for each pass that asks for data."""
+        for p, stage in asking.items():
+            if not stage.needs:
+                for layer in (layer for layer in self.layers.values() if p.wants(layer.name)):
+                    self.note(stage, [layer], [{}], found[p])
+        changed: Changed = {}
+        if not any(stage.needs for stage in asking.values()):
+            return streams, changed
+        structure = structure_of(self.opened.block, streams.calls, list(self.layers.values()))
+        structure = same_on_all_ranks(structure, self.run.comm)
+        outputs: list[Any] = []
+        for p, stage in asking.items():
+            if stage.needs:
+                wanted = ([self.layers[n] for n in names if p.wants(n)] for names in structure.sites)
+                outputs, values = self.look(streams, stage, [site for site in wanted if site], found[p])
+                changed |= {(p, layer.name): {layer: value} for layer, value in values.items()}
+        return streams.after(outputs, []), changed
+
+    def look(
+        self, streams: Streams, stage: Survey, sites: Sequence[Sequence[Layer]], found: Found
+    ) -> tuple[list[Any], dict[Layer, Tensor]]:
+        """One forward of the block, in which a pass looks at its sites: (what the block returns, what layers become
+        where the pass is asked for that)."""
+        run, changed = self.run, dict[Layer, Tensor]()
+
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            statistics = collect(stage.needs, site[0], arrivals, run.comm)
+            if statistics is None:
+                return  # the run itself says so
+            self.note(stage, site, statistics, found)
+            if stage.changed is not None:
+                parts = [stage.changed(part) for part in in_parts(site_of(site, self.opened, run.comm), statistics)]
                 for layer in site:
                     whole = torch.cat([part[layer.name] for part in parts])
                     changed[layer] = layer.stored(whole.to(layer.parameter.dtype))
 
-    passed = suspended_forward(opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.repeats)
-    run.record.block_forwards += passed.forwards
-    return passed.outputs
+        passed = suspended_forward(self.opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.repeats)
+        run.record.block_forwards += passed.forwards
+        return passed.outputs, changed
 
-
-def _note(
-    run: Run,
-    opened: Opened,
-    block: str,
-    survey: Survey,
-    site: Sequence[Layer],
-    statistics: Sequence[Mapping[str, Any]],
-    found: Found,
-) -> None:
-    """Let a pass look at the layers of a site, part by part."""
-    parts = [survey.look(part) for part in in_parts(seen(site, opened, run.comm), statistics)]
-    for layer in site:
-        found[layer.name] = Finding(block, layer.shape, tuple(part[layer.name] for part in parts))
+    def note(self, stage: Survey, site: Sequence[Layer], statistics: Sequence[Mapping[str, Any]], found: Found) -> None:
+        """Let a pass look at the layers of a site, part by part."""
+        whole = site_of(site, self.opened, self.run.comm)
+        parts = [stage.look(part) for part in in_parts(whole, statistics)]
+        for layer in site:
+            found[layer.name] = Finding(self.name, layer.shape, tuple(part[layer.name] for part in parts))

@@ -52,7 +52,7 @@ def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float 
         return None
     rate = product_rate()
     streams = 1 + plan.compares if plan.calibrated else 0
-    forward = sum(weights_in(layers) + (_repeated(layers) if repeats else 0) for layers in plan.layers.values())
+    forward = sum(weights_in(layers) + (_repeated_weights(layers) if repeats else 0) for layers in plan.layers.values())
     operations: float = 2 * streams * tokens.count * forward
     seconds = 0.0
     for p in plan.passes:
@@ -65,7 +65,7 @@ def seconds_of(plan: Plan, tokens: TokenCounts, repeats: bool = False) -> float 
     return seconds + operations / rate
 
 
-def _repeated(layers: Sequence[Layer]) -> int:
+def _repeated_weights(layers: Sequence[Layer]) -> int:
     """The weights that repeated forwards of a block multiply by, beside one forward of all of it."""
     sizes = [weights_in(site) for site in sites_of(layers)]
     return sum(sum(sizes[:i]) for i in range(min(len(sizes), REPEATED_SITES)))
@@ -75,10 +75,10 @@ def product_rate() -> float:
     """Operations per second of a product of two float32 matrices: the best of three."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIDE, SIDE, generator=generator) for _ in range(2))
-    return 2 * SIDE**3 / min(_timed(lambda: a @ b) for _ in range(3))
+    return 2 * SIDE**3 / min(_seconds(lambda: a @ b) for _ in range(3))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -107,7 +107,7 @@ def _rounding_seconds(p: Pass, rate: float) -> float:
     decides = alone.stage(Decide)
     assert decides is not None
     site = Site({"layer": weight}, stats, {"layer": torch.bfloat16}, Comm())
-    seconds = min(_timed(lambda: weight_error(weight, decides.apply(site)["layer"].weight)) for _ in range(2))
+    seconds = min(_seconds(lambda: weight_error(weight, decides.apply(site)["layer"].weight)) for _ in range(2))
     if _solves(alone):
         seconds -= _solving(alone, rows, columns) / rate
     return max(seconds, 0.0) * _turns(p) / _turns(alone) / weight.numel()

@@ -37,7 +37,7 @@ from compress.jobs.forecast.memory import (
 )
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
 from compress.jobs.forecast.run_memory import RunMemory, run_memory
-from compress.jobs.model_source import FoundModel, compute_dtype, found_model
+from compress.jobs.model_source import FoundModel, compute_dtype, find_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
 from compress.model.split_experts import split_experts
@@ -158,7 +158,7 @@ def plan(
     check_windows(length, samples)
     check_structural(request)
     _check_shapes_stay(request.passes)
-    found = found_model(model, device, trust_remote_code)
+    found = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(found)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
@@ -262,7 +262,7 @@ def outline(
     available: bytes that the device has; None: those that are free."""
     check_storable(plan)
     caches_config(plan, model)
-    layers = _stored(plan, request.store)
+    layers = _written_layers(plan, request.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
@@ -276,7 +276,7 @@ def outline(
     return Outline(
         type(model).__name__ if source is None else source.name,
         str(device),
-        [_told(layer) for layer in coded],
+        [_layer_forecast(layer) for layer in coded],
         {**plan.left_alone(model), **_dense(layers, plan)},
         Saving(bytes_before(source, model), after),
         all(layer.exact for layer in layers),
@@ -291,23 +291,25 @@ def outline(
 
 def _forecast(told: Outline, model: nn.Module, plan: Plan, request: Request) -> Forecast:
     """An outline, with what the result runs on."""
-    coded = [layer for layer in _stored(plan, request.store) if layer.scheme is not None]
+    coded = [layer for layer in _written_layers(plan, request.store) if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
     device = torch.device(told.device)
     kernels = [] if is_absent(device) else kernels_for(model, coded, tables, stored_dtype(model), device)
-    return Forecast(**vars(told), engines=engines_for(plan, model, _halved(plan, request.store)), kernels=kernels)
+    return Forecast(
+        **vars(told), engines=engines_for(plan, model, _layers_without_zeros(plan, request.store)), kernels=kernels
+    )
 
 
-def _stored(plan: Plan, store: str | None) -> list[WrittenLayer]:
-    return stored_layers(plan, _halved(plan, store))
+def _written_layers(plan: Plan, store: str | None) -> list[WrittenLayer]:
+    return stored_layers(plan, _layers_without_zeros(plan, store))
 
 
-def _halved(plan: Plan, store: str | None) -> Collection[str]:
+def _layers_without_zeros(plan: Plan, store: str | None) -> Collection[str]:
     """The layers that are stored without the zeros of 2:4."""
     return plan.treated if store == TWO_OF_FOUR else plan.halved
 
 
-def _told(layer: WrittenLayer) -> LayerForecast:
+def _layer_forecast(layer: WrittenLayer) -> LayerForecast:
     weights = layer.shape[0] * layer.shape[1]
     bits = 8 * layer.bytes / weights
     return LayerForecast(layer.name, layer.shape, layer.passes, str(layer.scheme), layer.bytes, bits, layer.exact)
@@ -315,7 +317,7 @@ def _told(layer: WrittenLayer) -> LayerForecast:
 
 def _dense(layers: Sequence[WrittenLayer], plan: Plan) -> dict[str, str]:
     """{layer: the reason why it is treated and yet stored dense}."""
-    known = {layer.name: layer for inside in plan.layers.values() for layer in inside}
+    known = {layer.name: layer for layer in plan.all_layers}
     reasons = {}
     for layer in layers:
         if layer.scheme is None and not known[layer.name].has_format:
@@ -343,7 +345,7 @@ def is_absent(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_available()
 
 
-def counted(dense: dict[str, str]) -> list[tuple[str, int, str]]:
+def count_reasons(dense: dict[str, str]) -> list[tuple[str, int, str]]:
     """(Reason, layers, one of them) of what stays dense, most layers first."""
     counts = Counter(dense.values())
     first = {why: name for name, why in reversed(dense.items())}

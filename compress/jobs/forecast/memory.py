@@ -27,12 +27,15 @@ from math import prod
 import torch
 from torch import nn
 
-from compress.base.memory import anonymous_bytes
+from compress.base.memory import anonymous_bytes, available_bytes
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.block_file import PIECE
+from compress.engine.plan.batches import tokens_of
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.forward import REPEATED_SITES
+from compress.jobs.model_source import OpenedModel
+from compress.model.calls import Batch
 from compress.model.layers import Layer
 from compress.model.split_experts import is_joined
 from compress.passes.options.second_order import SecondOrder
@@ -46,6 +49,7 @@ WITHIN_BLOCK = 3  # elsewhere, beside the input of the layer that it waits for
 ROUNDING, SOLVING, SWEEPING, SQUARES = 3.5, 9, 6, 4
 WIDEST = 4  # tensors of a forward, as wide as its widest layer, beside each other
 PIECES = 1.1
+MIB = 2**20
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -227,10 +231,10 @@ def _statistics(p: Pass, columns: int, tokens: TokenCounts) -> int:
     kinds = (p.stage(Decide), p.stage(Rewrite), p.stage(Survey), p.stage(Fix))
     meta = torch.device("meta")
     made = [make(columns, meta) for stage in kinds if stage is not None for make in stage.needs.values()]
-    return sum(_held(statistic, columns, tokens) for statistic in made)
+    return sum(_statistic_bytes(statistic, columns, tokens) for statistic in made)
 
 
-def _held(statistic: Statistic, columns: int, tokens: TokenCounts) -> int:
+def _statistic_bytes(statistic: Statistic, columns: int, tokens: TokenCounts) -> int:
     tensors = [value for value in vars(statistic).values() if isinstance(value, torch.Tensor)]
     per_batch = getattr(statistic, "per_batch", 0)
     batches = -(-tokens.samples // tokens.batch)
@@ -243,3 +247,40 @@ def _solving(p: Pass, columns: int, copies: int) -> int:
         return int(ROUNDING * copies)
     polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
     return SQUARES * columns**2 * 4 + (SOLVING if polished else SWEEPING) * copies
+
+
+def lack_of_memory(opened: OpenedModel, plan: Plan, batches: Sequence[Batch], spills: bool) -> str | None:
+    """A remark that forwards are repeated, because all of a block's would take more memory than there is; None where
+    there is enough, or where that is not known: of batches without token ids.
+
+    spills: whether large tensors on the CPU lie in files.
+    """
+    counts = token_counts(batches)
+    if not plan.calibrated or counts is None or (spills and opened.device.type == "cpu"):
+        return None
+    available = available_bytes(opened.device)
+    memory = peak_of(plan, counts, (opened.dtype or stored_dtype(opened.model)).itemsize, available)
+    return None if memory is None or available is None else _remark(memory, available, opened.device)
+
+
+def token_counts(batches: Sequence[Batch]) -> TokenCounts | None:
+    """The tokens in batches; None where they hold no token ids."""
+    tokens = tokens_of(batches)
+    if not tokens:
+        return None
+    rows = [len(batch["input_ids"]) for batch in batches]
+    return TokenCounts(sum(rows), tokens // sum(rows), max(rows))
+
+
+def _remark(memory: PeakMemory, available: int, device: torch.device) -> str | None:
+    """The remark about a peak; None where forwards are kept."""
+    if memory.kept is None:
+        return None
+    or_files = ", or --spill FOLDER keeps them in files" if device.type == "cpu" else ""
+    still = " (still more than that)" if memory.working > available else ""
+    return (
+        f"memory: to keep all forwards of a block would take {memory.kept / MIB:,.0f} MiB on {device}, where "
+        f"{available / MIB:,.0f} MiB are free; they are repeated for each group of layers that share an input, which "
+        f"takes {memory.working / MIB:,.0f} MiB{still} and about 2.5 times the time of the forwards. Fewer --samples "
+        f"avoid that{or_files}"
+    )

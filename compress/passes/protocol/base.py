@@ -10,25 +10,15 @@ from typing import ClassVar, Literal, TypeVar
 
 from compress.model.patterns import compiled, matches
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.stages import (
-    Decide,
-    Fix,
-    Gradients,
-    Learn,
-    Reconstruction,
-    Reorder,
-    Restructure,
-    Rewrite,
-    Stage,
-    Survey,
-)
+from compress.passes.protocol.stages import Decide, Restructure, Stage
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme
 
-S = TypeVar("S", Restructure, Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
+P = TypeVar("P", bound="Pass")
+S = TypeVar("S", bound=Stage)
 # A weight with a mask is dense, and some of it is zero for good.
 Aspect = Literal["dense weight", "mask", "quantized weight"]
 # What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
@@ -103,12 +93,7 @@ class Pass:
     @property
     def calibrated(self) -> bool:
         """True if the pass needs calibration data."""
-        return any(
-            s.calibrated
-            if isinstance(s, Restructure)
-            else isinstance(s, Reconstruction | Rewrite | Reorder) or (not isinstance(s, Learn) and bool(s.needs))
-            for s in self.stages
-        )
+        return any(stage.calibrated for stage in self.stages)
 
     @property
     def removes(self) -> bool:
@@ -190,9 +175,6 @@ class Pass:
     def fitted(self, widths: Collection[int]) -> "Pass":
         """This pass for layers of so many inputs, with open options filled in."""
         return self
-
-
-P = TypeVar("P", bound=Pass)
 
 
 def only(inner: P, *patterns: str) -> P:

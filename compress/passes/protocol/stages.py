@@ -32,7 +32,27 @@ Needs = Mapping[str, StatisticFactory]
 
 
 @dataclass(frozen=True)
-class Restructure:
+class Stage:
+    """A stage's answers about itself. beyond_block: it looks at the whole model, or trains it. of_calls: it treats
+    layers whose product is a module's call. runs_block: it needs the block's inputs, whatever statistics it takes."""
+
+    beyond_block: ClassVar[bool] = False
+    of_calls: ClassVar[bool] = False
+    runs_block: ClassVar[bool] = False
+
+    @property
+    def calibrated(self) -> bool:
+        """True if calibration data is needed."""
+        return self.runs_block or bool(getattr(self, "needs", ()))
+
+    @property
+    def compares(self) -> bool:
+        """True if hidden states of the original model are needed."""
+        return False
+
+
+@dataclass(frozen=True)
+class Restructure(Stage):
     """Edits of the whole model, the only stage of its pass.
 
     edits: (name of a module, "" for the model; an edit of it), in order, the same on every rank. They are first applied
@@ -74,11 +94,13 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Survey:
+class Survey(Stage):
     """needs: statistics of layers' inputs, by name, in the uncompressed model; none where no calibration data is
     needed. look: what is found out about each layer of a site, the same on every rank; of a grouped convolution group
     by group. settle: what comes of that. changed: [N, K] what each layer of a site becomes by itself, the same on every
     rank, to measure the damage; none where that is not asked."""
+
+    beyond_block = True
 
     needs: Needs
     look: Callable[[Site], Mapping[str, Any]]
@@ -87,11 +109,12 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class Gradients(Stage):
     """score: [N, K] of a layer's weight and the gradient of the loss of one micro-batch by it, [N, K] both, summed in
     float64 over micro-batches and ranks. settle: what comes of the sums, of which each rank has its rows. A layer that
     no gradient reached is not among them, and left alone."""
 
+    beyond_block = True
     needs: ClassVar[tuple[str, ...]] = ("gradient",)
 
     score: Callable[[Tensor, Tensor], Tensor]
@@ -99,19 +122,25 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Learn:
+class Learn(Stage):
     """options: how the whole model is trained, once all earlier passes have decided about all layers. sparsity: what
     becomes zero meanwhile."""
+
+    beyond_block = True
+    of_calls = True
 
     options: TrainingOptions
     sparsity: SparsityOptions
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class Reconstruction(Stage):
     """Training of a block once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps of a
     layer's grid (0: codes stay), and scale_rate: Adam's, at the beginning. rows: samples per step. checks: the number
     of evaluations on all calibration data, to keep the best."""
+
+    of_calls = True
+    runs_block = True
 
     steps: int
     rows: int
@@ -120,11 +149,17 @@ class Reconstruction:
     checks: int
     seed: int
 
+    @property
+    def compares(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
-class Rewrite:
+class Rewrite(Stage):
     """needs: statistics of layers' inputs, by name. edits: made around a producer of a block, the same on every rank;
     they leave what the block computes and all shapes as they are (`Scale`, `Rotate`, `Permute`)."""
+
+    runs_block = True
 
     needs: Needs
     edits: Callable[[Between], Rewritten]
@@ -136,10 +171,12 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class Reorder:
+class Reorder(Stage):
     """needs: statistics of layers' inputs, by name. order: [U] which of the channels comes to each place, of scores
     [R, U] of all rows that read them. score: [N, K] of a layer of a site. group: so many inputs in a row belong
     together, and a place counts by its group alone. kept: what is kept of scores [R, U]."""
+
+    runs_block = True
 
     needs: Needs
     score: Callable[[Site, str], Tensor]
@@ -149,7 +186,7 @@ class Reorder:
 
 
 @dataclass(frozen=True)
-class Decide:
+class Decide(Stage):
     """needs: statistics of a layer's input, by name; none where no calibration data is needed. apply: a decision for
     every layer of a site, the same on every rank. rounds_inputs: whether decisions say how inputs are rounded, too.
     reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes."""
@@ -159,14 +196,17 @@ class Decide:
     rounds_inputs: bool = False
     reference: bool = False
 
+    @property
+    def compares(self) -> bool:
+        return self.reference
+
 
 @dataclass(frozen=True)
-class Fix:
+class Fix(Stage):
     """needs: statistics, by name, of what a layer returns once it is decided about, bias included, or of what a cache
     is given. codes: how that is rounded, from the finished statistics and the dtype of scales."""
 
+    of_calls = True
+
     needs: Needs
     codes: Callable[..., Any]
-
-
-Stage = Restructure | Survey | Gradients | Learn | Reorder | Reconstruction | Rewrite | Decide | Fix

@@ -17,7 +17,7 @@ from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation
 from compress.jobs.calibration_data import RunData, calibration_data
 from compress.jobs.forecast.forecast import Forecast, plan
-from compress.jobs.model_source import FoundModel, found_model
+from compress.jobs.model_source import FoundModel, find_model
 from compress.jobs.request import Request
 from compress.passes.protocol.base import Pass
 from compress.search.budget import Budget, parse_budget
@@ -143,7 +143,7 @@ class FitRequest:
     @cached_property
     def found(self) -> FoundModel:
         """The model, of which no weight has been read."""
-        return found_model(self.model, **self.shared)
+        return find_model(self.model, **self.shared)
 
     @property
     def name(self) -> str:

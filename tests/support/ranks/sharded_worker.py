@@ -21,7 +21,7 @@ import compress
 from compress.base.collectives import Comm
 from compress.base.progress import Silent
 from compress.checkpoint.write import writer
-from compress.engine.plan.existing_zeros import _counted
+from compress.engine.plan.existing_zeros import _count_zeros
 from compress.engine.residency import Sharded, shard
 from compress.model.layers import find_stacks, layers_of
 from compress.solvers.statistics.hessian import Hessian
@@ -245,7 +245,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         layers = [
             layer for name, block in find_stacks(several)[0].blocks for layer in layers_of(block, name, experts=True)
         ]
-        found["zeros"] = {layer.name: _counted(layer, 8) for layer in layers}
+        found["zeros"] = {layer.name: _count_zeros(layer, 8) for layer in layers}
         compress.quantize(several, EXPERTS, calibration=shown(), experts=True)
         values = {name: p.full_tensor() for name, p in several.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:
