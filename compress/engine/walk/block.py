@@ -75,12 +75,12 @@ class BlockRun:
         self.versions = Versions(run.plan.calibrated or run.places is not None)
         self.onward: Streams | None = None
         self.decided = Decided(came=run.plan.earlier, reach=Reach(self.layers.values()))
-        earlier = run.earlier.get(name)
-        self.records: list[LayerRecord] = [] if earlier is None else [*earlier.records]
-        self.ranges = RangeNotes(() if earlier is None else earlier.ranges)
+        earlier = run.earlier.get(name) or Finished({}, [], {})
+        self.records: list[LayerRecord] = [*earlier.records]
+        self.ranges = RangeNotes(earlier.ranges)
         self.edits: list[Edit] = []
-        self.fold_records: list[FoldRecord] = [] if earlier is None else [*earlier.fold_records]
-        self.not_folded: list[str] = [] if earlier is None else [*earlier.not_folded]
+        self.fold_records: list[FoldRecord] = [*earlier.fold_records]
+        self.not_folded: list[str] = [*earlier.not_folded]
         self.permuted: dict[str, Figures] = {}
         self.caches: dict[str, CacheCodes] = {}
 

@@ -8,8 +8,8 @@ beside the hidden state (T5's position biases) is noted by its place (`Call.link
 Stacks that the model runs before (the encoder of a decoder) return at once what they have returned (`Passed`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,12 +92,23 @@ class Passed:
 @contextmanager
 def standing_in(passed: Sequence[Passed], i: int) -> Iterator[None]:
     """Lets stacks that are behind return at once, in the body, what they have returned for a micro-batch."""
-    instead_of = {
-        each.stack: [Recorder(block, partial(instead, each.outputs[i])) for _, block in each.stack.blocks]
-        for each in passed
-    }
-    with swapped_all(instead_of):
+    with ExitStack() as entered:
+        for each in passed:
+            entered.enter_context(returning(each.stack, each.outputs[i]))
         yield
+
+
+def next_calls(calls: Sequence[Sequence[Call]], index: int, outputs: Iterable[Any]) -> list[Any]:
+    """The calls of the block behind one, on what that returned; behind the last block its outputs."""
+    if index + 1 == len(calls):
+        return list(outputs)
+    return [call.following(output) for call, output in zip(calls[index + 1], outputs, strict=True)]
+
+
+def returning(stack: Stack, output: Any) -> AbstractContextManager[None]:
+    """Lets the blocks of a stack return an output in the body, whatever they are given: what follows them runs."""
+    assert stack.container is not None
+    return swapped(stack.container, [Recorder(block, partial(instead, output)) for _, block in stack.blocks])
 
 
 def instead(returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

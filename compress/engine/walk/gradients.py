@@ -24,7 +24,7 @@ from compress.base.collectives import RowShard
 from compress.base.errors import CompressError
 from compress.engine.plan.batches import named_failure
 from compress.engine.plan.task_loss import check_finite, task_loss
-from compress.engine.walk.capture import Recorder, capture_stack, check_hidden_alone, instead, swapped
+from compress.engine.walk.capture import capture_stack, check_hidden_alone, returning
 from compress.engine.walk.state import Run
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.layers import Layer, Stack
@@ -132,16 +132,13 @@ def of_the_end(
 ) -> list[Tensor]:
     """The gradient by what the last block returned, for each micro-batch, through what follows it. differentiated: of
     what the model returns."""
-    assert stack.container is not None
-    found, blocks = [], [block for _, block in stack.blocks]
-    problem = None
-    with run.residency.open(run.model, set(blocks), keep=False), torch.enable_grad():
+    found, problem = [], None
+    with run.residency.open(run.model, {block for _, block in stack.blocks}, keep=False), torch.enable_grad():
         for i, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
             leaf = hidden_of(output).detach().requires_grad_()
             returned = leaf if isinstance(output, Tensor) else (leaf, *output[1:])
-            stand_ins = [Recorder(block, partial(instead, returned)) for block in blocks]
             moved = {k: v.to(leaf.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            with swapped(stack.container, stand_ins), named_failure(batch, i):
+            with returning(stack, returned), named_failure(batch, i):
                 value, gradient = differentiated(run.model(**moved), moved)
                 problem = problem or _problem(value)
                 found.append(torch.autograd.grad(value, [leaf], gradient)[0])

@@ -4,7 +4,6 @@ between the predictions of both. Of one micro-batch logits are in memory at a ti
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.base.errors import InputError
-from compress.engine.walk.capture import Recorder, instead, swapped
+from compress.engine.walk.capture import next_calls, returning
 from compress.model.calls import Batch, Call, token_mask
 from compress.model.layers import Layer, Stack
 
@@ -29,17 +28,17 @@ class HeldOut:
         self, model: nn.Module, stack: Stack, batches: Sequence[Batch], calls: list[list[Call]], names: Sequence[str]
     ) -> None:
         self.model, self.stack, self.batches, self.calls = model, stack, batches, calls
-        self.blocks = [block for _, block in stack.blocks]
         self.own = list(calls[0])
         self.uniform = {name: list(calls[0]) for name in names}
 
     @torch.no_grad()
     def advance(self, index: int, values: Mapping[str, Values]) -> None:
         """Go on to the next block: the original as it is, each uniform model with its values."""
-        self.own = self._after(index, self.own)
+        block = self.stack.blocks[index][1]
+        self.own = next_calls(self.calls, index, [block(*call.args, **call.kwargs) for call in self.own])
         for name, calls in self.uniform.items():
             with holding(values[name]):
-                self.uniform[name] = self._after(index, calls)
+                self.uniform[name] = next_calls(self.calls, index, [block(*c.args, **c.kwargs) for c in calls])
 
     @torch.no_grad()
     def uniform_kl(self) -> dict[str, float]:
@@ -52,18 +51,10 @@ class HeldOut:
                 totals[name] += divergence(expected, self._log_probs(i, ends[i]))
         return {name: total / tokens for name, total in totals.items()}
 
-    def _after(self, index: int, calls: Sequence[Any]) -> list[Any]:
-        """The calls of the next block; behind the last one what it returns."""
-        outputs = [self.blocks[index](*call.args, **call.kwargs) for call in calls]
-        if index + 1 == len(self.blocks):
-            return outputs
-        return [c.following(o) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
-
     def _log_probs(self, i: int, output: Any) -> Tensor:
         """`_of_next`, from what the last block returned of a micro-batch."""
         if self.stack.container is not None:
-            stand_ins = [Recorder(block, partial(instead, output)) for block in self.blocks]
-            with swapped(self.stack.container, stand_ins):
+            with returning(self.stack, output):
                 output = self.model(**self.batches[i])
         logits = getattr(output, "logits", None)
         if logits is None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from compress.base.errors import CompressError
-from compress.engine.walk.capture import Recorder, instead, swapped
+from compress.engine.walk.capture import next_calls, returning
 from compress.engine.walk.held_out_kl import divergence, holding
 from compress.engine.walk.state import Run
 from compress.model.calls import Batch, Call, real_tokens
@@ -50,7 +50,9 @@ class Alone:
     def through(self, index: int, values: Mapping[Hashable, Values]) -> None:
         """Take everything through a block, which is open. values: what its layers become, a version for each."""
         outputs = list(self._ran(index, self.original))
-        self.versions = {key: self._next(index, self._ran(index, calls)) for key, calls in self.versions.items()}
+        self.versions = {
+            key: next_calls(self.calls, index, self._ran(index, calls)) for key, calls in self.versions.items()
+        }
         self.keys += values
         for key, changed in values.items():
             with holding(changed):
@@ -59,20 +61,14 @@ class Alone:
                     for i, output in enumerate(found):
                         self._compare(i, outputs[i], {key: output})
                 else:
-                    self.versions[key] = self._next(index, found)
-        self.original = outputs if index + 1 == len(self.calls) else self._next(index, iter(outputs))
+                    self.versions[key] = next_calls(self.calls, index, found)
+        self.original = next_calls(self.calls, index, outputs)
 
     def _ran(self, index: int, calls: Sequence[Call]) -> Iterator[Any]:
         """The outputs of a block for each of its calls."""
         for call in calls:
             self.run.record.block_forwards += 1
             yield self.stack.blocks[index][1](*call.args, **call.kwargs)
-
-    def _next(self, index: int, outputs: Iterator[Any]) -> list[Any]:
-        """The calls of the next block; behind the last one what that returned."""
-        if index + 1 == len(self.calls):
-            return list(outputs)
-        return [c.following(o) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
 
     @torch.no_grad()
     def damages(self) -> dict[Any, float]:
@@ -123,7 +119,7 @@ def predictions(
     made = output
     if stack.container is not None:
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-        with swapped(stack.container, [Recorder(block, partial(instead, output)) for _, block in stack.blocks]):
+        with returning(stack, output):
             made = model(**moved)
     logits = getattr(made, "logits", None)
     probable = isinstance(logits, Tensor) and logits.shape[-1] > 1
