@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.inference.layers.adapters import lora
     from compress.inference.layers.linear import QuantLinear
-    from compress.inference.load.loading import load, register
+    from compress.inference.load.loading import load
+    from compress.inference.load.quantizer import register
     from compress.inference.load.steps import compile_steps
     from compress.jobs.cache_logits import Cached, cache_logits
     from compress.jobs.forecast.forecast import Forecast, plan
@@ -125,7 +126,7 @@ _HOMES = {
     "prepare_qat": "compress.jobs.qat_loop",
     "quantize": "compress.jobs.quantize",
     "quantize_for": "compress.jobs.quantize_for",
-    "register": "compress.inference.load.loading",
+    "register": "compress.inference.load.quantizer",
     "split_experts": "compress.model.split_experts",
     "split_layers": "compress.model.splitting.split_layers",
     "sweep": "compress.search.sweep",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.base.device import find_device
 from compress.base.errors import InputError
-from compress.base.progress import Counted, Reporter, Silent, tell_tokens
+from compress.base.progress import Counted, Reporter, Silent, tell
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.provenance import circumstances, missing_of, name_model, run_of, size_of
@@ -179,7 +179,7 @@ def _evaluate(
     network = load_predictor(ours, dtype, device)
     if texts:
         tokens = sum(span.end - span.begin for each in texts for span in each.windows.spans)
-        tell_tokens(reporter, tokens / sum(len(each.windows.spans) for each in texts))
+        tell(reporter, "tokens", tokens / sum(len(each.windows.spans) for each in texts))
         counted(0, "windows" if counted.done else "")
     with watch_overflow(network, own_dtype(ours)) as overflow:
         results = _measure(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
@@ -187,7 +187,7 @@ def _evaluate(
     overflows = {f"{who} in float16": each.said for who, each in seen.items() if each.said is not None}
     for what, why in overflows.items():
         reporter.note(f"{what}: {why}")
-    tell_tokens(reporter, 0)
+    tell(reporter, "tokens", 0)
     sensitive = None if original is None else original.sensitivity
     return Evaluation(
         model=name_model(ours, network, size),

@@ -16,7 +16,7 @@ from torch import nn
 from compress.base.schema import built, fits
 from compress.base.version import VERSION
 from compress.checkpoint.files import RECORD
-from compress.checkpoint.portable_names import command, shown
+from compress.checkpoint.portable_names import command, portable
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.cost.size import size_result
@@ -50,7 +50,7 @@ def name_model(model: nn.Module | Source, network: nn.Module, size: SizeResult |
     if not isinstance(model, Source) or size is None:
         return Named(kind, kind, sum(parameter.numel() for parameter in network.parameters()), dtype)
     architecture = str(next(iter(model.config.get("architectures") or ()), kind))
-    return Named(shown(model.name), architecture, size.parameters, dtype, model.fingerprint())
+    return Named(portable(model.name), architecture, size.parameters, dtype, model.fingerprint())
 
 
 def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult | None]:

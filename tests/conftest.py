@@ -23,7 +23,7 @@ from places import SHARED
 
 import compress
 from compress.checkpoint.read.source import DEMO
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at markers

@@ -21,7 +21,7 @@ from vision import conv_bn
 
 import compress
 from compress.checkpoint.read.source import DEMO
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 
 pytestmark = [
     pytest.mark.documents,

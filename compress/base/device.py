@@ -14,14 +14,14 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        found = torch.device(wanted)
-        torch.zeros(1, device=found).item()  # `meta` holds no values
+        device = torch.device(wanted)
+        torch.zeros(1, device=device).item()  # `meta` holds no values
     except (RuntimeError, AssertionError, ImportError) as error:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise InputError(
             f"device {str(wanted)!r} cannot be used ({_why(error)}); usable here: {', '.join(['cpu', *gpus])}"
         ) from None
-    return found
+    return device
 
 
 def _why(error: Exception) -> str:

@@ -61,7 +61,7 @@ def available_bytes(device: "torch.device") -> int | None:
     left = [available]
     limit, stat = container_limit(meminfo("MemTotal")), CGROUP[0].with_name("memory.stat")
     if limit is not None:
-        left.append(limit - (_counted(stat, "anon") or anonymous_bytes() or 0))
+        left.append(limit - (_number_after(stat, "anon") or anonymous_bytes() or 0))
     data, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if data != resource.RLIM_INFINITY:
         left.append(data - (_entry(Path("/proc/self/status"), "VmData") or 0))
@@ -87,11 +87,11 @@ def container_limit(total: int | None) -> int | None:
 
 def _entry(path: Path, key: str) -> int | None:
     """An entry of kilobytes, in bytes, of one of Linux's tables; None where there is none."""
-    found = _counted(path, f"{key}:")
+    found = _number_after(path, f"{key}:")
     return None if found is None else found * 1024
 
 
-def _counted(path: Path, key: str) -> int | None:
+def _number_after(path: Path, key: str) -> int | None:
     """The number behind a word at the beginning of a line; None where there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -8,14 +8,14 @@ from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def native_output_dropped() -> Iterator[None]:
+def drop_native_output() -> Iterator[None]:
     """Drops what anything prints to standard output inside the context. HiGHS has a line that no option silences, and
     that would stand in the JSON that a command prints."""
     if sys.stdout is not None:
         sys.stdout.flush()
     _flush()
     try:
-        kept = os.dup(1)
+        stdout = os.dup(1)
     except OSError:  # closed: nothing is printed
         yield
         return
@@ -26,8 +26,8 @@ def native_output_dropped() -> Iterator[None]:
         yield
     finally:
         _flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _flush() -> None:

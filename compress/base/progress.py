@@ -1,9 +1,9 @@
 """Reporters: objects to which long work reports its progress."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 class Reporter(Protocol):
@@ -19,49 +19,17 @@ class Reporter(Protocol):
         ...
 
 
-class Paced(Protocol):
-    """A reporter that also shows a speed."""
+def tell(reporter: Reporter, method: Literal["tokens", "verifies", "outline"], *given: Any) -> None:
+    """Call a method that a reporter may have beside those of `Reporter`. given: its arguments, or functions that make
+    them, which are called only where there is the method.
 
-    def tokens(self, each: float) -> None:
-        """From now on every step takes `each` tokens through the model, or a part of it; 0: nobody knows how many."""
-        ...
-
-
-def tell_tokens(reporter: Reporter, each: float) -> None:
-    """Tell a reporter how many tokens a step takes through the model, where it shows a speed (`Paced`)."""
-    tell = getattr(reporter, "tokens", None)
-    if tell is not None:
-        tell(each)
-
-
-class Followed(Protocol):
-    """A reporter whose time left counts what follows the last step."""
-
-    def verifies(self) -> None:
-        """After the last step a fresh process loads the libraries and the output, and checks it."""
-        ...
-
-
-def tell_verification(reporter: Reporter) -> None:
-    """Tell a reporter that verification follows the last step, where it shows the time left (`Followed`)."""
-    tell = getattr(reporter, "verifies", None)
-    if tell is not None:
-        tell()
-
-
-class Announcing(Protocol):
-    """A reporter that also shows what a run is about to do."""
-
-    def outline(self, told: Any) -> None:
-        """The outline of a run (`jobs.forecast`), before it begins."""
-        ...
-
-
-def tell_outline(reporter: Reporter, make: Callable[[], Any]) -> None:
-    """Tell a reporter the outline of a run, where it shows one (`Announcing`)."""
-    tell = getattr(reporter, "outline", None)
-    if tell is not None:
-        tell(make())
+    tokens(each)     From now on every step takes `each` tokens through the model, or a part of it; 0: nobody knows.
+    verifies()       After the last step a fresh process loads the libraries and the output, and checks it.
+    outline(told)    The outline of a run (`jobs.forecast`), before it begins.
+    """
+    listens = getattr(reporter, method, None)
+    if listens is not None:
+        listens(*(each() if callable(each) else each for each in given))
 
 
 class Silent:

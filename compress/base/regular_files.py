@@ -61,28 +61,28 @@ def parse_json(path: Path) -> Any:
     if kind is not None:
         raise CheckpointError(f"{path} is {kind}; it must be a regular file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        check_nesting(found)
+        value = json.loads(path.read_text(encoding="utf-8"))
+        check_nesting(value)
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read: nested deeper than {DEEPEST} levels") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return found
+    return value
 
 
 def json_line(text: str, where: str, must: str = "") -> Any:
     """The value of a line of a JSONL file. Raises InputError, in one line, for a line that is not JSON (ends in `must`)
     and for one that no reader here takes. where: names the line in the message."""
     try:
-        found = json.loads(text)
-        check_nesting(found)
+        value = json.loads(text)
+        check_nesting(value)
     except json.JSONDecodeError:
         raise InputError(f"{where} is not JSON{must}") from None
     except RecursionError:
         raise InputError(f"{where} cannot be read: nested deeper than {DEEPEST} levels") from None
     except ValueError as error:
         raise InputError(f"{where} cannot be read: {error}") from None
-    return found
+    return value
 
 
 def check_nesting(value: Any, most: int | None = None) -> None:

@@ -70,7 +70,7 @@ class Limited:
             self._ours.send(given)
             if not self._ours.poll(SECONDS):
                 raise LimitError(f"it takes more than {SECONDS} seconds")
-            problem, found = self._ours.recv()
+            problem, result = self._ours.recv()
         except BaseException as error:
             self.stop()
             if isinstance(error, EOFError | OSError):  # it was killed, or gave up
@@ -78,7 +78,7 @@ class Limited:
             raise
         if problem is not None:
             raise InputError(problem)
-        return found
+        return result
 
     def stop(self) -> None:
         """End the process."""

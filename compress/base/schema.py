@@ -46,11 +46,12 @@ class Misfit(NamedTuple):
         return f"{''.join(self.keys).lstrip('.') or 'its content'} is {shown}; it must be {self.must}"
 
 
-def fits(value: Any, kind: Any, where: object) -> None:
-    """Raises CheckpointError, which names `where` and the key, for a JSON value with a part of the wrong type."""
-    found = next(misfits(value, kind), None)
-    if found is not None:
-        raise CheckpointError(f"{where}: {found}")
+def fits(value: Any, kind: Any, where: object, *keys: str) -> None:
+    """Raises CheckpointError, which names `where` and the key, for a JSON value with a part of the wrong type. keys:
+    those that lead to the value."""
+    wrong = next(misfits(value, kind, tuple(f".{key}" for key in keys)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{where}: {wrong}")
 
 
 def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfit]:

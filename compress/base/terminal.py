@@ -33,7 +33,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
+def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
     """The error handler for characters that an encoding lacks: those of ASCII as spelled there, others as escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -41,7 +41,7 @@ def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
     return "".join(ASCII.get(c) or c.encode("ascii", "backslashreplace").decode("ascii") for c in lacking), error.end
 
 
-codecs.register_error(SPELLED, _spelled)
+codecs.register_error(SPELLED, _spell)
 
 
 def open_closed_streams() -> None:
@@ -73,12 +73,12 @@ def spell_what_streams_lack() -> None:
 
 class PlainConsole(Console):
     """A console that prints every string (alone, in a cell or as a title) as plain text in its own encoding, without
-    markup or emoji. On a terminal, tables are made to fit (`fitted`)."""
+    markup or emoji. On a terminal, tables are made to fit (`fit_to_width`)."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         shown: list[Any] = []
         for each in objects:
-            shown += fitted(each, self) if self.is_terminal and isinstance(each, Table) else [each]
+            shown += fit_to_width(each, self) if self.is_terminal and isinstance(each, Table) else [each]
         super().print(*shown, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -96,7 +96,7 @@ INDENT = 2
 UNBOUNDED = 1 << 16  # columns
 
 
-def fitted(table: Table, console: Console) -> Iterator[RenderableType]:
+def fit_to_width(table: Table, console: Console) -> Iterator[RenderableType]:
     """Renderables that show a table on this console. A title wider than its table comes first, as a line of its own:
     rich would break it at the table's width."""
     title = table.title
@@ -108,11 +108,11 @@ def fitted(table: Table, console: Console) -> Iterator[RenderableType]:
         return
     if table.title is not None:
         yield table.title
-    turned = transposed(table)
+    turned = transpose(table)
     if natural_width(turned, console) <= console.width:
         yield turned
     else:
-        yield from stacked(table)
+        yield from stack(table)
 
 
 def natural_width(table: Table, console: Console) -> int:
@@ -125,7 +125,7 @@ def cells_of(table: Table) -> list[tuple[str, ...]]:
     return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
 
 
-def transposed(table: Table) -> Table:
+def transpose(table: Table) -> Table:
     """The table with rows and columns exchanged. The cells of the first column become the headings."""
     first, *others = table.columns
     turned = Table(str(first.header))
@@ -136,7 +136,7 @@ def transposed(table: Table) -> Table:
     return turned
 
 
-def stacked(table: Table) -> Iterator[RenderableType]:
+def stack(table: Table) -> Iterator[RenderableType]:
     """Two paragraphs for every row: its first cell, then the others, each after its heading. Empty cells are left out;
     a row whose first cell is empty belongs to the row above it."""
     _, *headings = (str(column.header) for column in table.columns)

@@ -49,11 +49,11 @@ class Companions:
     def told(self) -> Iterator[str]:
         """Remarks on unknown files that come along, and on what stays behind."""
         if self.unknown:
-            yield f"copied from the model's folder, though compress does not know them: {_listed(self.unknown)}"
+            yield f"copied from the model's folder, though compress does not know them: {_first_names(self.unknown)}"
         if self.left:
-            yield f"not copied from the model's folder: {_listed(self.left)}"
+            yield f"not copied from the model's folder: {_first_names(self.left)}"
         if self.linked:
-            yield f"not copied, since links lead out of the model's folder: {_listed(self.linked)}"
+            yield f"not copied, since links lead out of the model's folder: {_first_names(self.linked)}"
 
 
 def companions_of(source: Source, patterns: Iterable[str] = EVERYTHING) -> Companions:
@@ -88,7 +88,7 @@ def companions_of(source: Source, patterns: Iterable[str] = EVERYTHING) -> Compa
     return Companions(folder, tuple(sorted({*names, *unknown})), tuple(unknown), tuple(left), tuple(sorted(linked)))
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _first_names(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -81,7 +81,7 @@ def expect(partial: Path, names: Iterable[str]) -> None:
     write_json(partial / EXPECTED, {"files": sorted(names)})
 
 
-def expected(partial: Path) -> frozenset[str]:
+def expected_names(partial: Path) -> frozenset[str]:
     """The names that `expect` has recorded. Raises CheckpointError where the record is not one of ours."""
     path = partial / EXPECTED
     if not path.exists():
@@ -93,7 +93,7 @@ def expected(partial: Path) -> frozenset[str]:
 
 def is_left(folder: str, path: Path, within: str, names: Collection[str] = ()) -> bool:
     """True for a path that runs leave in a folder of OUT.partial, by its kind and its name `within` the folder. names:
-    of further files that this run leaves in model/ (`expected`)."""
+    of further files that this run leaves in model/ (`expected_names`)."""
     if path.is_symlink():
         return False
     if path.is_dir():
@@ -110,7 +110,7 @@ def is_left(folder: str, path: Path, within: str, names: Collection[str] = ()) -
 
 def strangers_in(partial: Path) -> Iterator[Path]:
     """Paths in the folders of OUT.partial that no run leaves."""
-    names = expected(partial)
+    names = expected_names(partial)
     for folder in (BLOCKS, MODEL, TRAINING):
         for path in sorted((partial / folder).rglob("*")):
             within = path.relative_to(partial / folder).as_posix()
@@ -122,7 +122,7 @@ def strangers_in(partial: Path) -> Iterator[Path]:
 def clear(partial: Path) -> None:
     """Remove the files and folders that runs leave in OUT.partial, and last the record of expected names. A person's
     own files stay."""
-    names = expected(partial)
+    names = expected_names(partial)
     for folder in (BLOCKS, TRAINING, MODEL):
         place = partial / folder
         for path in sorted(place.rglob("*"), reverse=True):  # the content of a folder comes before the folder

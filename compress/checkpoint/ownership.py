@@ -34,7 +34,7 @@ KEYS = (
 )
 
 
-def noted(text: str) -> str:
+def marked_text(text: str) -> str:
     """Markdown or a picture, with a comment that marks it as written by this tool."""
     return f"{text}<!-- {MARK} -->\n"
 

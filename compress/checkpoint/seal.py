@@ -47,7 +47,7 @@ def write_record(directory: Path, record: Mapping[str, Any]) -> None:
     checksums = _of_files(directory, record["files"], record.get("tensors", {}))
     if "tensors" in record:
         checksums["tensors"] = fingerprint(record["tensors"])
-    write_json(directory / RECORD, _sealed({**record, "checksums": checksums}))
+    write_json(directory / RECORD, _seal({**record, "checksums": checksums}))
 
 
 def rewrite(directory: Path, changes: Mapping[str, Any], files: Mapping[str, list[str]] | None = None) -> None:
@@ -57,7 +57,7 @@ def rewrite(directory: Path, changes: Mapping[str, Any], files: Mapping[str, lis
     if "checksums" in before:
         own = before["checksums"]
         after["checksums"] = {**own, "files": {**own["files"], **(files or {})}}
-        after = _sealed(after) if is_intact(before) else after
+        after = _seal(after) if is_intact(before) else after
     write_json(directory / RECORD, after)
 
 
@@ -189,7 +189,7 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
-def _sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+def _seal(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "checksums": {**record["checksums"], "record": _own(record)}}
 
 

@@ -96,7 +96,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
     return found
 
 
-def kept_sensitivity(path: Path) -> Sensitivity | None:
+def cached_sensitivity(path: Path) -> Sensitivity | None:
     """A cached table; None where there is none, or one that cannot be read or that another user may have written."""
     if not path.is_file() or why_not_believed(path) is not None:
         return None
@@ -106,7 +106,7 @@ def kept_sensitivity(path: Path) -> Sensitivity | None:
         return None
 
 
-def keep_sensitivity(path: Path, found: Sensitivity) -> None:
+def cache_sensitivity(path: Path, found: Sensitivity) -> None:
     """Cache a table. Where it cannot be written, the next call measures again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def sensitivity_of_model(fingerprint: str) -> Sensitivity | None:
     """The latest cached table of a model; None where there is none. fingerprint: of its weights and configuration."""
     with suppress(OSError):
         found = [path for path in folder().glob("*.json") if fingerprint in path.read_text(encoding="utf-8")]
-        tables = map(kept_sensitivity, sorted(found, key=lambda path: -path.stat().st_mtime_ns))
+        tables = map(cached_sensitivity, sorted(found, key=lambda path: -path.stat().st_mtime_ns))
         known = (table for table in tables if table is not None and table.model.get("fingerprint") == fingerprint)
         return next(known, None)
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError, first_line
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.data.chat import Template, template_of
 from compress.data.images import MOST_PIXELS, Sample, read_image, spread
@@ -38,7 +38,7 @@ class Pictures:
     def described(self) -> dict[str, Any]:
         """The entry about these images in the record of a run."""
         return {
-            "source": shown(self.source),
+            "source": portable(self.source),
             "samples": self.samples,
             "images": self.images,
             "files": [self.origin.described()],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.data.bos import Bos
 from compress.model.calls import Batch
 
@@ -32,7 +32,7 @@ class Origin:
 
     def described(self) -> dict[str, Any]:
         """The entry about this file in the record of a run."""
-        found = {"file": shown(self.file), "rows": self.rows, "tokens": self.tokens}
+        found = {"file": portable(self.file), "rows": self.rows, "tokens": self.tokens}
         found |= {} if self.used is None else {"used": self.used}
         found |= {"split": self.split} if self.split else {}
         return {**found, "dropped": dict(self.dropped)} if self.dropped else found
@@ -69,7 +69,7 @@ class Tokens:
         padding = {} if self.mask is None else {"padding": int((~self.mask).sum())}
         origins = {"files": [origin.described() for origin in self.origins]} if self.origins else {}
         return {
-            "source": shown(self.source),
+            "source": portable(self.source),
             "samples": len(self.ids),
             "length": self.ids.shape[1],
             **({} if self.bos is None else {"bos": self.bos.place}),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compress.base.errors import CompressError
-from compress.base.progress import tell_tokens
+from compress.base.progress import tell
 from compress.checkpoint.write.record import Finished
 from compress.checkpoint.write.writer import InMemory
 from compress.engine.layer_versions import Versions
@@ -143,12 +143,12 @@ def _run_stack(
     if run.plan.calibrated:
         calls = capture_stack(run, stack, passed)
     originals = capture_stack(run, stack, others) if passed and run.plan.compares else list(calls)
-    tell_tokens(run.reporter, tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
+    tell(run.reporter, "tokens", tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
     streams = Streams(calls[0], (original or originals[0]) if run.plan.compares else [])
     for name, block in stack.blocks:
         # The calls of blocks that are done take no memory.
         streams = streams.called_as(calls.pop(0), originals.pop(0))
         streams = run_block(run, name, block, streams)
-    tell_tokens(run.reporter, 0)
+    tell(run.reporter, "tokens", 0)
     return streams

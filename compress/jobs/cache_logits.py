@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.base.device import find_device
 from compress.base.errors import InputError
-from compress.base.progress import Reporter, Silent, tell_tokens
+from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.teacher_file import holds_cached, write_cached
@@ -100,7 +100,7 @@ def _ask(
     vocabulary = 0
     with evaluating(teacher):
         ids = rows.tensors.get("input_ids")
-        tell_tokens(reporter, 0 if ids is None else ids.numel() / len(batches))
+        tell(reporter, "tokens", 0 if ids is None else ids.numel() / len(batches))
         for done, (part, counting) in enumerate(batches):
             reporter.step(done, len(batches), f"batch {done}" if done else "")
             batch = rows.take(part)
@@ -113,7 +113,7 @@ def _ask(
             parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], temperature))
             places += own
         reporter.step(len(batches), len(batches), "the last batch")
-        tell_tokens(reporter, 0)
+        tell(reporter, "tokens", 0)
     lengths = comm.gather_objects(places)
     order = torch.tensor([place for each in lengths for place in each]).argsort()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.checkpoint.files import checksum, fingerprint
-from compress.checkpoint.portable_names import shown as portable
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
 from compress.data.documents import TOKEN_FORMATS, read_batches
 from compress.data.images import Sample, check_pillow, samples_of

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from compress.base.errors import InputError
-from compress.checkpoint.read.fused import fused_groups, listed, mixed_experts, mixed_groups
+from compress.checkpoint.read.fused import fused_groups, mixed_experts, mixed_groups, naming
 from compress.engine.plan.format_limits import with_dense
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.stored_sizes import WrittenLayer, stored_layers
@@ -44,7 +44,7 @@ def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[s
         return None if why is None else f"{name} takes these experts for others: {why}; give another scheme, or {LEAVE}"
     if groups := mixed_groups(schemes):
         return (
-            f"{name} makes one layer of {listed(groups[0])} ({len(groups)} such groups), which would have "
+            f"{name} makes one layer of {naming(groups[0])} ({len(groups)} such groups), which would have "
             f"{_words(groups[0], schemes)}: give all of them one scheme (`only`, `but`, ignore), or {LEAVE}"
         )
     return _cut_blocks(name, layers)
@@ -64,7 +64,7 @@ def _cut_blocks(name: str, layers: Mapping[str, WrittenLayer]) -> str | None:
             grid = None if scheme is None else getattr(scheme.codes, "grid", None)
             if grid is not None and grid.block is not None and rows % grid.block[0]:
                 return (
-                    f"{name} makes one layer of {listed(group)}, and the {rows} rows of {part} are no multiple of the "
+                    f"{name} makes one layer of {naming(group)}, and the {rows} rows of {part} are no multiple of the "
                     f"{grid.block[0]} of a block: give --scheme fp8, or {LEAVE}"
                 )
     return None

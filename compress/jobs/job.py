@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compress.base.errors import CompressError
-from compress.base.progress import tell_verification
+from compress.base.progress import tell
 from compress.checkpoint.companions import companions_of
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.unplaced_tensors import matrices
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.manifest import manifest
@@ -80,7 +80,7 @@ class Job:
         """`finish`, of which nothing is undone where it fails."""
         result = Result(self.run.record)
         if isinstance(self.run.sink, Writer) and self.wants_verification():
-            tell_verification(self.run.reporter)
+            tell(self.run.reporter, "verifies")
         with evaluating(self.run.model):
             run(self.run)
             self.check_done()
@@ -123,7 +123,7 @@ class Job:
         record = self.run.record
         names = [layer.name for layer in record.layers]
         alone, beside = record.left_alone, self.run.plan.beside
-        return coverage.achieved(self.run.model, names, dense, alone, record.only_trained, beside)
+        return coverage.run_coverage(self.run.model, names, dense, alone, record.only_trained, beside)
 
     def complete(self, sink: Writer) -> None:
         """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
@@ -153,7 +153,7 @@ class Job:
         blocks += [(table.name, table.module) for table in run.plan.tables]
         about = manifest(
             run.record,
-            model=shown(self.opened.source.name) if self.opened.source is not None else type(run.model).__name__,
+            model=portable(self.opened.source.name) if self.opened.source is not None else type(run.model).__name__,
             identity=self.identity,
             calibration=self.data.described(),
             ranks=run.comm.world,

@@ -18,16 +18,15 @@ from compress.base.device import find_device
 from compress.base.errors import CompressError, InputError
 from compress.checkpoint.byte_savings import bytes_before
 from compress.checkpoint.read.compressed_layers import stored_in
-from compress.checkpoint.read.names import names_in
-from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
+from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, names_in, read_config
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.unplaced_tensors import (
     AHEAD,
     KeptTensor,
     beside,
-    counted,
-    made_anew,
     predicts_ahead,
+    recomputed_names,
+    tensor_count,
     without_heads,
 )
 from compress.checkpoint.write.quantization_config import differences
@@ -160,9 +159,9 @@ def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Open
         model = load_as_original(found.source, notes) if quantized else load_dense(found.source, notes=notes)
         split_experts(model)
         kept = beside(found.source)
-        if made := made_anew(found.source):
+        if made := recomputed_names(found.source):
             notes.append(
-                f"not written: {counted(len(made))} like {made[0]}, which {type(model).__name__} computes itself"
+                f"not written: {tensor_count(len(made))} like {made[0]}, which {type(model).__name__} computes itself"
             )
     else:
         assert found.given is not None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from compress.base.collectives import Comm
-from compress.base.progress import Reporter, tell_outline
+from compress.base.progress import Reporter, tell
 from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
 from compress.checkpoint.read.unplaced_tensors import AHEAD, totals
@@ -107,7 +107,7 @@ def _job(
         record.note(reporter, lack)
     run = replace(run, sink=sink, repeats=lack is not None)
     if isinstance(sink, Writer):
-        tell_outline(reporter, partial(_outline, request, opened, data, run.plan))
+        tell(reporter, "outline", partial(_outline, request, opened, data, run.plan))
     return Job(request, opened, run, data, identity, caches, stores)
 
 

@@ -24,7 +24,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import InputError, one_of
 from compress.base.lost_ranks import watching
 from compress.base.progress import Reporter, Silent
-from compress.checkpoint.write.directory import Directory, claimed
+from compress.checkpoint.write.directory import Directory, claim
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
@@ -126,7 +126,7 @@ class Prepared:
         request = replace(self.job.request, output=output, overwrite=overwrite, verify=verify, store=store)
         request.check()
         comm = Comm()
-        with claimed(output, comm, resume=False, overwrite=overwrite, model=request.folder) as place, watching(comm):
+        with claim(output, comm, resume=False, overwrite=overwrite, model=request.folder) as place, watching(comm):
             job = self._left(request, place, comm, reporter or Silent())
             with uncompiled(self.model), self._as_before():
                 result = job.carry_out()

@@ -12,8 +12,8 @@ from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.lost_ranks import watching
 from compress.base.progress import Reporter, Silent
-from compress.checkpoint.write.directory import Directory, claimed, is_checkpoint
-from compress.checkpoint.write.manifest import read_record, restored
+from compress.checkpoint.write.directory import Directory, claim, is_checkpoint
+from compress.checkpoint.write.manifest import read_record, restore_run
 from compress.jobs.job import Result
 from compress.jobs.prepare import prepare
 from compress.jobs.request import Calibration, Request
@@ -78,7 +78,7 @@ def quantize(
         return done
     with (
         spilling(spill),
-        claimed(output, comm, resume=resume, overwrite=overwrite, model=request.folder) as place,
+        claim(output, comm, resume=resume, overwrite=overwrite, model=request.folder) as place,
         watching(comm),
     ):
         return prepare(request, place, comm, reporter).finish()
@@ -105,4 +105,4 @@ def find_completed(request: Request, comm: Comm, reporter: Reporter) -> Result |
         )
     Directory(output).tidy()
     reporter.note(f"{request.output} is complete: nothing of it is left to do")
-    return Result(restored(record), output=output, verification=record["verification"])
+    return Result(restore_run(record), output=output, verification=record["verification"])

@@ -20,10 +20,10 @@ from compress.checkpoint.export.write import Exported, export
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.seal import rewrite
-from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import read_record
 from compress.engine.plan.plan import plan
-from compress.inference.check.opening import NOT_LOADED
+from compress.inference.check.by_transformers import NOT_LOADED
 from compress.jobs.engines import check_engine, check_inputs, engine_named, with_float16_scales
 from compress.jobs.forecast.forecast import shapes_of
 from compress.jobs.fused_layers import check_merged
@@ -87,7 +87,7 @@ def quantize_for(
     if source is not None:
         check_model(source, engine, passes, options.get("ignore", ()))
     folder = None if source is None else source.path
-    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
+    with claim(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
         result = quantize(model, passes, output=checkpoint, **how)
     reporter.note(f"writing {output} for {engine} from {checkpoint}")
     try:

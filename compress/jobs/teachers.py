@@ -16,6 +16,7 @@ from compress.checkpoint.read.content import content_of
 from compress.checkpoint.read.pretrained import load_dense, read_config, tokens_of
 from compress.checkpoint.read.source import Source, find_source
 from compress.engine.residency import is_narrow, shard
+from compress.inference.load.conversions import on
 from compress.inference.load.dense_model import load_as_original
 from compress.inference.load.loading import load_source
 from compress.jobs.calibration_data import RunData, training_options
@@ -117,4 +118,4 @@ class Teachers:
             return load_dense(source)
         if name == ORIGINAL:  # what the student began with
             return load_as_original(source, [])
-        return load_source(source, target=self.device, dequantize=self.fsdp)
+        return load_source(source, options=on(self.device), dequantize=self.fsdp)

@@ -26,28 +26,25 @@ from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.fused import unlike_numbers
-from compress.checkpoint.read.names import stored_name
-from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.pretrained import empty_model, stored_name
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.seal import check as check_files
 from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 from compress.inference.check.by_transformers import (
-    decompressed_by_block,
-)
-from compress.inference.check.dense_twin import compared, watched
-from compress.inference.check.opening import (
     NOT_LOADED,
     NotComparedError,
     NotLoadedError,
     UnknownInputsError,
-    only_loaded,
-    opened_by_transformers,
+    decompress_by_block,
+    open_by_transformers,
+    report_loading,
 )
-from compress.inference.check.streaming import streamed
+from compress.inference.check.dense_twin import compare_layer, compare_layers
+from compress.inference.check.streaming import stream
 from compress.inference.load.block_streaming import run_by_block
-from compress.inference.load.caches import rounded_cache
+from compress.inference.load.caches import cache_hook
 from compress.model.experts import SortedExperts
 from compress.weights.compressed_tensors import decompressed_in
 from compress.weights.formats.registry import folder_of
@@ -127,7 +124,7 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
 @contextmanager
 def exact_caches(model: nn.Module) -> Iterator[None]:
     """Makes attentions keep keys and values unrounded inside the context."""
-    hooks = [hook for module in model.modules() if (hook := rounded_cache(module)) is not None]
+    hooks = [hook for module in model.modules() if (hook := cache_hook(module)) is not None]
     for hook in hooks:
         hook.active = False
     try:
@@ -186,15 +183,15 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         if sums:
             raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
-        theirs, result["loader"] = opened_by_transformers(source, dtype)
+        theirs, result["loader"] = open_by_transformers(source, dtype)
     except UnknownInputsError as why:
-        return {**result, **only_loaded(source, why)}
+        return {**result, **report_loading(source, why)}
     except NotLoadedError as why:
         return {**result, "transformers": f"not compared: {why}", "loader": NOT_LOADED}
     except NotComparedError as why:
         result["transformers"] = f"not compared: {why}"
         return result
-    openings = decompressed_by_block(theirs) if result["loader"] == "default" else {}
+    openings = decompress_by_block(theirs) if result["loader"] == "default" else {}
     with flat_inputs(theirs) as flat:
         found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
     if flat:
@@ -266,9 +263,9 @@ def run_ours(source: Source, dtype: torch.dtype | None, ids: Tensor, active: boo
     Raises CompressError for a layer whose kernel computes something else and for outputs that are not finite,
     NotComparedError for a model that takes something else."""
     worst: dict[str, float] = {}
-    model, openings = streamed(source, dtype, partial(watched, worst), dequantize=dense)
+    model, openings = stream(source, dtype, partial(compare_layer, worst), dequantize=dense)
     try:
-        products: AbstractContextManager[dict[str, float]] = compared(model) if active else nullcontext({})
+        products: AbstractContextManager[dict[str, float]] = compare_layers(model) if active else nullcontext({})
         with products as outside:
             found = run_by_block(model, openings, lambda: outputs(model, ids))
             with exact_caches(model):

@@ -20,7 +20,7 @@ from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
 from compress.onnx.graph import Form, graph_of, why_no_graph
-from compress.onnx.readback import decided, missing, read_back, reference, rounds
+from compress.onnx.readback import missing, read_back, reference, rounds, weight_sums
 from compress.onnx.repacked import why_not
 from compress.onnx.tracing import OPSET
 
@@ -65,24 +65,24 @@ class MatMulNBitsGraph(Exporter):
         import onnx_ir
 
         note_losses(checkpoint, place)
-        made = graph_of(checkpoint, self.form)
+        graph_made = graph_of(checkpoint, self.form)
         graph, tensors = place.file(GRAPH), place.file(TENSORS)
-        onnx_ir.save(made.program, graph, external_data=tensors.name)
+        onnx_ir.save(graph_made.program, graph, external_data=tensors.name)
         place.json("config.json", {k: v for k, v in checkpoint.config.items() if k != "quantization_config"})
-        entry: dict[str, Any] = {"file": GRAPH, "opset": OPSET, "inputs": made.inputs}
+        entry: dict[str, Any] = {"file": GRAPH, "opset": OPSET, "inputs": graph_made.inputs}
         entry["accuracy_level"] = None if self.form.portable else self.form.level
-        entry |= {"layers": decided(checkpoint, made.names), "rounds": rounds(checkpoint)}
+        entry |= {"layers": weight_sums(checkpoint, graph_made.names), "rounds": rounds(checkpoint)}
         expected = reference(checkpoint)
         if isinstance(expected, str):
             entry |= {"reference": None, "why": expected}
         else:
             tensors_held, moved = expected
             save_file(tensors_held, place.file(REFERENCE))
-            entry |= {"reference": REFERENCE, "logits": made.outputs[0] == "logits", "jitter": moved}
+            entry |= {"reference": REFERENCE, "logits": graph_made.outputs[0] == "logits", "jitter": moved}
         if (line := missing()) is not None:
             place.note(f"nothing was compared: to run the graph {line}")
-            return Written(len(made.names), {"graph": entry, "verification": {"reader": f"not run: {line}"}})
-        return Written(len(made.names), {"graph": entry})
+            return Written(len(graph_made.names), {"graph": entry, "verification": {"reader": f"not run: {line}"}})
+        return Written(len(graph_made.names), {"graph": entry})
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """Compare the weights and outputs that ONNX Runtime computes with those decided. Raises CheckpointError."""

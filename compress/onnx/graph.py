@@ -13,13 +13,13 @@ from compress.base.errors import InputError
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
-from compress.inference.load.caches import rounded_cache
+from compress.inference.load.caches import cache_hook
 from compress.inference.load.dense_model import without_weights
 from compress.model.experts import Experts
 from compress.model.layers import transposed_weights
 from compress.model.split_experts import is_joined
+from compress.onnx.graph_edits import narrow_tables
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
-from compress.onnx.narrow_tables import narrow_tables
 from compress.onnx.repacked import blocks_of
 from compress.onnx.tracing import trace_pretrained, why_no_tracing
 from compress.weights.grid import Quantized, steps_of_range
@@ -90,7 +90,7 @@ def graph_of(source: Source, form: Form) -> Graph:
         bias = cast(nn.Linear, model.get_submodule(name)).bias
         model.set_submodule(name, graph_layer(term, bias, inputs, form))
     for module in model.modules():
-        if (hook := rounded_cache(module)) is not None:
+        if (hook := cache_hook(module)) is not None:
             hook.active = False
     program = trace_pretrained(model.eval())
     narrow_tables(program)

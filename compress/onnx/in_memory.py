@@ -3,7 +3,7 @@
     quantize(model, ..., keep_codes=True) -> its modules and their codes -> layers of a graph -> OUT, read back
 
 Every layer that was rounded keeps its codes: linear ones as checkpoints have them (`graph.graph_layer`), convolutions
-as `convolutions` says. Tensors between convolutions stay in integers where they can (`integer_flow`).
+as `layers` says. Tensors between convolutions stay in integers where they can (`graph_edits`).
 """
 
 import copy
@@ -24,7 +24,7 @@ from compress.checkpoint.export.package_readback import in_own_process
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.write import Exported
 from compress.checkpoint.seal import rewrite
-from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 from compress.engine.layer_versions import RoundInput
@@ -32,14 +32,11 @@ from compress.jobs.job import Result
 from compress.model.calls import evaluating
 from compress.model.convolution import is_convolution
 from compress.model.online_rotation import input_rotation
-from compress.onnx.convolutions import GraphConvolution, why_not_convolution
 from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMulNBitsGraph, PortableGraph
 from compress.onnx.graph import Form, graph_layer
-from compress.onnx.integer_flow import keep_integers
-from compress.onnx.jitter import jitter
-from compress.onnx.layers import GraphLayer, RoundedInGraph
-from compress.onnx.narrow_tables import narrow_tables
-from compress.onnx.readback import EXPECTED, given_name, missing, value_sum
+from compress.onnx.graph_edits import keep_integers, narrow_tables
+from compress.onnx.layers import GraphConvolution, GraphLayer, RoundedInGraph, why_not_convolution
+from compress.onnx.readback import EXPECTED, input_name, jitter, missing, value_sum
 from compress.onnx.repacked import why_not
 from compress.onnx.tracing import OPSET, trace_module, why_no_tracing
 from compress.weights.decision import Decision
@@ -73,11 +70,11 @@ def export_onnx(
         raise InputError("the result holds no codes; give keep_codes=True to quantize, or export its output")
     _check(model, codes, batch, to)
     size = 0
-    with claimed(output, Comm(), resume=False, overwrite=overwrite) as directory, evaluating(model):
+    with claim(output, Comm(), resume=False, overwrite=overwrite) as directory, evaluating(model):
         assert directory is not None
         place = Place(directory, reporter)
         try:
-            entry = _written(model, codes, batch, FORMS[to], place)
+            entry = _write(model, codes, batch, FORMS[to], place)
             identity = {"export": to, "model": type(model).__name__}
             notes = RunRecord(notes=[*result.record.notes, *place.lost])
             about = manifest(notes, model=type(model).__name__, identity=identity, calibration=None, ranks=1)
@@ -122,7 +119,7 @@ def _check(model: nn.Module, codes: Mapping[str, Decision], batch: Mapping[str, 
             raise InputError(f"{name} {reason}")
 
 
-def _written(
+def _write(
     model: nn.Module, codes: Mapping[str, Decision], batch: Mapping[str, Tensor], form: Form, place: Place
 ) -> dict[str, Any]:
     """The entry `graph` of the record, with its files written."""
@@ -134,7 +131,7 @@ def _written(
     keep_integers(program)
     narrow_tables(program)
     onnx_ir.save(program, place.file(GRAPH), external_data=place.file(TENSORS).name)
-    held = {given_name(name): x.contiguous().clone() for name, x in batch.items()}
+    held = {input_name(name): x.contiguous().clone() for name, x in batch.items()}
     save_file({**held, EXPECTED: expected.contiguous()}, place.file(REFERENCE))
     rounded = any(each.inputs is not None or each.outputs is not None for each in codes.values())
     values = {name: each.weight.dequantize().to(torch.float32) for name, each in codes.items()}
@@ -153,19 +150,19 @@ def _written(
 
 def _with_codes(model: nn.Module, codes: Mapping[str, Decision], form: Form) -> nn.Module:
     """A copy of a model in float32, with layers that stand for compressed ones."""
-    made: dict[str, GraphLayer] = {}
+    layers: dict[str, GraphLayer] = {}
     for name, decision in codes.items():
         module: Any = model.get_submodule(name)
         (term,) = decision.weight.terms
         assert isinstance(term, Quantized)
         if is_convolution(module):
-            made[name] = GraphConvolution(module, term, decision.inputs, signed=form.signed)
+            layers[name] = GraphConvolution(module, term, decision.inputs, signed=form.signed)
         else:
-            made[name] = graph_layer(term, module.bias, decision.inputs, form)
+            layers[name] = graph_layer(term, module.bias, decision.inputs, form)
         if decision.outputs is not None:
-            made[name].outputs = RoundedInGraph(decision.outputs)
+            layers[name].outputs = RoundedInGraph(decision.outputs)
     whole = copy.deepcopy(model)
-    for name, layer in made.items():
+    for name, layer in layers.items():
         whole.set_submodule(name, layer)
     return whole.float().eval()
 
@@ -173,7 +170,7 @@ def _with_codes(model: nn.Module, codes: Mapping[str, Decision], form: Form) -> 
 @torch.no_grad()
 def _outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """{name: output} of a model, as its graph computes it."""
-    with _shared(model):
+    with _share_rounding(model):
         found = model(**batch)
     if isinstance(found, Tensor):
         return {"output": found}
@@ -183,9 +180,9 @@ def _outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 @contextmanager
-def _shared(model: nn.Module) -> Iterator[None]:
+def _share_rounding(model: nn.Module) -> Iterator[None]:
     """Makes convolutions round what they read in place, so that later readers of it get the rounded tensor, too, as
-    `integer_flow` makes graphs."""
+    `graph_edits.keep_integers` makes graphs."""
     rounding = {
         module: hook
         for module in model.modules()

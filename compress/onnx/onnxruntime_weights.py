@@ -17,7 +17,7 @@ PROVIDERS = ("CPUExecutionProvider",)
 QUIET = 3  # errors alone
 
 
-def picked(inputs: int) -> NDArray[np.int64]:
+def read_columns(inputs: int) -> NDArray[np.int64]:
     """Columns of a weight that are read."""
     found: NDArray[np.int64] = np.unique(np.linspace(0, inputs - 1, min(inputs, COLUMNS)).round().astype(np.int64))
     return found
@@ -49,25 +49,20 @@ def _at_level(node: Any, level: int) -> None:
 
 
 def layer_weights(graph: Path, names: Iterable[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """(Layer in the graph, its weight [N, C] as ONNX Runtime reads it, in the columns `picked`), for each of
+    """(Layer in the graph, its weight [N, C] as ONNX Runtime reads it, in the columns `read_columns`), for each of
     `names`."""
     import onnx
 
     model = onnx.load(str(graph), load_external_data=False)
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = {prop.value: node for node in model.graph.node for prop in node.metadata_props if prop.key == LAYER}
-    factors = {**held, **_widened(model, held)}
+    casts = [node for node in model.graph.node if node.op_type == "Cast" and node.input[0] in held]
+    factors = {**held, **{node.output[0]: held[node.input[0]] for node in casts}}  # of `graph_edits.narrow_tables`
     for layer in names:
         node = nodes[layer]
-        own = [_loaded(held[name], graph.parent) for name in dict.fromkeys(node.input) if name in held]
-        scale = _loaded(_factor(model, node, factors), graph.parent) if node.op_type == INTEGER else None
-        yield layer, _read(model, node, own, scale)
-
-
-def _widened(model: Any, held: Mapping[str, Any]) -> dict[str, Any]:
-    """{name of a float32 value: the initializer of 16 bits that a Cast makes it of} (`narrow_tables`)."""
-    casts = (node for node in model.graph.node if node.op_type == "Cast")
-    return {node.output[0]: held[node.input[0]] for node in casts if node.input[0] in held}
+        own = [_load(held[name], graph.parent) for name in dict.fromkeys(node.input) if name in held]
+        scale = _load(_factor(model, node, factors), graph.parent) if node.op_type == INTEGER else None
+        yield layer, _read_weight(model, node, own, scale)
 
 
 def _factor(model: Any, node: Any, held: Mapping[str, Any]) -> Any:
@@ -77,7 +72,7 @@ def _factor(model: Any, node: Any, held: Mapping[str, Any]) -> Any:
     return held[last[0]] if reader.op_type == "Mul" and last else _factor(model, reader, held)
 
 
-def _loaded(tensor: Any, folder: Path) -> Any:
+def _load(tensor: Any, folder: Path) -> Any:
     """A copy of an initializer, with its data from the file beside the graph."""
     import onnx
     from onnx.external_data_helper import load_external_data_for_tensor
@@ -90,17 +85,17 @@ def _loaded(tensor: Any, folder: Path) -> Any:
     return own
 
 
-def _read(model: Any, node: Any, own: list[Any], scale: Any) -> NDArray[np.float32]:
+def _read_weight(model: Any, node: Any, own: list[Any], scale: Any) -> NDArray[np.float32]:
     """The weight in a node with these tensors. Nodes that only multiply are given rows of the identity."""
     from onnx import numpy_helper
 
     if node.op_type == DEQUANTIZE:
         whole: NDArray[np.float32] = _alone(model, node, own, None)
         whole = whole.T if whole.ndim == 2 else whole.reshape(len(whole), -1)  # [K, N], or a convolution's
-        return whole[:, picked(whole.shape[1])]
+        return whole[:, read_columns(whole.shape[1])]
     integer = node.op_type == INTEGER
     inputs = own[0].dims[0] if integer else next(a.i for a in node.attribute if a.name == "K")
-    columns = picked(inputs)
+    columns = read_columns(inputs)
     rows = np.full((len(columns), inputs), MIDDLE if integer else 0, np.uint8 if integer else np.float32)
     rows[np.arange(len(columns)), columns] += 1
     if integer:
@@ -111,20 +106,20 @@ def _read(model: Any, node: Any, own: list[Any], scale: Any) -> NDArray[np.float
     return _alone(model, node, own, rows).T
 
 
-def _alone(model: Any, node: Any, tensors: list[Any], given: NDArray[Any] | None) -> NDArray[Any]:
+def _alone(model: Any, node: Any, tensors: list[Any], x: NDArray[Any] | None) -> NDArray[Any]:
     """The output of a node with these tensors and this input."""
     import onnxruntime
     from onnx import TensorProto, helper
 
     name, kind = node.input[0], TensorProto.INT32 if node.op_type == INTEGER else TensorProto.FLOAT
     inputs = []
-    if given is not None:
-        inputs = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(given.dtype), given.shape)]
+    if x is not None:
+        inputs = [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)]
     outputs = [helper.make_tensor_value_info(node.output[0], kind, None)]
     made = helper.make_graph([node], "layer", inputs, outputs, tensors)
     whole = helper.make_model(made, opset_imports=list(model.opset_import), ir_version=model.ir_version)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = QUIET
     opened = onnxruntime.InferenceSession(whole.SerializeToString(), options, providers=PROVIDERS)
-    found: NDArray[Any] = opened.run(None, {} if given is None else {name: given})[0]
+    found: NDArray[Any] = opened.run(None, {} if x is None else {name: x})[0]
     return found

@@ -4,27 +4,33 @@ Of every compressed layer, ONNX Runtime's own weights are compared bit for bit: 
 alone, without rounding inputs, on rows of the identity. Then it runs the graph on the tokens (or images) of
 `reference.safetensors`, beside our outputs for them. Without rounded inputs they have to be equal but for the order of
 sums; as the file is written, the difference is stated.
+
+A sum of K products in float32 moves by about eps sqrt(K) of itself when its order changes. A number that lies half-way
+between two codes then takes the other code, and the next layer's with it. `jitter` makes runs of ours in which every
+layer's input is moved by so much, at random: as far as their outputs are from ours, others may be.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from compress.base.errors import CheckpointError, InputError, first_line, install
 from compress.checkpoint.files import checksum
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
-from compress.inference.check.opening import NotComparedError
+from compress.inference.check.by_transformers import NotComparedError
+from compress.inference.layers.linear import QuantLinear
 from compress.jobs.verify import probe_of, run_ours
-from compress.onnx.jitter import jitter
-from compress.onnx.onnxruntime_weights import layer_weights, picked, session
+from compress.onnx.onnxruntime_weights import layer_weights, read_columns, session
 
 # Of the standard deviation of our outputs, where only the order of sums differs.
 TOLERANCE = 1e-3
@@ -34,6 +40,7 @@ MARGIN = 4
 GIVEN, EXPECTED = "given", "outputs"
 # Rows and tokens of the probe that are kept beside a graph.
 KEPT = (slice(2), slice(16))
+DRAWS = 4  # moved runs of ours
 
 
 def missing() -> str | None:
@@ -41,7 +48,7 @@ def missing() -> str | None:
     return None if find_spec("onnxruntime") else f"needs the package onnxruntime; {install('onnx')}"
 
 
-def decided(source: Source, names: Mapping[str, str]) -> dict[str, str]:
+def weight_sums(source: Source, names: Mapping[str, str]) -> dict[str, str]:
     """{layer in the graph: SHA-256 of its values, float32, in the columns that are read back}. names: {layer in the
     graph: layer in the checkpoint}."""
     found = {}
@@ -52,10 +59,10 @@ def decided(source: Source, names: Mapping[str, str]) -> dict[str, str]:
 
 def value_sum(values: Tensor) -> str:
     """SHA-256 of a layer's values [N, K], float32, in the columns that are read back."""
-    return _sum(values[:, torch.from_numpy(picked(values.shape[1]))])
+    return _sum(values[:, torch.from_numpy(read_columns(values.shape[1]))])
 
 
-def given_name(name: str) -> str:
+def input_name(name: str) -> str:
     """The name in `reference.safetensors` of an input of a graph that has names of its own."""
     return f"{GIVEN}.{name}"
 
@@ -68,20 +75,20 @@ def _sum(values: Tensor) -> str:
 def reference(source: Source) -> tuple[dict[str, Tensor], list[float]] | str:
     """({"given": token ids or images, "outputs": our outputs for them}, in float32; their `jitter`, of a model that
     rounds inputs), or the reason why there are none."""
-    given = probe_of(source.config)
-    if given is None:
+    tokens = probe_of(source.config)
+    if tokens is None:
         return "the configuration names neither vocab_size nor num_channels"
-    given = given if given.is_floating_point() else given[KEPT]
+    tokens = tokens if tokens.is_floating_point() else tokens[KEPT]
 
     def run() -> Tensor:
-        return run_ours(source, torch.float32, given, rounds(source), not rounds(source)).uncached
+        return run_ours(source, torch.float32, tokens, rounds(source), not rounds(source)).uncached
 
     try:
         ours = run()
         moved = jitter(run, ours) if rounds(source) else []
     except NotComparedError as why:
         return str(why)
-    return {GIVEN: given.contiguous(), EXPECTED: ours.contiguous()}, moved
+    return {GIVEN: tokens.contiguous(), EXPECTED: ours.contiguous()}, moved
 
 
 def rounds(source: Source) -> bool:
@@ -111,7 +118,7 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
     except (SafetensorError, Exception) as error:  # noqa: BLE001 - onnx and onnxruntime raise kinds of their own
         raise CheckpointError(f"{graph} cannot be run by {reader}: {first_line(error)}") from None
     found = {"layers": len(written["layers"]), "reader": reader, **figures}
-    return {**found, "remarks": [*_said(found, written)]}
+    return {**found, "remarks": [*_remarks(found, written)]}
 
 
 def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, Any]:
@@ -120,8 +127,8 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
     held = load_file(graph.parent / written["reference"])
     ours = held[EXPECTED]
     named = GIVEN not in held
-    given = {name: held[given_name(name)] for name in written["inputs"]} if named else held[GIVEN]
-    deviation, exact = float(ours.std()), run(graph, given, 0)
+    inputs = {name: held[input_name(name)] for name in written["inputs"]} if named else held[GIVEN]
+    deviation, exact = float(ours.std()), run(graph, inputs, 0)
     distances = (exact - ours).abs()
     off, mean = float(distances.max()), float(distances.mean())
     allowed = TOLERANCE * deviation + MARGIN * max(written["jitter"], default=0.0)
@@ -129,7 +136,7 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
         raise CheckpointError(
             f"outputs of {graph} by {reader} differ from ours by up to {off:.3g}, of a deviation of {deviation:.3g}"
         )
-    found = run(graph, given, None)
+    found = run(graph, inputs, None)
     result = {"deviation": deviation, "allowed": allowed, "exact_max_difference": off, "exact_mean_difference": mean}
     result["max_difference"] = float((found - ours).abs().max())
     if written["logits"]:
@@ -138,7 +145,7 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
     return result
 
 
-def _said(found: Mapping[str, Any], written: Mapping[str, Any]) -> Iterator[str]:
+def _remarks(found: Mapping[str, Any], written: Mapping[str, Any]) -> Iterator[str]:
     """The findings about the outputs, in words."""
     if "max_difference" not in found:
         yield f"outputs of the graph were not compared: {written['why']}"
@@ -171,12 +178,42 @@ def run(graph: Path, given: Tensor | Mapping[str, Tensor], level: int | None) ->
         ones, zeros = np.ones(given.shape, np.int64), np.zeros(given.shape, np.int64)
         whole = {"input_ids": given.numpy(), "attention_mask": ones, "token_type_ids": zeros}
         return torch.from_numpy(opened.run(None, {name: whole[name] for name in shapes})[0])
-    held = {name: np.zeros((len(given), shapes[name][1], 0, shapes[name][3]), np.float32) for name in cached}
+    past = {name: np.zeros((len(given), shapes[name][1], 0, shapes[name][3]), np.float32) for name in cached}
     parts, done = [], 0
     for part in given.split(-(-given.shape[1] // 2), dim=1):
         done += part.shape[1]
-        feed = {"input_ids": part.numpy(), "attention_mask": np.ones((len(part), done), np.int64), **held}
+        feed = {"input_ids": part.numpy(), "attention_mask": np.ones((len(part), done), np.int64), **past}
         logits, *caches = opened.run(None, {name: feed[name] for name in shapes})
-        held = dict(zip(cached, caches, strict=True))
+        past = dict(zip(cached, caches, strict=True))
         parts.append(torch.from_numpy(logits))
     return torch.cat(parts, 1)
+
+
+def jitter(run: Callable[[], Tensor], first: Tensor) -> list[float]:
+    """Mean distances between the first run's outputs and those of `DRAWS` moved ones. run: makes the outputs."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(DRAWS):
+        with move_inputs(generator):
+            found.append(float((run() - first).abs().mean()))
+    return found
+
+
+@contextmanager
+def move_inputs(generator: torch.Generator) -> Iterator[None]:
+    """Moves what layers of all models read by a rounding of float32 sums, for the body."""
+
+    def move(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | QuantLinear) or not given:
+            return None
+        x = given[0]
+        terms = module.weight[0].numel() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else x.shape[-1]
+        size = torch.finfo(torch.float32).eps * terms**0.5
+        shift = torch.empty(x.shape).uniform_(-size, size, generator=generator)
+        return (x * (1 + shift), *given[1:])
+
+    handle = register_module_forward_pre_hook(cast(Any, move))
+    try:
+        yield
+    finally:
+        handle.remove()

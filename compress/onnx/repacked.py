@@ -79,7 +79,7 @@ def blocks_of(quantized: Quantized) -> BlockCodes:
     )
 
 
-def packed(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., K] codes of 2, 4 or 8 bits -> uint8 [..., ceil(K bits / 8)], lowest bits first; the last byte is
     filled with zeros."""
     together = BYTE // bits

@@ -40,7 +40,7 @@ def trace_pretrained(model: nn.Module) -> Any:
     """The `onnx_ir.Model` of a model of transformers. Raises CompressError where it cannot be traced."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    given, sizes = sample_of(model)
+    sample, sizes = sample_of(model)
     wanted = OnnxConfig(
         dynamic=True,
         dynamic_shapes=sizes,
@@ -48,7 +48,7 @@ def trace_pretrained(model: nn.Module) -> Any:
         prefer_deferred_runtime_asserts_over_guards=True,
     )
     with _traceable(model):
-        program, _ = OnnxExporter().export_program(cast(Any, model), given, wanted)
+        program, _ = OnnxExporter().export_program(cast(Any, model), sample, wanted)
     _narrow(program, model)
     return program
 
@@ -58,7 +58,7 @@ def trace_module(model: nn.Module, given: Mapping[str, torch.Tensor], outputs: l
     cannot be traced."""
     sizes = {name: {0: torch.export.Dim.DYNAMIC} for name in given}
     with _traceable(model):
-        made = torch.onnx.export(
+        exported = torch.onnx.export(
             model,
             kwargs=dict(given),
             dynamic_shapes=sizes,
@@ -67,9 +67,9 @@ def trace_module(model: nn.Module, given: Mapping[str, torch.Tensor], outputs: l
             opset_version=OPSET,
             verbose=False,
         )
-    assert made is not None
-    _narrow(made.model, model)
-    return made.model
+    assert exported is not None
+    _narrow(exported.model, model)
+    return exported.model
 
 
 def sample_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,8 +26,8 @@ from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ownership import check_replaceable, noted
-from compress.checkpoint.write.directory import Directory, claimed
+from compress.checkpoint.ownership import check_replaceable, marked_text
+from compress.checkpoint.write.directory import Directory, claim
 from compress.evaluation.document import Evaluation
 from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.jobs.request import Request
@@ -113,7 +113,7 @@ def fit(
     if recipe_only:
         path = _recipe_file(output, overwrite, hours, recover)
         return _choose(request, _measure(request, wishes, watch, remarks, runs=0), path)
-    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
+    with claim(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
         measured = _measure(request, wishes, watch, remarks, runs=2 if target.budget is not None else 3)
         beside = place.output.with_name(f"{place.output.name}.fit")
@@ -171,7 +171,7 @@ def _run(runs: RecipeRuns, training: Train | None, place: Directory, overwrite: 
     chosen.checkpoint.rename(place.model)
     _write_choice(runs.request, runs.measured, chosen.choice, beside / RECIPE)
     write_json(beside / PROOF, asdict(proof))
-    write_whole(beside / PAGE, noted(markdown_of(proof)))
+    write_whole(beside / PAGE, marked_text(markdown_of(proof)))
     shutil.rmtree(beside / CHECKPOINTS)
     place.take_name(overwrite)
     return FitResult(place.output, chosen.choice, beside, proof, chosen.evaluation)

@@ -16,17 +16,17 @@ from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
 from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
-from compress.checkpoint.portable_names import shown as said_name
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.sensitivity import (
     FORMAT,
     Sensitivity,
     Unit,
+    cache_sensitivity,
+    cached_sensitivity,
     folder,
     header_bytes,
-    keep_sensitivity,
-    kept_sensitivity,
 )
-from compress.checkpoint.write.coverage import achieved, remark
+from compress.checkpoint.write.coverage import remark, run_coverage
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory
 from compress.data.text import load_tokens
@@ -100,7 +100,7 @@ class Study:
             "passes": [edits, words],
         }
         path = folder() / f"{fingerprint(identity)}.json"
-        if (found := kept_sensitivity(path)) is not None:
+        if (found := cached_sensitivity(path)) is not None:
             self.reporter.note(f"sensitivities as measured before ({path})")
             return found
         run = self._run(plan, comm)
@@ -122,13 +122,13 @@ class Study:
             left_out=costs.left_out,
             notes=run.record.notes,
         )
-        keep_sensitivity(path, found)
+        cache_sensitivity(path, found)
         return found
 
     def _name(self) -> str:
         """The model's, as a person calls it."""
         source = self.opened.source
-        return type(self.model).__name__ if source is None else said_name(source.name)
+        return type(self.model).__name__ if source is None else portable(source.name)
 
     def _run(self, plan: Plan, comm: Comm) -> Run:
         opened, model = self.opened, self.model
@@ -180,7 +180,7 @@ def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
     """Remarks for the user about the layers of a plan."""
     names = [layer.name for layers in plan.layers.values() for layer in layers]
     reasons = {**untreated_weights(model, set(names), plan.convolutions), **plan.ignored}
-    little = remark(achieved(model, names, (), reasons))
+    little = remark(run_coverage(model, names, (), reasons))
     return [*plan.notes, *remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
 
 

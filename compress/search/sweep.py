@@ -22,8 +22,8 @@ from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
 from compress.base.regular_files import special
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ownership import check_replaceable, noted
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.ownership import check_replaceable, marked_text
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.evaluate import check_asked
 from compress.evaluation.report.compose import compose
@@ -93,13 +93,13 @@ def sweep(
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
     settings = TrialSettings(str(model), texts, device, trust_remote_code, beside, original)
     asked = _asked_words(settings)
-    told = "token ids" if isinstance(text, Tensor) else shown(str(text))
+    told = "token ids" if isinstance(text, Tensor) else portable(str(text))
     rows: list[SweepRow] = []
     for done, (name, passes) in enumerate(steps.items()):
         reporter.step(done, len(steps), "")
         rows.append(StoredTrial(name, passes, place / name, settings, asked, keep, reporter).row())
         reporter.step(done + 1, len(steps), name)
-        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, rank(rows))
+        found = Sweep(portable(find_source(str(model), trust_remote_code).name), told, rank(rows))
         write_json(place / INDEX, asdict(found))
     if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
         write_reports(place, open_runs(evaluations))
@@ -179,4 +179,4 @@ def write_reports(place: Path, runs: Sequence[ReportedRun]) -> None:
     """Write one report on several runs, as HTML and as Markdown."""
     made = compose(runs)
     write_whole(place / PAGE, as_html(made))
-    write_whole(place / TEXT, noted(as_markdown(made)))
+    write_whole(place / TEXT, marked_text(as_markdown(made)))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from compress.base.native_output import native_output_dropped
+from compress.base.native_output import drop_native_output
 
 # What the sum of losses is brought to: branch and bound ends 1e-6 from the optimum, whatever the unit is.
 SCALE = 1e4
@@ -148,7 +148,7 @@ def _solved(units: Mapping[str, Sequence[UnitOption]], budget: float) -> dict[st
     costs, losses = np.array([o.cost for o in everything]), np.array([o.loss for o in everything])
     one_each = coo_array((np.ones(len(owners)), (owners, range(len(owners)))), (len(units), len(owners)))
     whole = sum(max(o.loss for o in options) for options in units.values()) or 1.0
-    with native_output_dropped():
+    with drop_native_output():
         solution = milp(
             losses * (SCALE / whole),
             integrality=np.ones(len(owners)),

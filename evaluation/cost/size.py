@@ -16,8 +16,7 @@ from torch import nn
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.read.compressed_layers import StoredCaches, StoredLayer, stored_in
-from compress.checkpoint.read.names import stored_name
-from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.pretrained import empty_model, stored_name
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.checkpoint.write.coverage import percent

@@ -26,7 +26,7 @@ from compress.base.device import find_device
 from compress.base.errors import CompressError, InputError
 from compress.base.regular_files import regular
 from compress.checkpoint.files import checksum
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.source import path_of
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
@@ -58,7 +58,7 @@ def evaluate_classifier(
     `evaluate`; logits [N, classes] are what it returns, or their `logits`. Raises InputError for unusable inputs,
     CompressError for logits that are not numbers.
     """
-    name = {"name": shown(str(inputs))} if isinstance(inputs, str | Path) else {}
+    name = {"name": portable(str(inputs))} if isinstance(inputs, str | Path) else {}
     if isinstance(inputs, str | Path):
         if labels is not None:
             raise InputError(f"labels beside {str(inputs)!r}, which has its own; give one of them")

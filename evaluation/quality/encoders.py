@@ -28,7 +28,7 @@ from compress.base.errors import CheckpointError, InputError, one_of
 from compress.base.progress import Reporter, Silent
 from compress.base.regular_files import json_line, regular
 from compress.base.schema import fits
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.source import path_of
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
@@ -149,7 +149,7 @@ def evaluate_encoder(
     model_measured, found_SD = asked(ours)
     original, expected_SD = (None, None) if theirs is None else asked(theirs)
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    name = shown(str(pairs)) if isinstance(pairs, str | Path) else "pairs in memory"
+    name = portable(str(pairs)) if isinstance(pairs, str | Path) else "pairs in memory"
     figures = _figures(found_SD, expected_SD, at_P2, scores_P)
     result = EmbeddingResult(name, digest, pooling, len(rows), len(sentences), figures)
     return replace(evaluation_of(model_measured, original, target), embeddings=[result])

@@ -10,6 +10,7 @@ from compress.base.errors import InputError
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import read_config, tokenizer_of, tokens_of
 from compress.checkpoint.read.source import Source, find_source
+from compress.inference.load.conversions import on
 from compress.inference.load.loading import load_source
 from compress.model.vocabulary import common_tokens
 
@@ -41,7 +42,7 @@ def load_dense(model: Model, dtype: torch.dtype | None, device: torch.device) ->
         return model
     layers = stored_in(model).layers
     weights_only = all(stored.scheme.inputs is None for stored in layers.values())
-    return load_source(model, dtype, device, dequantize=bool(layers) and weights_only)
+    return load_source(model, dtype, on(device), dequantize=bool(layers) and weights_only)
 
 
 def load_predictor(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.base.errors import InputError
 from compress.checkpoint.files import checksum
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.data.bos import bos_of
 from compress.data.documents import TOKEN_FORMATS, read_documents
 from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenize
@@ -43,7 +43,7 @@ class Text:
         """The figures on the text, with its description."""
         windows = self.windows
         return TextResult(
-            name=shown(self.name),
+            name=portable(self.name),
             sha256=checksum(windows.ids_N),
             role=self.role,
             protocol=windows.protocol

@@ -9,7 +9,7 @@ from typing import Any
 from compress.base.errors import CheckpointError, InputError
 from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.source import Source, find_source, path_of
 from compress.evaluation.cost.size import size_result
 from compress.evaluation.document import Evaluation, Named
@@ -110,7 +110,7 @@ def name_checkpoint(source: Source) -> Named:
     architectures = source.config.get("architectures") or ["unknown"]
     dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "unknown")
     parameters = size_result(source).parameters
-    return Named(shown(source.name), str(architectures[0]), parameters, dtype, source.fingerprint())
+    return Named(portable(source.name), str(architectures[0]), parameters, dtype, source.fingerprint())
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:

@@ -4,8 +4,8 @@ A result is one variant at one batch size:
 
     kernels             what multiplies in prefill, and in decode, by the weights of the compressed layers
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
-    layer_error         of the worst layer, over what is allowed (`inference.check.dense_twin.compared`), in a prefill
-                        and a step; a wrong variant is not timed
+    layer_error         of the worst layer, over what is allowed (`inference.check.dense_twin.compare_layers`), in a
+                        prefill and a step; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
 
 On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
@@ -27,9 +27,9 @@ from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.options import ModelOptions
 from compress.evaluation.speed.report import SpeedReport
 from compress.evaluation.speed.timing import summary
-from compress.inference.check.dense_twin import compared
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.inference.load.assembly import fuse
+from compress.inference.load.conversions import fuse
 from compress.inference.load.loading import load
 from compress.kernels import workspace
 
@@ -208,7 +208,7 @@ def _kernels(model: nn.Module, tokens: int) -> list[str]:
 
 def check_variant(entry: dict[str, Any], generation: GenerationTimer) -> str:
     """Add the largest error of a compressed layer to its entry. Returns the problem in a line, or an empty string."""
-    with compared(generation.model, SAMPLED) as errors:
+    with compare_layers(generation.model, SAMPLED) as errors:
         generation.start()
         generation.step()
     worst = max(errors, key=errors.__getitem__)

@@ -13,7 +13,7 @@ from transformers import CompressedTensorsConfig
 
 import compress
 from compress.base.errors import CompressError
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 from compress.jobs.request import Request
 from compress.passes.protocol.recipe import load_recipe, make_pass
 from compress.search.fitting.recipe_space import Wishes, recipe_space

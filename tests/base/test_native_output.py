@@ -5,11 +5,11 @@ import sys
 
 PROGRAM = """
 import ctypes
-from compress.base.native_output import native_output_dropped
+from compress.base.native_output import drop_native_output
 libc = ctypes.CDLL(None)
 print("before")
 libc.printf(b"native before\\n")
-with native_output_dropped():
+with drop_native_output():
     libc.printf(b"native inside\\n")
 print("after")
 """

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import compress
 from compress.checkpoint.files import INDEX
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.read.unplaced_tensors import AHEAD, DRAFT, beside, made_anew
+from compress.checkpoint.read.unplaced_tensors import AHEAD, DRAFT, beside, recomputed_names
 
 W8 = compress.RTN(scheme="w8a16", group_size=16)
 # One layer that predicts ahead, as DeepSeek's files have it: transformers passes by what is called layers.61.
@@ -136,7 +136,7 @@ def test_what_a_model_computes_itself_is_not_kept(tmp_path):
     save_file({**weights, **old}, folder / "model.safetensors", metadata={"format": "pt"})
     source = find_source(str(folder))
     assert beside(source) == {}
-    assert made_anew(source) == [*old]
+    assert recomputed_names(source) == [*old]
     found = compress.quantize(folder, W8, output=tmp_path / "out", verify=False)
     assert f"not written: 1 tensor like {next(iter(old))}, which LlamaForCausalLM computes itself" in found.record.notes
 
@@ -144,4 +144,4 @@ def test_what_a_model_computes_itself_is_not_kept(tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
 def test_every_tensor_of_a_plain_model_has_its_place(family, tmp_path):
     source = find_source(str(save(build(family), tmp_path / "in")))
-    assert (beside(source), made_anew(source)) == ({}, [])
+    assert (beside(source), recomputed_names(source)) == ({}, [])

@@ -28,8 +28,7 @@ from compress.base.progress import Silent
 from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write import shards, writer
-from compress.checkpoint.write.block_file import write_tensors
-from compress.checkpoint.write.shards import pieces_of
+from compress.checkpoint.write.shards import pieces_of, write_tensors
 from compress.inference.check.by_transformers import load_with_transformers
 from compress.jobs import verify as verification
 from compress.jobs.verify import outputs, probe

@@ -116,8 +116,8 @@ def test_hashes_of_large_files_are_kept_while_the_file_stays_as_it_is(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
-    hashed, computed = [], content._hashed
-    monkeypatch.setattr(content, "_hashed", lambda path, size: (hashed.append(path), computed(path, size))[1])
+    hashed, computed = [], content._hash
+    monkeypatch.setattr(content, "_hash", lambda path, size: (hashed.append(path), computed(path, size))[1])
     path = model / "model.safetensors"
     found = [content.content_of(path) for _ in range(2)]
     assert len(hashed) == 2, "a small file, changed a moment ago, is always read"
@@ -145,7 +145,7 @@ def test_a_hash_that_another_user_may_have_written_is_computed_again(tmp_path: P
     path = tmp_path / "weights"
     path.write_bytes(b"weights")
     stamp = content.stamp_of(path)
-    content._keep(path, stamp, "a lie")
-    assert content._kept(path, stamp) == "a lie"
+    content._store_hash(path, stamp, "a lie")
+    assert content._stored_hash(path, stamp) == "a lie"
     content._place(path).chmod(0o666)
-    assert content._kept(path, stamp) is None
+    assert content._stored_hash(path, stamp) is None

@@ -16,7 +16,7 @@ from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.checkpoint.files import OWN_WHOLE, RECORD
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.inference.check.dense_twin import compared
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
 from compress.passes.protocol.base import only
 
@@ -59,7 +59,7 @@ def test_the_same_values_in_less_room(name: str, model: Path, tmp_path: Path) ->
     for key, layer in theirs.named_modules():
         if hasattr(layer, "scheme") or type(layer).__name__ == "Linear":
             assert torch.equal(ours.get_submodule(key).weight, layer.weight), key
-    with compared(ours) as errors, torch.no_grad():
+    with compare_layers(ours) as errors, torch.no_grad():
         ours(TOKENS)
     assert max(errors.values()) <= 1
     saved = {key: value for key, value in ours.state_dict().items() if key in find_source(str(target)).headers}

@@ -18,7 +18,7 @@ import compress
 from compress.base.errors import CheckpointError
 from compress.checkpoint import scratch
 from compress.checkpoint.files import checksum, write_named, write_whole
-from compress.checkpoint.portable_names import command, shown
+from compress.checkpoint.portable_names import command, portable
 from compress.checkpoint.write import shards
 from compress.checkpoint.write.directory import own_files, stranger_in
 from compress.checkpoint.write.late_files import put_beside
@@ -169,7 +169,7 @@ def test_weight_files_hold_the_bytes_of_the_blocks(
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     inside = {p.name: p.file.read_bytes()[p.begin : p.begin + p.length] for p in pieces}
     assert {name: hashlib.sha256(held).hexdigest() for name, held in inside.items()} == sums
-    plan = shards.planned(sorted(pieces, key=lambda p: p.name), limit=limit)
+    plan = shards.plan_shards(sorted(pieces, key=lambda p: p.name), limit=limit)
     assert [piece.name for inside in plan.values() for piece in inside] == names
     for file, inside in plan.items():
         assert len(inside) == 1 or sum(piece.length for piece in inside) <= limit
@@ -195,7 +195,7 @@ def test_what_is_no_whole_weight_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_absolute_names_lose_their_folders() -> None:
-    assert [shown(name) for name in ("models/llama", "owner/name", "/home/me/llama")] == [
+    assert [portable(name) for name in ("models/llama", "owner/name", "/home/me/llama")] == [
         "models/llama",
         "owner/name",
         "llama",

@@ -13,7 +13,7 @@ from commands import make_llama, save
 import compress
 from compress.checkpoint.read import weight_files
 from compress.checkpoint.read.source import find_source
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import compress
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.source import find_source
 from compress.inference.check.by_transformers import load_with_transformers
-from compress.inference.check.dense_twin import compared
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.fused import FusedLinear, why_not_fuse
 from compress.inference.layers.linear import Fp8BlockLinear, QuantLinear
@@ -214,7 +214,7 @@ def test_a_published_checkpoint_is_what_transformers_makes_of_it(dtype, tmp_path
     if dtype == torch.float32:
         assert (found - expected).abs().max() <= 0.05 * expected.std()  # of a tie that is taken the other way
         assert (expected - exact).abs().mean() > 5 * (found - expected).abs().mean()
-    with compared(ours) as worst, torch.no_grad():
+    with compare_layers(ours) as worst, torch.no_grad():
         ours(input_ids=tokens())
     assert len(worst) == 14
     assert max(worst.values()) <= 1
@@ -246,7 +246,7 @@ def test_edge_blocks_and_stored_scales(words, tmp_path):
                 expected[part] = codes[part] * scale[n, k]
         assert torch.equal(layer.values(), expected)
         assert layer.dtype == torch.bfloat16
-    with compared(model) as worst, torch.no_grad():
+    with compare_layers(model) as worst, torch.no_grad():
         model(input_ids=tokens())
     assert 0 < max(worst.values()) <= 1
     saved = tmp_path / "saved"

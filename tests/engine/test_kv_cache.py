@@ -30,7 +30,7 @@ import compress
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.source import find_source
 from compress.inference.check.by_transformers import load_with_transformers
-from compress.inference.load.caches import RoundCache, rounded_cache
+from compress.inference.load.caches import RoundCache, cache_hook
 from compress.jobs.verify import outputs, probe
 from compress.model.attention import attentions
 from compress.solvers.statistics.calibrators import OPTIONS as CALIBRATORS
@@ -144,7 +144,7 @@ def test_attentions_are_found_and_their_cache_is_rounded(family):
     model, dense = rounded(family), build(family)
     compress.quantize(dense, WEIGHTS)
     assert len(attentions(model)) == 2
-    assert all(rounded_cache(attention) is not None for attention in attentions(model).values())
+    assert all(cache_hook(attention) is not None for attention in attentions(model).values())
     expected, found = outputs(dense, probe(96)), outputs(model, probe(96))
     assert 1e-4 < (found - expected).abs().mean() / expected.std() < 0.02
 
@@ -266,7 +266,7 @@ def test_later_passes_and_blocks_compensate_for_a_rounded_cache():
     compress.quantize(other, gptq, calibration=tokens())
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
     assert not torch.equal(model.model.layers[1].mlp.up_proj.weight, other.model.layers[1].mlp.up_proj.weight)
-    assert all(rounded_cache(attention).active for attention in attentions(model).values())
+    assert all(cache_hook(attention).active for attention in attentions(model).values())
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_loader_that_leaves_the_cache_alone_does_not_verify(tmp_path, monkeypa
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
         return load_with_transformers(find_source(str(given.path)), dtype)
 
-    monkeypatch.setattr(sys.modules["compress.inference.check.opening"], "load_with_transformers", unrounded)
+    monkeypatch.setattr(sys.modules["compress.inference.check.by_transformers"], "load_with_transformers", unrounded)
     with pytest.raises(compress.CompressError, match="without a rounded key-value cache"):
         compress.verify(tmp_path / "out")
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress.base.errors import InputError
-from compress.inference.check.dense_twin import dequantized
+from compress.inference.check.dense_twin import compute_dense
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.experts import StackedExperts
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 
 G16 = {"group_size": 16}
 # name -> (passes, options of the run, the kernel of experts multiplies all of them).
@@ -70,7 +70,7 @@ def check(family: str, method: str, folder) -> None:
         logits = model(x).logits
         for experts in found:
             experts.stacks = None
-        with dequantized(model):
+        with compute_dense(model):
             emulated = model(x).logits
         original = made(family)(x).logits
     assert logits.isfinite().all()

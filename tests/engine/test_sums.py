@@ -12,7 +12,7 @@ import compress
 from compress.checkpoint.files import OWN_WHOLE
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.inference.check.dense_twin import compared
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.passes.protocol.base import only
 from compress.passes.protocol.recipe import describe, parse_recipe
@@ -52,7 +52,7 @@ def test_what_is_written_is_what_was_decided_and_resumes_to_the_same_bits(
         assert torch.equal(one, other), key
     for dtype in (torch.float32, torch.bfloat16):
         loaded = compress.load(out, dtype)
-        with torch.no_grad(), compared(loaded) as worst:
+        with torch.no_grad(), compare_layers(loaded) as worst:
             loaded(tokens(3, 12))
         assert len(worst) == len(list(compressed_layers(loaded)))
         assert max(worst.values()) <= 1, worst

@@ -17,7 +17,8 @@ from compress.evaluation.speed import decoder, memory, models
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.evaluation.speed.report import SpeedReport
 from compress.inference.check import dense_twin
-from compress.inference.load.assembly import compressed_layers, fuse
+from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.load.conversions import fuse
 
 CPU = torch.device("cpu")
 MODEL = ("bench", "tiny", "--device", "cpu", "--batch", "1,3", "--prompt", 6, "--new", 2, "--rounds", 2)
@@ -175,13 +176,13 @@ def test_variants_of_a_shape_have_the_same_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_passes_and_a_wrong_one_does_not(scheme: str, dtype: torch.dtype) -> None:
     model, ids = tiny(scheme, dtype), torch.arange(70)[None]
-    with torch.no_grad(), dense_twin.compared(model, 16) as errors:
+    with torch.no_grad(), dense_twin.compare_layers(model, 16) as errors:
         model(ids)
     assert max(errors.values()) <= 1
     assert len(errors) == 14
     layer = next(layer for _, layer in compressed_layers(model))
     right = type(layer).forward
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, dense_twin.compared(model, 16) as errors:
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, dense_twin.compare_layers(model, 16) as errors:
         patch.setattr(type(layer), "forward", lambda self, x: right(self, x) * 1.5)
         model(ids)
         assert min(errors.values()) > 1
@@ -192,7 +193,7 @@ def test_rounded_outputs_are_right_up_to_a_step(options: dict[str, str], tmp_pat
     method = RTN(activations="static", outputs="static", **options)
     quantize(build("llama"), method, calibration=tokens(), output=tmp_path / "out", verify=False)
     model, ids = load(tmp_path / "out"), tokens(2, 7)
-    with torch.no_grad(), dense_twin.compared(model, 16) as errors:
+    with torch.no_grad(), dense_twin.compare_layers(model, 16) as errors:
         model(ids)
     assert len(errors) == 14
     assert max(errors.values()) <= 1
@@ -210,7 +211,7 @@ def test_what_is_not_a_number_is_wrong() -> None:
 
 def test_the_twin_is_gone_afterwards() -> None:
     model = tiny()
-    with dense_twin.dequantized(model):
+    with dense_twin.compute_dense(model):
         pass
     assert all("forward" not in vars(layer) for _, layer in compressed_layers(model))
 

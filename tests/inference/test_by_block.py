@@ -9,9 +9,9 @@ from torch import nn
 
 import compress
 from compress.checkpoint.read.source import find_source
-from compress.inference.check.by_transformers import decompressed_by_block, load_with_transformers
-from compress.inference.check.dense_twin import compared, watched
-from compress.inference.check.streaming import streamed
+from compress.inference.check.by_transformers import decompress_by_block, load_with_transformers
+from compress.inference.check.dense_twin import compare_layer, compare_layers
+from compress.inference.check.streaming import stream
 from compress.inference.load.block_streaming import run_by_block
 
 BLOCKS = ("model.layers.0", "model.layers.1")
@@ -44,11 +44,11 @@ def test_ours_is_the_model_that_is_loaded_and_holds_one_block(dequantize, tmp_pa
     source = written(tmp_path, scheme="w4a16", group_size=16)
     whole = compress.load(source.path, dequantize=dequantize)
     worst = {}
-    model, openings = streamed(source, None, lambda name, layer: watched(worst, name, layer), dequantize=dequantize)
+    model, openings = stream(source, None, lambda name, layer: compare_layer(worst, name, layer), dequantize=dequantize)
     log = {"open": [], "most": 0, "blocks": set()}
     assert len(openings) == 14
     if not dequantize:
-        with compared(whole) as expected_worst:
+        with compare_layers(whole) as expected_worst:
             expected = whole(tokens(2, 7)).logits
     else:
         expected = whole(tokens(2, 7)).logits
@@ -70,7 +70,7 @@ def test_theirs_decompresses_one_block_and_gives_it_back(tmp_path):
     model, loader = load_with_transformers(source)
     assert loader == "default"
     held = {name: value.clone() for name, value in model.state_dict().items()}
-    openings = decompressed_by_block(model)
+    openings = decompress_by_block(model)
     assert len(openings) == 14
     log = {"open": [], "most": 0, "blocks": set()}
     for _ in range(2):

@@ -11,7 +11,7 @@ from commands import command
 from mixtures import FAMILIES, made, tokens
 
 import compress
-from compress.inference.check.dense_twin import compared
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.experts import ExpertStack, StackedExperts
 from compress.inference.layers.linear import PackedLinear
 from compress.kernels.cpu import direct
@@ -155,7 +155,7 @@ def test_what_is_asked_of_a_layer_is_done_one_by_one(quantized, calls):
     hook.remove()
     # The twin of every layer.
     calls.clear()
-    with compared(model) as worst:
+    with compare_layers(model) as worst:
         logits(model)
     assert sum("experts" in name for name in worst) > 0.5 * 2 * 3 * 4
     assert max(worst.values()) <= 1

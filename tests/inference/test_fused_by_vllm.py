@@ -15,7 +15,7 @@ from stacked import stacked
 import compress
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.fused import fused_groups
-from compress.checkpoint.read.names import names_in
+from compress.checkpoint.read.pretrained import names_in
 from compress.checkpoint.read.source import find_source
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.jobs.engines import ENGINES

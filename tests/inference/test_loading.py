@@ -31,7 +31,7 @@ from compress.inference.check.by_transformers import load_with_transformers
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.fused import FusedLinear
 from compress.inference.layers.linear import PackedLinear, QuantLinear
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 from compress.jobs.verify import outputs, probe
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
@@ -523,7 +523,7 @@ def changed(tmp_path, monkeypatch):
                 raise AssertionError("weights were read")
 
             monkeypatch.setattr("compress.inference.load.assembly.finish", loaded)
-            monkeypatch.setattr("compress.inference.load.loading.finish", loaded)
+            monkeypatch.setattr("compress.inference.load.conversions.finish", loaded)
         return tmp_path
 
     return change

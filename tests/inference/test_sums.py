@@ -15,11 +15,11 @@ from torch import nn
 
 import compress
 from compress.base.errors import InputError
-from compress.checkpoint.read.compressed_layers import read_weight, widened
-from compress.inference.check.dense_twin import compared, error, plain
+from compress.checkpoint.read.compressed_layers import read_weight, widen
+from compress.inference.check.dense_twin import compare_layers, error, plain
+from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.fused import why_not_fuse
 from compress.inference.layers.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
-from compress.inference.load.assembly import lay_in_strips
 from compress.kernels.cpu import build as cpu
 from compress.kernels.operators.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
@@ -138,7 +138,7 @@ def test_a_weight_stands_for_what_is_stored_whatever_the_layer_computes_in(name,
     before = layer.state_dict()
     for dtype in (torch.bfloat16, torch.float32, torch.float16, stored):
         layer.to(dtype)
-        dense = read_weight("layer", layer.scheme, widened(before, dtype), (48, 192)).dequantize(dtype)
+        dense = read_weight("layer", layer.scheme, widen(before, dtype), (48, 192)).dequantize(dtype)
         assert torch.equal(layer.dequantize(), dense)
         x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
         assert layer(x).dtype == dtype
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path):
     method = Outliers(tiles=tiles, share=0.03, group_size=32)
     compress.quantize(build("llama"), method, output=out, verify=False)
     model = compress.load(out, torch.float32)
-    with compared(model) as worst:
+    with compare_layers(model) as worst:
         model(tokens(2, 7))
     assert len(worst) == 14
     assert max(worst.values()) <= 1

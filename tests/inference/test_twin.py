@@ -10,7 +10,7 @@ from models import build, tokens
 from torch import Tensor
 
 from compress import RTN, load, quantize
-from compress.inference.check.dense_twin import compared, error, plain, rounded_input
+from compress.inference.check.dense_twin import compare_layers, error, plain, round_input
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.linear import QuantLinear
 from compress.weights.grid import Grid
@@ -50,7 +50,7 @@ def test_an_output_may_be_one_of_its_codes_and_nothing_between(options: dict[str
     method = RTN(activations="static", outputs="static", **options)
     quantize(build("llama"), method, calibration=tokens(), output=tmp_path / "out", verify=False)
     model = load(tmp_path / "out", torch.float32)
-    with compared(model) as worst:
+    with compare_layers(model) as worst:
         model(tokens(2, 7))
     assert len(worst) == 14
     assert max(worst.values()) <= 1
@@ -100,7 +100,7 @@ def test_only_a_value_whose_last_places_decide_may_have_either_code() -> None:
     fixed = ActivationCodes(Grid(bits=8, granularity="tensor"), torch.tensor([[0.5]]))
     eps = torch.finfo(torch.float32).eps
     x = torch.tensor([[0.25, 0.25 * (1 + eps), 0.26, 0.75, -1.0, 200.0, 0.0]])
-    values, apart = rounded_input(fixed, x)
+    values, apart = round_input(fixed, x)
     assert values.tolist() == [[0.0, 0.5, 0.5, 1.0, -1.0, 63.5, 0.0]]
     assert apart.tolist() == [[0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0]]
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from compress.base.errors import CompressError
 from compress.onnx.graph import Form, graph_layer
+from compress.onnx.graph_edits import in_16_bits, narrow_tables
 from compress.onnx.layers import GraphLayer
-from compress.onnx.narrow_tables import in_16_bits, narrow_tables
 from compress.onnx.onnxruntime_weights import layer_weights, session
-from compress.onnx.repacked import BlockCodes, block_of, blocks_of, packed
+from compress.onnx.repacked import BlockCodes, block_of, blocks_of, pack
 from compress.onnx.tracing import trace_module
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.rounding import ActivationCodes
@@ -110,8 +110,8 @@ def test_blocks_fit_groups(group, columns, block):
 
 
 def test_a_byte_holds_codes_lowest_bits_first():
-    assert packed(torch.tensor([[1, 2, 3, 0, 3]], dtype=torch.uint8), 2).tolist() == [[0b00111001, 0b11]]
-    assert packed(torch.tensor([[5, 9, 15]], dtype=torch.uint8), 4).tolist() == [[0x95, 0x0F]]
+    assert pack(torch.tensor([[1, 2, 3, 0, 3]], dtype=torch.uint8), 2).tolist() == [[0b00111001, 0b11]]
+    assert pack(torch.tensor([[5, 9, 15]], dtype=torch.uint8), 4).tolist() == [[0x95, 0x0F]]
 
 
 def test_groups_repeat_their_scale():

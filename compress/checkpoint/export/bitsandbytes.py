@@ -18,7 +18,7 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import names_to_copy, note_losses, uncompressed, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import check_values, summary
-from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, halves_exchanged
+from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, exchange_halves
 from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
@@ -96,7 +96,7 @@ def _tensors(source: Source, rest: list[str], values: dict[str, str]) -> Iterato
         values[name] = summary(weight_of(source, name, model).dequantize().to(model))
         state = {"quant_type": KIND, "blocksize": GROUP, "dtype": _word(model), "shape": list(layer.shape)}
         parts = (
-            halves_exchanged(held["weight_packed"]).view(-1, 1),
+            exchange_halves(held["weight_packed"]).view(-1, 1),
             held["weight_scale"].to(torch.float32).flatten(),
             torch.tensor(levels.NF4.values),
             torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),

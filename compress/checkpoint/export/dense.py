@@ -13,8 +13,7 @@ from torch import Tensor
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import Stored, stored_in, weight_of
-from compress.checkpoint.read.names import names_in
-from compress.checkpoint.read.pretrained import empty_model, meta_model
+from compress.checkpoint.read.pretrained import empty_model, meta_model, names_in
 from compress.checkpoint.read.source import Source
 from compress.model.disk_names import disk_names
 from compress.model.layers import as_stored, transposed_weights

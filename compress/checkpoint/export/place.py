@@ -17,7 +17,7 @@ from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, RECORD, WHOLE
 from compress.checkpoint.leftovers import expect, of_checkpoint
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import copy_companions, seal, write_index
-from compress.checkpoint.write.shards import pieces_of, planned, write_shard
+from compress.checkpoint.write.shards import pieces_of, plan_shards, write_shard
 
 # Of tensors that wait in memory to be written.
 PART_BYTES = 2**28
@@ -97,7 +97,7 @@ class Place:
     def _join(self, whole: str) -> dict[str, str]:
         """Copy the parts into weight files, and remove each part once copied. Returns {tensor: file}."""
         parts = sorted(self._directory.blocks.iterdir())
-        plan = planned([piece for part in parts for piece in pieces_of(part)], whole)
+        plan = plan_shards([piece for part in parts for piece in pieces_of(part)], whole)
         left = {part: len(pieces_of(part)) for part in parts}
         for file, pieces in plan.items():
             write_shard(self.file(file), pieces, self.sums)

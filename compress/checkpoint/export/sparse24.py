@@ -17,8 +17,8 @@ from compress.checkpoint.export.place import Place
 from compress.checkpoint.files import RECORD, checksum
 from compress.checkpoint.portable_names import command
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
-from compress.checkpoint.read.names import stored_name
-from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.pretrained import stored_name
+from compress.checkpoint.read.source import Source, once
 from compress.checkpoint.write.join import LOADING
 from compress.checkpoint.write.manifest import read_record
 from compress.weights.formats.dense import dense
@@ -74,12 +74,9 @@ class TwoOfFour(Exporter):
         return Written(len(found.layers), record_of(checkpoint, found.layers, place.lost))
 
 
+@once
 def found24(source: Source) -> Layers24:
-    """The 2:4 layers among those that the run treated; searched once for each source."""
-    return source.once("2:4 layers", lambda: _found24(source))
-
-
-def _found24(source: Source) -> Layers24:
+    """The 2:4 layers among those that the run treated."""
     layers: dict[str, Layer24] = {}
     refused: dict[str, str] = {}
     parts = 0

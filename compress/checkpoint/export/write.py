@@ -19,11 +19,11 @@ from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.package_readback import in_own_process
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source, find_source
 from compress.checkpoint.seal import rewrite
-from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 
@@ -77,7 +77,7 @@ def export(
         raise InputError(f"output {str(output)!r} is the model itself; give another directory")
     if reasons := _reasons(exporter, source):
         raise InputError(f"{source.name} cannot be exported as {exporter.kind}: {'; '.join(reasons)}")
-    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as directory:
+    with claim(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as directory:
         assert directory is not None
         try:
             place = Place(directory, reporter)
@@ -154,7 +154,7 @@ def _record(source: Source, exporter: Exporter, place: Place) -> dict[str, objec
     """The record of an export but for its tensors and files."""
     return manifest(
         RunRecord(notes=place.lost),
-        model=shown(source.name),
+        model=portable(source.name),
         identity={"export": exporter.kind, "model": source.fingerprint()},
         calibration=None,
         ranks=1,

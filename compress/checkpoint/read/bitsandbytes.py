@@ -48,7 +48,7 @@ class _QuantState(TypedDict, total=False):
     nested_offset: float
 
 
-def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files in which layers of NF4 lie as our format has them, the configuration that says so). Raises CheckpointError
     for other numbers than NF4, blocks that do not fit into rows, and tensors that are missing or of the wrong shape."""
     states = {name: name.split(STATE) for name in files if STATE in name}
@@ -74,14 +74,14 @@ def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
 def _state(files: WeightFiles, name: str) -> _QuantState:
     """The JSON in a tensor. Raises CheckpointError where it is none, or lacks what is needed."""
     try:
-        found = json.loads(bytes(files.tensor(name).flatten().view(torch.uint8).tolist()))
+        entry = json.loads(bytes(files.tensor(name).flatten().view(torch.uint8).tolist()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} holds no JSON ({error})") from None
-    fits(found, _QuantState, name)
-    shape = found.get("shape", [])
-    if len(shape) != 2 or min(shape) < 1 or found.get("blocksize", 0) < 1 or found.get("nested_blocksize", 1) < 1:
-        raise CheckpointError(f"{name} says shape {shape} and blocksize {found.get('blocksize')}")
-    state: _QuantState = found
+    fits(entry, _QuantState, name)
+    shape = entry.get("shape", [])
+    if len(shape) != 2 or min(shape) < 1 or entry.get("blocksize", 0) < 1 or entry.get("nested_blocksize", 1) < 1:
+        raise CheckpointError(f"{name} says shape {shape} and blocksize {entry.get('blocksize')}")
+    state: _QuantState = entry
     return state
 
 
@@ -116,7 +116,7 @@ def _layer(files: WeightFiles, layer: str, state: _QuantState) -> dict[str, View
     scales = (f"{weight}.absmax", f"{weight}.nested_absmax", f"{weight}.nested_quant_map")
     decode = partial(_absmax, inner, state["nested_offset"]) if nested else torch.clone
     return {
-        f"{layer}.weight_packed": View(((rows, columns // 2), "U8"), (weight,), halves_exchanged),
+        f"{layer}.weight_packed": View(((rows, columns // 2), "U8"), (weight,), exchange_halves),
         f"{layer}.weight_scale": View(
             ((rows, columns // GROUP), "F32"),
             scales if nested else scales[:1],
@@ -125,7 +125,7 @@ def _layer(files: WeightFiles, layer: str, state: _QuantState) -> dict[str, View
     }
 
 
-def halves_exchanged(packed: Tensor) -> Tensor:
+def exchange_halves(packed: Tensor) -> Tensor:
     """Bytes whose two codes have changed places."""
     return (packed >> HALF_BYTE) | (packed << HALF_BYTE)
 

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.checkpoint.read import modelopt
+from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.gptq_awq import MARK
-from compress.checkpoint.read.source import METHODS, Source
+from compress.checkpoint.read.source import METHODS, Source, once
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.weights import fine_grained, own_config
 from compress.weights.caches import SCALES, CacheScheme
@@ -60,25 +62,26 @@ class Stored:
     caches: StoredCaches | None
 
 
+@once
 def stored_in(source: Source) -> Stored:
     """The compressed layers and caches of a checkpoint. Shapes and dtypes are checked from headers alone, once.
 
     Raises CheckpointError, which names a tensor that is missing, superfluous or of the wrong shape, or a layer whose
     scheme cannot be read.
     """
-    return source.once("stored", lambda: Stored(_layers(source), _caches(source)))
+    return Stored(_layers(source), _caches(source))
 
 
 def _layers(source: Source) -> dict[str, StoredLayer]:
     schemes = _schemes(source)
-    held: dict[str, dict[str, str]] = {layer: {} for layer in schemes}
+    parts_of: dict[str, dict[str, str]] = {layer: {} for layer in schemes}
     for name in source.headers:
         layer, _, part = name.rpartition(".")
-        if layer in held:
-            held[layer][part] = name
+        if layer in parts_of:
+            parts_of[layer][part] = name
     layers: dict[str, StoredLayer] = {}
     # Layers without codes of their own come last.
-    for layer, parts in sorted(held.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
+    for layer, parts in sorted(parts_of.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
         scheme = schemes[layer]
         if isinstance(scheme.terms[0], Int8Table) and "weight" not in parts:
             layers[layer] = _sharing(source, layer, scheme, parts, layers)
@@ -96,50 +99,64 @@ def _dtypes(source: Source, parts: Mapping[str, str]) -> dict[str, torch.dtype]:
 
 def _schemes(source: Source) -> dict[str, Scheme]:
     """{layer: scheme}, from the configuration and the names of the tensors. Raises CheckpointError."""
-    found = source.headers
-    names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in OWN_PARTS}
-    names |= {
+    coded = {name.rpartition(".")[0] for name in source.headers if name.rpartition(".")[2] in OWN_PARTS}
+    coded |= {
         name.removesuffix(".weight")
-        for name, (_, dtype) in found.items()
+        for name, (_, dtype) in source.headers.items()
         if name.endswith(".weight") and dtype in NOT_PACKED
     }
     quantization = source.quantization
     if quantization is None:
-        words = {name.removesuffix(f".{MARK}") for name in found if name.endswith(f".{MARK}")}
-        if names | words:
+        words = {name.removesuffix(f".{MARK}") for name in source.headers if name.endswith(f".{MARK}")}
+        if coded | words:
             raise CheckpointError(
-                f"{source.path} holds compressed tensors of {min(names | words)} but config.json has no "
+                f"{source.path} holds compressed tensors of {min(coded | words)} but config.json has no "
                 f"quantization_config{', like quantize_config.json; copy it there' if words else ''}"
             )
         return {}
-    method, layout = quantization.get("quant_method"), quantization.get("format")
-    if own_config.is_own(quantization):
-        schemes = own_config.read_groups(quantization, source.path)
-        if unknown := sorted(names - schemes.keys()):
-            raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
-        return schemes
-    if method == fine_grained.METHOD:
-        if not names:
-            raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
-        return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
-    if method == modelopt.METHOD:
-        if not names:
-            raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
-        return {layer: modelopt.scheme_of(layer, found) for layer in sorted(names)}
-    if method != "compressed-tensors":
+    method = quantization.get("quant_method")
+    if method not in SCHEMES:
         readable = ", ".join((*METHODS, fine_grained.METHOD))
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: {readable}")
-    cache = quantization.get("kv_cache_scheme")
-    if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
+    if not coded and method in (fine_grained.METHOD, modelopt.METHOD):
+        raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
+    return SCHEMES[method](source, quantization, sorted(coded))
+
+
+Schemes = Callable[[Source, Mapping[str, Any], list[str]], dict[str, Scheme]]
+
+
+def _of_ours(source: Source, quantization: Mapping[str, Any], layers: list[str]) -> dict[str, Scheme]:
+    schemes = own_config.read_groups(quantization, source.path)
+    if unknown := sorted(set(layers) - schemes.keys()):
+        raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
+    return schemes
+
+
+def _of_compressed_tensors(source: Source, quantization: Mapping[str, Any], layers: list[str]) -> dict[str, Scheme]:
+    layout, cache = quantization.get("format"), quantization.get("kv_cache_scheme")
+    if layout not in LAYOUTS and layout != "mixed-precision" and (layers or not cache):
         raise CheckpointError(
-            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
+            f"{source.path} is quantized as compressed-tensors {layout}; readable: compressed-tensors "
+            f"{', '.join(LAYOUTS)}"
         )
     if quantization.get("transform_config"):
         raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
-    if not names and not cache:
+    if not layers and not cache:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
-    check_targets(quantization, sorted(names))
-    return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
+    check_targets(quantization, layers)
+    return {layer: scheme_for(layer, quantization) for layer in layers}
+
+
+# {quant_method: reader of the schemes of layers}. Checkpoints of other methods are shown as these (`source.METHODS`).
+SCHEMES: dict[Any, Schemes] = {
+    own_config.METHOD: _of_ours,
+    COMPRESSED_TENSORS: _of_compressed_tensors,
+    fine_grained.METHOD: lambda source, of, layers: dict.fromkeys(
+        layers, fine_grained.read_fine_grained(of, source.path)
+    ),
+    modelopt.METHOD: lambda source, _, layers: {each: modelopt.scheme_of(each, source.headers) for each in layers},
+}
 
 
 def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
@@ -148,11 +165,11 @@ def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str])
     strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
     if strange is not None:
         raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
-    held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
+    headers = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
     first = scheme.terms[0]
     telling = first.whole or first.telling
     if telling is not None:
-        size = held[telling][0] if telling in held else (0, 0)
+        size = headers[telling][0] if telling in headers else (0, 0)
         if len(size) != 2:
             raise CheckpointError(f"{layer}.{telling} has shape {size}; it must have two dimensions")
         if 0 in size:
@@ -162,17 +179,17 @@ def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str])
         raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
     else:
         shape = shape_of(layer, source.weights.tensor(parts["weight_shape"]))
-    check_parts(layer, held, scheme, shape)
+    check_parts(layer, headers, scheme, shape)
     return shape
 
 
 def _caches(source: Source) -> StoredCaches | None:
     """The key-value caches of a checkpoint; None where its configuration has no entry for them. Raises CheckpointError,
     which names a tensor that is missing or of the wrong shape."""
-    scheme, found = own_config.caches_of(source.quantization), source.headers
+    scheme, headers = own_config.caches_of(source.quantization), source.headers
     if scheme is None:
         return None
-    holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in SCALES})
+    holders = sorted({name.rpartition(".")[0] for name in headers if name.rpartition(".")[2] in SCALES})
     if scheme.dynamic and holders:
         raise CheckpointError(f"{holders[0]} has scales of a cache whose scales are fitted to every token")
     if not scheme.dynamic and not holders:
@@ -180,14 +197,14 @@ def _caches(source: Source) -> StoredCaches | None:
     scales = {}
     for holder in holders:
         for key in SCALES:
-            if f"{holder}.{key}" not in found:
+            if f"{holder}.{key}" not in headers:
                 raise CheckpointError(f"{holder}.{key} is missing from the checkpoint")
-            shape, dtype = found[f"{holder}.{key}"]
+            shape, dtype = headers[f"{holder}.{key}"]
             fits = len(shape) == 3 and shape[1:] == (1, 1) if scheme.granularity == "head" else shape == (1,)
             if not fits or DTYPES.get(dtype) not in FLOATS:
                 needed = "[heads, 1, 1]" if scheme.granularity == "head" else "[1]"
                 raise CheckpointError(f"{holder}.{key} is {dtype} {list(shape)}; it must be floats {needed}")
-        scales[holder] = {key: (f"{holder}.{key}", found[f"{holder}.{key}"][0]) for key in SCALES}
+        scales[holder] = {key: (f"{holder}.{key}", headers[f"{holder}.{key}"][0]) for key in SCALES}
     return StoredCaches(scheme, scales)
 
 
@@ -208,13 +225,13 @@ def _sharing(
 
 
 def weight_of(source: Source, layer: str, dtype: torch.dtype | None = None) -> Weight:
-    """The weight of a compressed layer. dtype: of the model that it is for (`widened`). Raises CheckpointError, which
+    """The weight of a compressed layer. dtype: of the model that it is for (`widen`). Raises CheckpointError, which
     names the tensor at fault."""
     stored = stored_in(source).layers[layer]
-    return read_weight(layer, stored.scheme, widened(stored.read(source), dtype), stored.shape)
+    return read_weight(layer, stored.scheme, widen(stored.read(source), dtype), stored.shape)
 
 
-def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def widen(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a layer, with floats widened to hold both the stored dtype and that of the model (None: as
     stored). Values are then rounded once, to the model's dtype, and not to the stored one before."""
     if dtype is None:

@@ -64,12 +64,6 @@ class Config(TypedDict, total=False):
     quantization_config: AnyMethod | None
 
 
-class OwnConfig(TypedDict, total=False):
-    """A configuration whose method is METHOD (compressed-tensors)."""
-
-    quantization_config: CompressedTensorsConfig
-
-
 class LayerWords(TypedDict, total=False):
     """The entry of `dynamic` for the layers that its pattern matches."""
 
@@ -94,62 +88,27 @@ class AWQNumbers(TypedDict, total=False):
     backend: str | None
 
 
-class GPTQConfig(TypedDict):
-    """A configuration whose method is GPTQ."""
+# {quant_method: the type of its quantization_config}.
+QUANTIZATIONS: dict[Any, Any] = {
+    METHOD: CompressedTensorsConfig,
+    own_config.METHOD: own_config.OwnQuantization,
+    GPTQ: GPTQNumbers,
+    AWQ: AWQNumbers,
+}
 
-    quantization_config: GPTQNumbers
-
-
-class AWQConfig(TypedDict):
-    """A configuration whose method is AWQ."""
-
-    quantization_config: AWQNumbers
-
-
-class SumsConfig(TypedDict):
-    """A configuration whose method is ours (`weights.own_config`)."""
-
-    quantization_config: own_config.OwnQuantization
-
-
-Ids = int | list[int] | None
-
-
-class GenerationSettings(TypedDict, total=False):
-    """Settings of generation in generation_config.json, or in config.json, that one answer depends on."""
-
-    bos_token_id: Ids
-    eos_token_id: Ids
-    pad_token_id: Ids
-    decoder_start_token_id: Ids
-    forced_bos_token_id: Ids
-    forced_eos_token_id: Ids
-    suppress_tokens: list[int] | None
-    begin_suppress_tokens: list[int] | None
-    bad_words_ids: list[list[int]] | None
-    max_length: int | None
-    max_new_tokens: int | None
-    min_length: int | None
-    min_new_tokens: int | None
-    num_beams: int | None
-    num_return_sequences: int | None
-    no_repeat_ngram_size: int | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    typical_p: float | None
-    temperature: float | None
-    repetition_penalty: float | None
-    length_penalty: float | None
-    max_time: float | None
-    do_sample: bool | None
-    use_cache: bool | None
-    cache_implementation: str | None
-    output_attentions: bool | None
-    output_hidden_states: bool | None
-    output_scores: bool | None
-    output_logits: bool | None
-    return_dict_in_generate: bool | None
+# Settings of generation in generation_config.json, or in config.json, that one answer depends on, by their types.
+GENERATION: dict[Any, str] = {
+    int | list[int] | None: "bos_token_id eos_token_id pad_token_id decoder_start_token_id forced_bos_token_id "
+    "forced_eos_token_id",
+    list[int] | None: "suppress_tokens begin_suppress_tokens",
+    list[list[int]] | None: "bad_words_ids",
+    int | None: "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences "
+    "no_repeat_ngram_size top_k",
+    float | None: "top_p min_p typical_p temperature repetition_penalty length_penalty max_time",
+    bool | None: "do_sample use_cache output_attentions output_hidden_states output_scores output_logits "
+    "return_dict_in_generate",
+    str | None: "cache_implementation",
+}
 
 
 class Index(TypedDict):
@@ -160,11 +119,8 @@ def check_config(config: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for a configuration that cannot be read."""
     fits(config, Config, path)
     _check_local(config, path)
-    kinds: dict[Any, Any] = {METHOD: OwnConfig, own_config.METHOD: SumsConfig}
-    kinds |= {GPTQ: GPTQConfig, AWQ: AWQConfig}
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method in kinds:
-        fits(config, kinds[method], path)
+    quantization = config.get("quantization_config") or {}
+    fits(quantization, QUANTIZATIONS.get(quantization.get("quant_method"), AnyMethod), path, "quantization_config")
 
 
 def _check_local(config: Mapping[str, Any], path: Path) -> None:
@@ -203,7 +159,11 @@ def _implementations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def check_generation(settings: Any, path: Path) -> None:
     """Raises CheckpointError, which names the key, for settings of generation of another type than they must have."""
-    fits(settings, GenerationSettings, path)
+    fits(settings, dict[str, Any], path)
+    for kind, names in GENERATION.items():
+        for name in names.split():
+            if name in settings:
+                fits(settings[name], kind, path, name)
 
 
 def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:

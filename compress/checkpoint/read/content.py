@@ -45,15 +45,15 @@ def stamp_of(path: Path) -> Stamp:
 def content_of(path: Path) -> str:
     """SHA-256 over the SHA-256 of each piece of a file, kept from before or computed. Raises OSError."""
     stamp = stamp_of(path)
-    found = _known.get((path.absolute(), stamp)) or _kept(path, stamp)
-    if found is None:
+    digest = _known.get((path.absolute(), stamp)) or _stored_hash(path, stamp)
+    if digest is None:
         begun = time.time_ns()
-        found = _hashed(path, stamp.size)
+        digest = _hash(path, stamp.size)
         settled = begun - max(stamp.modified_ns, stamp.changed_ns) > SETTLED_NS
         if stamp.size >= KEPT_FROM and settled and stamp_of(path) == stamp:
-            _known[path.absolute(), stamp] = found
-            _keep(path, stamp, found)
-    return found
+            _known[path.absolute(), stamp] = digest
+            _store_hash(path, stamp, digest)
+    return digest
 
 
 def contents_of(paths: Iterable[Path]) -> str:
@@ -64,7 +64,7 @@ def contents_of(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _hashed(path: Path, size: int) -> str:
+def _hash(path: Path, size: int) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(usable_cores()) as threads:
 
@@ -85,7 +85,7 @@ def _place(path: Path) -> Path:
     return cache_directory() / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:DIGITS]}.json"
 
 
-def _kept(path: Path, stamp: Stamp) -> str | None:
+def _stored_hash(path: Path, stamp: Stamp) -> str | None:
     """The kept hash of a file with this stamp; None where there is none, or where another user may have written it."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         place = _place(path)
@@ -95,7 +95,7 @@ def _kept(path: Path, stamp: Stamp) -> str | None:
     return None
 
 
-def _keep(path: Path, stamp: Stamp, found: str) -> None:
+def _store_hash(path: Path, stamp: Stamp, found: str) -> None:
     with suppress(OSError):  # the next run computes it again
         place = _place(path)
         place.parent.mkdir(parents=True, exist_ok=True)

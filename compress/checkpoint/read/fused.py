@@ -31,17 +31,17 @@ def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
     """The layers among these that become one, in the order of their rows; groups of two or more."""
     known = dict.fromkeys(names)
     places = {leaf: (i, group) for i, group in enumerate(FUSED) for leaf in group}
-    found: dict[tuple[str, int], tuple[str, ...]] = {}
+    groups: dict[tuple[str, int], tuple[str, ...]] = {}
     for name in known:
         parent, _, leaf = name.rpartition(".")
         if leaf in places:
             i, group = places[leaf]
             members = (f"{parent}.{each}" if parent else each for each in group)
-            found[parent, i] = tuple(member for member in members if member in known)
-    return [members for members in found.values() if len(members) > 1]
+            groups[parent, i] = tuple(member for member in members if member in known)
+    return [members for members in groups.values() if len(members) > 1]
 
 
-def listed(group: tuple[str, ...]) -> str:
+def naming(group: tuple[str, ...]) -> str:
     """A group in words: the first name in full, then the last parts of the others."""
     *front, last = (name.rpartition(".")[2] for name in group[1:])
     return f"{', '.join([group[0], *front])} and {last}"
@@ -64,16 +64,16 @@ def mixed_experts(schemes: Mapping[str, Scheme | None]) -> list[str]:
 def unlike_numbers(source: Source) -> list[str]:
     """Remarks on layers that vLLM makes one of, and whose numbers of a kind differ where it takes one for all."""
     layers = stored_in(source).layers
-    found: dict[str, tuple[tuple[str, ...], float, int]] = {}
+    differing: dict[str, tuple[tuple[str, ...], float, int]] = {}
     for group in fused_groups(layers):
         for part in SHARED:
             held = [layers[name].parts[part] for name in group if part in layers[name].parts]
             numbers = [float(source.weights.tensor(name).reshape(-1)[0]) for name in held]
             if len(set(numbers)) > 1 and min(numbers) > 0:
-                first, most, count = found.get(part, (group, 1.0, 0))
-                found[part] = first, max(most, max(numbers) / min(numbers)), count + 1
+                first, most, count = differing.get(part, (group, 1.0, 0))
+                differing[part] = first, max(most, max(numbers) / min(numbers)), count + 1
     return [
-        f"vLLM computes something else: it takes one {part} for {listed(group)}, which differ ({count} such groups, by "
+        f"vLLM computes something else: it takes one {part} for {naming(group)}, which differ ({count} such groups, by "
         f"up to {most:.3g} times); quantize the model again for it"
-        for part, (group, most, count) in found.items()
+        for part, (group, most, count) in differing.items()
     ]

@@ -12,11 +12,9 @@ the names of other mixtures: `experts.0.gate_proj.weight_packed`.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
-
-from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
@@ -37,7 +35,7 @@ ROWS = {
 }
 
 
-def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files in which each expert has its own tensors, the configuration of compressed-tensors that says so). Raises
     CheckpointError, which names a tensor that is missing or of the wrong shape."""
     hidden: set[str] = set()
@@ -74,13 +72,9 @@ def _views(files: WeightFiles, module: str, projection: str) -> Iterator[tuple[s
     for i in range(experts):
         for leaf, first, step in ROWS[projection]:
             own, count = f"{module}.{i}.{leaf}", len(range(first, rows, step))
-            pick = partial(_pick, i, slice(first, None, step))
+            pick = itemgetter((i, slice(first, None, step)))
             yield f"{own}.weight_packed", View(((count, groups * BLOCK_BYTES), "U8"), (f"{stem}{BLOCKS}",), pick)
             yield f"{own}.weight_scale", View(((count, groups), "U8"), (f"{stem}{SCALES}",), pick)
             if BIAS in wanted:
                 kind = files.headers[f"{stem}{BIAS}"][1]
                 yield f"{own}.bias", View(((count,), kind), (f"{stem}{BIAS}",), pick)
-
-
-def _pick(expert: int, rows: slice, whole: Tensor) -> Tensor:
-    return whole[expert, rows]

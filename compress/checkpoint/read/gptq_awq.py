@@ -50,7 +50,7 @@ LESS = {"gptq": 1, "gptq_v2": 0}
 INTS = (torch.int32,)
 
 
-def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files in which such codes are packed as compressed-tensors packs them, the configuration that says so). Raises
     CheckpointError for another layout of words, and for tensors that are missing or of the wrong shape."""
     method = quantization["quant_method"]

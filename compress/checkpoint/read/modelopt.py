@@ -18,7 +18,7 @@ from typing import Any
 from compress.base.errors import CheckpointError
 from compress.checkpoint.files import read_json
 from compress.checkpoint.read.configuration import Header
-from compress.checkpoint.read.views import ViewedFiles, renamed
+from compress.checkpoint.read.views import ViewedFiles, reshape
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import cache_entry
@@ -48,31 +48,31 @@ def beside(folder: Path) -> dict[str, Any] | None:
     return {"quant_method": METHOD, **told} if told.get("quant_algo") or told.get("kv_cache_quant_algo") else None
 
 
-def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files with scales of key-value caches where compressed-tensors has them, the configuration that says so). Raises
     CheckpointError, which names `where`, for another algorithm, group size or cache."""
-    told = dict(quantization)
-    algorithm, size = told.get("quant_algo"), told.get("group_size") or GROUP
+    config = dict(quantization)
+    algorithm, size = config.get("quant_algo"), config.get("group_size") or GROUP
     if algorithm not in ALGORITHMS or (algorithm != "FP8" and size != GROUP):
         raise CheckpointError(
             f"{where} is quantized as {METHOD} {algorithm} in groups of {size}; readable: {', '.join(ALGORITHMS)}, "
             f"NVFP4 in groups of {GROUP}"
         )
-    entry, name = told.pop("kv_cache_scheme", None), told.pop("kv_cache_quant_algo", None)
+    entry, name = config.pop("kv_cache_scheme", None), config.pop("kv_cache_quant_algo", None)
     if not entry and not name:
-        return files, told
+        return files, config
     fixed = {"num_bits": 8, "type": "float", "dynamic": False}
     if (entry and any(entry.get(key, value) != value for key, value in fixed.items())) or name not in (None, *CACHES):
         raise CheckpointError(f"{where} rounds its key-value cache ({name or entry}); readable: {', '.join(CACHES)}")
-    told["kv_cache_scheme"] = cache_entry(CacheScheme(type="float", granularity="tensor"), None)
-    found: dict[str, str] = {}
+    config["kv_cache_scheme"] = cache_entry(CacheScheme(type="float", granularity="tensor"), None)
+    moved: dict[str, str] = {}
     for each in files:
         layer, _, part = each.rpartition(".")
         attention, _, leaf = layer.rpartition(".")
         if part in SCALES and leaf.endswith("_proj"):
-            found[f"{attention}.{part}"] = each
-    views = {own: renamed(files, stored, (1,)) for own, stored in found.items()}
-    return ViewedFiles(files, found.values(), views), told
+            moved[f"{attention}.{part}"] = each
+    views = {own: reshape(files, stored, (1,)) for own, stored in moved.items()}
+    return ViewedFiles(files, moved.values(), views), config
 
 
 def scheme_of(layer: str, tensors: Mapping[str, Header]) -> Scheme:

@@ -27,22 +27,22 @@ from compress.weights.formats.codes import Int8Rows, Packed
 BYTE = 8
 
 
-def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files in which such integers are packed, the configuration that says so); as they are, where there are none."""
     layout = quantization.get("format")
     groups = quantization.get("config_groups") or {}
     packed = {name: {**group, "format": Packed.layout} for name, group in groups.items() if _could_be(group, layout)}
-    told = {**quantization, "config_groups": {**groups, **packed}}
+    config = {**quantization, "config_groups": {**groups, **packed}}
     if not packed:
         return files, dict(quantization)
-    check_targets(told, sorted({name.rpartition(".")[0] for name in files.headers}))
+    check_targets(config, sorted({name.rpartition(".")[0] for name in files.headers}))
     hidden: set[str] = set()
     views: dict[str, View] = {}
     for name, (shape, dtype) in files.headers.items():
         layer, _, part = name.rpartition(".")
         if part != "weight" or dtype != "I8" or len(shape) != 2 or 0 in shape:
             continue
-        group = group_for(layer, told)
+        group = group_for(layer, config)
         if not any(group is each for each in packed.values()):
             continue
         rows, columns = shape
@@ -55,7 +55,7 @@ def seen(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
         held, kind = files.headers.get(zeros, ((), ""))
         if kind == "I8" and len(held) == 2:
             views[zeros] = View(((words_of(rows, bits), held[1]), "I32"), (zeros,), partial(_pack_columns, zeros, bits))
-    return ViewedFiles(files, hidden, views), told
+    return ViewedFiles(files, hidden, views), config
 
 
 def _could_be(group: Mapping[str, Any], layout: str | None) -> bool:

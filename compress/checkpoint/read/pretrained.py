@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import torch
@@ -29,16 +30,20 @@ from compress.base.errors import CheckpointError, CompressError, InputError, fir
 from compress.checkpoint.files import VARIANT, checksum, read_json
 from compress.checkpoint.read.compressed_layers import idle_biases, stored_in
 from compress.checkpoint.read.configuration import check_counts
-from compress.checkpoint.read.size_check import check_room
-from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, own_code
+from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, once, own_code
 from compress.checkpoint.read.tokenizer_check import check_tokenizer
-from compress.checkpoint.read.true_dtype import narrower
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.kernels.cpu.processor import usable_cores
-from compress.model.disk_names import disk_names, places_in
+from compress.model.disk_names import DiskNames, disk_names, places_in
 from compress.model.experts import Experts
 from compress.model.split_experts import join_experts, joins_experts, loading_steps, split_experts
 from compress.model.tensors import stored_buffers
+
+DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second one of transformers before 5
+# A model may have this many values beyond those of the files. Below that the loader, which takes memory for them, names
+# the missing tensor.
+SLACK_ELEMENTS = 2**26
+SLACK_FACTOR = 2
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -48,9 +53,10 @@ def read_config(source: Source) -> PretrainedConfig:
     Raises CheckpointError where transformers cannot read it, or where it asks for more layers than the files can fill;
     InputError for one that needs code which is not trusted.
     """
-    return copy.deepcopy(source.once("configuration", lambda: _configuration(source)))
+    return copy.deepcopy(_configuration(source))
 
 
+@once
 def _configuration(source: Source) -> PretrainedConfig:
     check_counts(source.config, source.headers, source.path / "config.json")
     if source.quantization is not None and "model_type" not in source.config:
@@ -70,6 +76,17 @@ def _configuration(source: Source) -> PretrainedConfig:
         ) from None
     config.dtype = narrower(source) or config.dtype
     return config
+
+
+def narrower(source: Source) -> torch.dtype | None:
+    """The one dtype of all floats of an uncompressed model's files, where the configuration says a wider one; None
+    elsewhere. What stays dense would take more bytes in that, and have no more digits."""
+    said = getattr(torch, str(next((source.config[key] for key in DTYPE_KEYS if key in source.config), None)), None)
+    held = {DTYPES[dtype] for _, dtype in source.headers.values() if dtype in DTYPES}
+    floats = [dtype for dtype in held if dtype.is_floating_point]
+    if source.quantization is not None or not isinstance(said, torch.dtype) or len(floats) != 1:
+        return None
+    return floats[0] if 1 < floats[0].itemsize < said.itemsize else None
 
 
 def _model_class(source: Source, notes: list[str] | None) -> Any:
@@ -121,8 +138,9 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
             notes.append(f"all weights are {kept}, and stay so, where config.json says more".replace("torch.", ""))
     with suppress(CheckpointError):  # said below
         if any(isinstance(module, Experts) for module in empty_model(source).modules()):
-            names = disk_names(empty_model(source), source.headers)
-            own = {names.in_model(name): value for name, value in source.weights.tensors(source.weights).items()}
+            own = {
+                names_in(source).in_model(name): value for name, value in source.weights.tensors(source.weights).items()
+            }
             tensors = join_experts(empty_model(source), own)
             return from_pretrained(source, None, notes, config=config, state_dict=tensors, dtype=dtype or config.dtype)
     return from_pretrained(source, str(source.path), notes, dtype=wanted)
@@ -165,7 +183,7 @@ def from_pretrained(
     missing = sorted(info["missing_keys"])
     if missing and source.quantization is not None:
         # compressed-tensors stores other tensors than its modules hold in memory.
-        missing = sorted(set(missing) - unstored(source))
+        missing = sorted(set(missing) - unstored_buffers(source))
     if missing:
         raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
     if path is None and model.can_generate() and (source.path / "generation_config.json").is_file():
@@ -188,12 +206,33 @@ def from_pretrained(
     return model.eval()
 
 
+@once
 def empty_model(source: Source) -> nn.Module:
     """The model that a checkpoint's configuration describes, on the meta device. Made once: callers must not change it.
 
     Raises CheckpointError where transformers cannot make it.
     """
-    return source.once("empty model", lambda: _empty_model(source))
+    model = _model_on_meta(source)
+    if source.quantization is not None or not any(map(joins_experts, loading_steps(model))):
+        split_experts(model, source.headers)
+    return model
+
+
+@once
+def names_in(source: Source) -> DiskNames:
+    """Names of tensors in a checkpoint's files and in its model; the same ones where transformers makes no model of
+    it."""
+    try:
+        return disk_names(empty_model(source), source.headers)
+    except CheckpointError:
+        return DiskNames()
+
+
+def stored_name(source: Source, layer: str) -> str:
+    """The name in the files of a layer of the record, which has the model's names."""
+    if f"{layer}.weight" in source.weights or layer in stored_in(source).layers:
+        return layer
+    return names_in(source).on_disk(layer)
 
 
 def meta_model(source: Source) -> nn.Module:
@@ -201,13 +240,6 @@ def meta_model(source: Source) -> nn.Module:
     transformers cannot make it, or the files hold far less."""
     model = _model_on_meta(source)
     check_room(source, model)
-    return model
-
-
-def _empty_model(source: Source) -> nn.Module:
-    model = _model_on_meta(source)
-    if source.quantization is not None or not any(map(joins_experts, loading_steps(model))):
-        split_experts(model, source.headers)
     return model
 
 
@@ -228,7 +260,29 @@ def _model_on_meta(source: Source) -> nn.Module:
     return model
 
 
-def unstored(source: Source) -> set[str]:
+def check_room(source: Source, empty: nn.Module) -> None:
+    """Raises CheckpointError for a model (on the meta device) of far more values than the weight files hold. Tied ones
+    count once; a compressed layer counts with all its weights."""
+    layers = [] if source.quantization is None else [*stored_in(source).layers.values()]
+    parts = {name for stored in layers for name in stored.parts.values()}
+    held = sum(prod(stored.shape) for stored in layers if stored.shares is None)
+    held += sum(prod(shape) for name, (shape, _) in source.headers.items() if name not in parts)
+    asked = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
+    if asked <= SLACK_FACTOR * held + SLACK_ELEMENTS:
+        return
+    shapes = {name: (tuple(tensor.shape), source.headers.get(name)) for name, tensor in empty.named_parameters()}
+    other = (
+        f" ({name} has shape {list(stored[0])}, the model's has {list(shape)})"
+        for name, (shape, stored) in shapes.items()
+        if stored is not None and stored[0] != shape
+    )
+    raise CheckpointError(
+        f"{source.path / 'config.json'} describes a {type(empty).__name__} of {asked:,} values and the weight files "
+        f"hold {held:,}{next(other, '')}; fetch the checkpoint again"
+    )
+
+
+def unstored_buffers(source: Source) -> set[str]:
     """Names of the model's buffers that checkpoints do not store."""
     modules = empty_model(source).named_modules()
     return {f"{name}.{buffer}" for name, module in modules for buffer in module._non_persistent_buffers_set}
@@ -279,7 +333,7 @@ def processor_of(source: Source, *, texts: bool) -> Any:
     processor. Raises InputError where there is none."""
     kind: Any = AutoProcessor if texts else AutoImageProcessor
     try:
-        found = kind.from_pretrained(source.path, trust_remote_code=source.trusted)
+        processor = kind.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         library = re.search(r"requires the (\S+) library", str(error))
         if library is not None:
@@ -291,12 +345,12 @@ def processor_of(source: Source, *, texts: bool) -> Any:
             f"{source.path} has no usable {'' if texts else 'image '}processor ({first_line(error)}); give the files "
             "that belong to it (processor_config.json, preprocessor_config.json), or batches in Python"
         ) from None
-    if texts and not hasattr(found, "image_processor"):
+    if texts and not hasattr(processor, "image_processor"):
         raise InputError(
-            f"{source.path} has a {type(found).__name__} and no processor of images; give its processor_config.json or "
-            "preprocessor_config.json, or batches in Python"
+            f"{source.path} has a {type(processor).__name__} and no processor of images; give its "
+            "processor_config.json or preprocessor_config.json, or batches in Python"
         )
-    return found
+    return processor
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,10 +36,10 @@ SHOWN = 60  # characters of a name in a message
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory with a readable configuration and all of its weight files, in our words (`read.seen`).
+    """A checkpoint directory with a readable configuration and all of its weight files, in our words (`in_our_words`).
 
     trusted: Python code that comes with it may be run. Otherwise it never is, and no prompt asks for it. known: results
-    of `once`, so that nothing is read twice.
+    of functions that are `once`.
     """
 
     name: str
@@ -53,12 +54,6 @@ class Source:
         """{tensor name: (shape, safetensors' name of its dtype)}."""
         return self.weights.headers
 
-    def once(self, what: str, find: Callable[[], T]) -> T:
-        """The result of `find`, which is called only the first time for each `what`."""
-        if what not in self.known:
-            self.known[what] = find()
-        return cast(T, self.known[what])
-
     @property
     def quantization(self) -> dict[str, Any] | None:
         return self.config.get("quantization_config")
@@ -66,28 +61,12 @@ class Source:
     @property
     def code(self) -> Mapping[str, str]:
         """`own_code` of its configuration."""
-        return self.once("code", lambda: own_code(self.config))
+        return own_code(self.config)
 
     def fingerprint(self) -> str:
         """SHA-256 over the configuration, the names and contents of the weight files, and code of its own that may run.
         Raises CheckpointError for a file that was changed since it was opened."""
-        return self.once("fingerprint", self._fingerprint)
-
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path, content in self._contents().items():
-            digest.update(f"{path.name} {content}".encode())
-        for path, stamp in self.weights.stamps.items():
-            now = _stamp(path)
-            # Another name or other permissions change the last of a stamp, and no content.
-            if now is None or now[:-1] != stamp[:-1]:
-                raise CheckpointError(f"{path} was changed while it was read; run this again once nobody writes to it")
-        if self.trusted and self.code:
-            digest.update(contents_of(sorted(self.path.glob("*.py"))).encode())
-        return digest.hexdigest()
-
-    def _contents(self) -> dict[Path, str]:
-        return self.once("contents", lambda: {path: content_of(path) for path in self.weights.paths})
+        return _fingerprint(self)
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError for a weight file that was changed in its place since it was opened. One that has been
@@ -96,12 +75,45 @@ class Source:
             now = _stamp(path)
             if now is None or now == opened or now[:2] != opened[:2]:
                 continue
-            if content_of(path) != self._contents()[path]:
+            if content_of(path) != _contents(self)[path]:
                 raise CheckpointError(
                     f"{path} was changed while the run was reading it; put the former file back and go on with "
                     "--resume, or begin again with --overwrite"
                 )
             self.weights.stamps[path] = now
+
+
+def once(find: Callable[[Source], T]) -> Callable[[Source], T]:
+    """A function of a checkpoint whose result is kept with it, so that nothing is read twice."""
+    key = f"{find.__module__}.{find.__qualname__}"
+
+    @wraps(find)
+    def known(source: Source) -> T:
+        if key not in source.known:
+            source.known[key] = find(source)
+        return cast(T, source.known[key])
+
+    return known
+
+
+@once
+def _contents(source: Source) -> dict[Path, str]:
+    return {path: content_of(path) for path in source.weights.paths}
+
+
+@once
+def _fingerprint(source: Source) -> str:
+    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
+    for path, content in _contents(source).items():
+        digest.update(f"{path.name} {content}".encode())
+    for path, stamp in source.weights.stamps.items():
+        now = _stamp(path)
+        # Another name or other permissions change the last of a stamp, and no content.
+        if now is None or now[:-1] != stamp[:-1]:
+            raise CheckpointError(f"{path} was changed while it was read; run this again once nobody writes to it")
+    if source.trusted and source.code:
+        digest.update(contents_of(sorted(source.path.glob("*.py"))).encode())
+    return digest.hexdigest()
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -144,21 +156,17 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
             "give that directory"
         )
     if not (path / "config.json").exists():
-        raise InputError(f"{path} holds no config.json; {_instead(path)}")
+        other = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
+        advice = "give a Hugging Face model directory, a hub id or 'demo'"
+        if other is not None:
+            advice = f"its {other.name} is {FOREIGN[other.suffix.lower()]}"
+        raise InputError(f"{path} holds no config.json; {advice}")
     config = read_json(path / "config.json")
     check_config(config, path / "config.json")
     # Files of an output may have other names than those of its model.
     named = config.pop(NAMING, None)
     weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)
-
-
-def _instead(path: Path) -> str:
-    """Advice for a directory that is no model; it names a file of another tool in it, if there is one."""
-    found = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
-    if found is None:
-        return "give a Hugging Face model directory, a hub id or 'demo'"
-    return f"its {found.name} is {FOREIGN[found.suffix.lower()]}"
 
 
 def _check_entries(path: Path) -> None:
@@ -217,11 +225,11 @@ def check_dense(source: Source) -> None:
 
 Seen = Callable[[WeightFiles, Mapping[str, Any], Path], tuple[WeightFiles, dict[str, Any]]]
 METHODS: dict[Any, Seen] = {
-    COMPRESSED_TENSORS: narrow_bytes.seen,
-    gpt_oss.METHOD: gpt_oss.seen,
-    **dict.fromkeys((GPTQ, AWQ), gptq_awq.seen),
-    bitsandbytes.METHOD: bitsandbytes.seen,
-    modelopt.METHOD: modelopt.seen,
+    COMPRESSED_TENSORS: narrow_bytes.view,
+    gpt_oss.METHOD: gpt_oss.view,
+    **dict.fromkeys((GPTQ, AWQ), gptq_awq.view),
+    bitsandbytes.METHOD: bitsandbytes.view,
+    modelopt.METHOD: modelopt.view,
 }
 
 

@@ -37,16 +37,16 @@ def tokenizing(tokenizer: Any, name: str, texts: Sequence[str]) -> Iterator[None
         if texts:
             check_tokenizer(tokenizer, texts)
     except InputError as error:
-        raise _cannot_split(name, error) from None
+        raise _splitting_error(name, error) from None
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of pyo3, which has no name to import
             raise
-        raise _cannot_split(name, error) from None
+        raise _splitting_error(name, error) from None
 
 
-def _cannot_split(name: str, error: BaseException) -> InputError:
+def _splitting_error(name: str, error: BaseException) -> InputError:
     return InputError(
         f"the tokenizer cannot split {name} ({first_line(error)}); give another text, or mend the pattern in its "
         "tokenizer.json"

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from torch import nn
-
 from compress.checkpoint.read.compressed_layers import idle_biases, stored_in
-from compress.checkpoint.read.pretrained import empty_model, meta_model, read_config, unstored
-from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.pretrained import empty_model, meta_model, read_config, unstored_buffers
+from compress.checkpoint.read.source import Source, once
 from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.model.edits.configuration_search import configs_of
 from compress.model.split_experts import loading_steps, split_experts
@@ -43,16 +41,22 @@ class KeptTensor:
         return prod(self.shape)
 
 
+@once
 def beside(source: Source) -> Mapping[str, KeptTensor]:
     """{name in the files: tensor} of a checkpoint's tensors that the model has no place for. Raises CheckpointError
     where transformers makes no model."""
-    return source.once("beside", lambda: _beside(source))
+    names, computed = _unplaced_names(source)
+    config, kind = read_config(source), type(empty_model(source)).__name__
+    kept = {}
+    for name, header in source.headers.items():
+        if name in names and name not in computed:
+            kept[name] = KeptTensor(_kind(name, config, kind), header[0], tensor_bytes(name, *header))
+    return kept
 
 
-def made_anew(source: Source) -> list[str]:
+def recomputed_names(source: Source) -> list[str]:
     """Names of a checkpoint's tensors that the model computes by itself, like rotary tables: they need not be kept."""
-    found: tuple[set[str], list[str]] = source.once("unplaced", lambda: _unplaced(source))
-    return found[1]
+    return _unplaced_names(source)[1]
 
 
 def matrices(tensors: Mapping[str, KeptTensor]) -> dict[str, str]:
@@ -66,12 +70,12 @@ def totals(tensors: Mapping[str, KeptTensor]) -> list[str]:
     for name, tensor in tensors.items():
         kinds.setdefault(tensor.kind, {})[name] = tensor.bytes
     return [
-        f"{kind}, {counted(len(sizes))}, {sum(sizes.values()) / 1e6:,.1f} MB, like {next(iter(sizes))}"
+        f"{kind}, {tensor_count(len(sizes))}, {sum(sizes.values()) / 1e6:,.1f} MB, like {next(iter(sizes))}"
         for kind, sizes in kinds.items()
     ]
 
 
-def counted(tensors: int) -> str:
+def tensor_count(tensors: int) -> str:
     """Words for a number of tensors."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
@@ -91,17 +95,6 @@ def predicts_ahead(names: Iterable[str], config: Any) -> bool:
     return any(_kind(name, config, "") == AHEAD for name in names)
 
 
-def _beside(source: Source) -> dict[str, KeptTensor]:
-    found: tuple[set[str], list[str]] = source.once("unplaced", lambda: _unplaced(source))
-    names, made = found
-    config, kind = read_config(source), type(empty_model(source)).__name__
-    kept = {}
-    for name, header in source.headers.items():
-        if name in names and name not in made:
-            kept[name] = KeptTensor(_kind(name, config, kind), header[0], tensor_bytes(name, *header))
-    return kept
-
-
 def _kind(name: str, config: Any, model: str) -> str:
     """Words for a tensor without a place."""
     text = config.get_text_config()
@@ -115,7 +108,8 @@ def _kind(name: str, config: Any, model: str) -> str:
     return DRAFT if DRAFT_WORDS.search(name) else f"no part of {model}"
 
 
-def _unplaced(source: Source) -> tuple[set[str], list[str]]:
+@once
+def _unplaced_names(source: Source) -> tuple[set[str], list[str]]:
     """(Names of the tensors without a place; those of them that the model computes by itself.)"""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -127,9 +121,11 @@ def _unplaced(source: Source) -> tuple[set[str], list[str]]:
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     known: dict[str, Any] = dict(model.state_dict())
-    apart = _taken_apart(model, source, stored.layers)
-    buffers = unstored(source)
-    lost, made = set[str](), []
+    split_experts(model, source.headers)
+    split_layers(model, set(stored.layers))
+    apart = set(model.state_dict())  # with experts, LSTMs and attentions as linear layers, as in these files
+    buffers = unstored_buffers(source)
+    lost, computed = set[str](), []
     for name in sorted(source.headers, key=dot_natural_key):
         if name in parts or name in apart:
             continue
@@ -141,16 +137,9 @@ def _unplaced(source: Source) -> tuple[set[str], list[str]]:
             continue
         lost.add(name)
         if own in buffers or _last(own) in {_last(buffer) for buffer in buffers}:
-            made.append(name)
-    return lost, made
+            computed.append(name)
+    return lost, computed
 
 
 def _last(name: str) -> str:
     return ".".join(name.split(".")[-2:])
-
-
-def _taken_apart(model: nn.Module, source: Source, layers: Iterable[str]) -> set[str]:
-    """Names of the tensors of a model once its experts, LSTMs and attentions are linear layers as in these files."""
-    split_experts(model, source.headers)
-    split_layers(model, set(layers))
-    return set(model.state_dict())

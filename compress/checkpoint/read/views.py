@@ -63,7 +63,7 @@ class ViewedFiles(WeightFiles):
         return self.files.stored_tensor(name)
 
 
-def renamed(files: WeightFiles, name: str, shape: tuple[int, ...]) -> View:
+def reshape(files: WeightFiles, name: str, shape: tuple[int, ...]) -> View:
     """A view of one tensor in another shape."""
     assert prod(shape) == prod(files.headers[name][0])
     return View((shape, files.headers[name][1]), (name,), lambda tensor: tensor)

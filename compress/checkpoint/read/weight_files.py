@@ -147,13 +147,13 @@ def weight_files(path: Path, named: str | None = None) -> WeightFiles:
             raise CheckpointError(f"{named} is {kind}; weights are in regular files")
         if not file.exists():
             raise CheckpointError(f"{named_by} names {file.name}, which is missing; fetch the checkpoint again")
-    found = WeightFiles(files)
+    opened = WeightFiles(files)
     for name, holder in weight_map.items():
-        if name not in found:
+        if name not in opened:
             raise CheckpointError(f"{named_by} names the tensor {name}, which {holder} does not hold")
-    if not found:
+    if not opened:
         raise CheckpointError(f"{files[0]} holds no tensor")
-    return found
+    return opened
 
 
 def tensor_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:

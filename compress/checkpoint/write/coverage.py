@@ -63,7 +63,7 @@ def count(sizes: Mapping[str, tuple[int, int]], compressed: Collection[str], rea
     )
 
 
-def achieved(
+def run_coverage(
     model: nn.Module,
     compressed: Collection[str],
     dense: Collection[str],

@@ -215,7 +215,7 @@ class Directory:
             except BlockingIOError:
                 file.close()
                 raise InputError(
-                    f"{self.output} is being written by another run ({_described(holder_of(path))}); wait for it, stop "
+                    f"{self.output} is being written by another run ({_describe(holder_of(path))}); wait for it, stop "
                     "it, or choose another output"
                 ) from None
         else:
@@ -262,7 +262,7 @@ def holder_of(lock: Path) -> dict[str, Any] | None:
     return found
 
 
-def _described(holder: dict[str, Any] | None) -> str:
+def _describe(holder: dict[str, Any] | None) -> str:
     if not holder:
         return "it has just begun"
     return (
@@ -305,7 +305,7 @@ def stranger_in(directory: Path) -> Path | None:
 
 
 @contextmanager
-def claimed(
+def claim(
     output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool, model: Path | None = None
 ) -> Iterator[Directory | None]:
     """Claims the output for this run alone while the body runs; yields its directory, or None where output is None.

@@ -19,13 +19,13 @@ from compress.checkpoint.files import (
     write_json,
     write_whole,
 )
-from compress.checkpoint.leftovers import MODEL, expect, expected, holds, is_left, of_checkpoint, remove
+from compress.checkpoint.leftovers import MODEL, expect, expected_names, holds, is_left, of_checkpoint, remove
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.checkpoint.seal import write_record
 from compress.checkpoint.write.all_ranks import Together
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.journal import PROGRESS, Journal
-from compress.checkpoint.write.shards import Piece, pieces_of, planned, write_shard
+from compress.checkpoint.write.shards import Piece, pieces_of, plan_shards, write_shard
 from compress.weights.own_config import is_own
 
 # For a person who loads the folder with transformers alone, whose error names only a missing model.safetensors.
@@ -71,7 +71,7 @@ class Assembly:
         held = {piece.name: piece for piece in self.together("blocks", lambda: list(self._pieces()))}
         if lost := sorted(sums.keys() - held.keys()):
             raise CheckpointError(f"{lost[0]} is no longer in {self.place.partial}; drop that run with --overwrite")
-        plan = planned([held[name] for name in sums], whole)
+        plan = plan_shards([held[name] for name in sums], whole)
         open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
         for first in range(0, len(open_files), self.comm.world):
             turn = open_files[first : first + self.comm.world]
@@ -151,7 +151,7 @@ def copy_companions(model: Path, companions: Companions, but: Container[str]) ->
     """Copy the files beside the weights, except the names in `but`. Returns the names copied."""
     names = {name for name in companions.names if name not in but}
     if unusual := {name for name in names if not of_checkpoint(name)}:
-        expect(model.parent, {*expected(model.parent), *unusual})
+        expect(model.parent, {*expected_names(model.parent), *unusual})
     for name in sorted(names):
         (model / name).parent.mkdir(exist_ok=True, parents=True)
         write_whole(model / name, (companions.folder / name).read_bytes())
@@ -168,7 +168,7 @@ def seal(model: Path, names: Collection[str], record: Mapping[str, Any]) -> None
         within = path.relative_to(model).as_posix()
         if within in {RECORD, *names} or (path.is_dir() and holds(within, names)):
             continue
-        if not is_left(MODEL, path, within, expected(model.parent)):
+        if not is_left(MODEL, path, within, expected_names(model.parent)):
             raise CheckpointError(f"{path} is in the way of the checkpoint, and no run left it; move it")
         remove(path)
     sync_directory(model)

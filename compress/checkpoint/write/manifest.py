@@ -42,18 +42,18 @@ def read_record(directory: Path) -> dict[str, Any]:
     return found
 
 
-def restored(found: Mapping[str, Any]) -> RunRecord:
+def restore_run(record: Mapping[str, Any]) -> RunRecord:
     """The results of a finished run, from its record; without the measurements of its trainings, of which that has a
     summary."""
-    coverage = found.get("coverage")
+    coverage = record.get("coverage")
     same = ("caches", "not_folded", "left_alone", "notes", "structure", "block_forwards", "seconds", "spent")
     return RunRecord(
-        layers=[LayerRecord(**{**layer, "shape": tuple(layer["shape"])}) for layer in found["layers"]],
-        ranges=[RangeRecord.restored(each) for each in found.get("ranges", ())],
-        folds=[FoldRecord(**fold) for fold in found.get("folds", ())],
+        layers=[LayerRecord(**{**layer, "shape": tuple(layer["shape"])}) for layer in record["layers"]],
+        ranges=[RangeRecord.restored(each) for each in record.get("ranges", ())],
+        folds=[FoldRecord(**fold) for fold in record.get("folds", ())],
         coverage=None if coverage is None else Coverage(**coverage),
-        saving=Saving(**found["bytes"]),
-        **{key: found[key] for key in same if key in found},
+        saving=Saving(**record["bytes"]),
+        **{key: record[key] for key in same if key in record},
     )
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from compress.base.errors import CompressError
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
+from compress.checkpoint.read.pretrained import DTYPE_KEYS, narrower
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.read.true_dtype import DTYPE_KEYS, narrower
 from compress.checkpoint.read.unplaced_tensors import without_heads
 from compress.checkpoint.read.weight_files import NAMING
 from compress.model.disk_names import DiskNames
@@ -48,37 +48,40 @@ def configuration(
             companions["generation_config.json"] = generation.to_json_string()
     if config is not None and (changed or headless):
         own = without_heads(model.config) if headless else model.config
-        config = restated(config, own, {**(changed or {}), **differences(model.config, own)})
+        config = restate(config, own, {**(changed or {}), **differences(model.config, own)})
     if config is not None and isinstance(config.get("_name_or_path"), str):
-        config["_name_or_path"] = shown(config["_name_or_path"])
+        config["_name_or_path"] = portable(config["_name_or_path"])
     return config, companions
 
 
-def restated(
+def restate(
     written: Mapping[str, Any], config: PretrainedConfig, changed: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
     """config.json with the changes, so that reading it gives this configuration. Numbers that the file left out because
     they followed from others (the size of a head) are written where they follow no longer. Raises CompressError for a
     class that reads the result otherwise."""
-    found = dict(written)
+    config_json = dict(written)
     wanted = json.loads(config.to_json_string(use_diff=False))
     for key, (before, after) in changed.items():
-        if isinstance(found.get(key), dict) and isinstance(before, dict) and isinstance(after, dict):
-            found[key] = {**found[key], **{of: value for of, value in after.items() if before.get(of) != value}}
+        if isinstance(config_json.get(key), dict) and isinstance(before, dict) and isinstance(after, dict):
+            config_json[key] = {
+                **config_json[key],
+                **{of: value for of, value in after.items() if before.get(of) != value},
+            }
         else:
-            found[key] = after
+            config_json[key] = after
     for other, own in getattr(config, "attribute_map", {}).items():
         if own in changed:
-            found.pop(other, None)  # another name of the same key, which the file may use
+            config_json.pop(other, None)  # another name of the same key, which the file may use
     try:
-        read = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+        read = json.loads(type(config).from_dict(dict(config_json)).to_json_string(use_diff=False))
     except Exception:  # noqa: BLE001 - a number may be missing that followed from changed ones
         read = {}
-    found |= {key: value for key, value in wanted.items() if key not in OF_WRITING and read.get(key) != value}
-    again = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+    config_json |= {key: value for key, value in wanted.items() if key not in OF_WRITING and read.get(key) != value}
+    again = json.loads(type(config).from_dict(dict(config_json)).to_json_string(use_diff=False))
     if odd := [key for key in changed if again.get(key) != wanted[key]]:
         raise CompressError(f"{type(config).__name__} reads {odd[0]} {wanted[odd[0]]} as {again.get(odd[0])}")
-    return found
+    return config_json
 
 
 def differences(config: PretrainedConfig, other: PretrainedConfig) -> dict[str, tuple[Any, Any]]:
@@ -148,10 +151,10 @@ def _compressed_tensors(
 def _asked_by_vllm(model: nn.Module, on_disk: Callable[[str], str]) -> dict[str, list[str]]:
     """{name in the files of a layer of the first expert of a list: its names for vLLM}, where these differ: vLLM asks
     for the scheme of a list by the names gate_proj, up_proj and down_proj, whatever the files call these layers."""
-    found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for name, experts in model.named_modules():
         if isinstance(experts, Experts) and experts.has_gate and experts.leaves != LEAVES:
             for leaf, asked in zip(experts.leaves, LEAVES, strict=True):
                 first = on_disk(f"{name}.{experts.numbers[0]}")
-                found[f"{first}.{leaf}"] = [f"{first}.{asked}"]
-    return found
+                aliases[f"{first}.{leaf}"] = [f"{first}.{asked}"]
+    return aliases

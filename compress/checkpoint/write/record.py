@@ -175,24 +175,24 @@ class Sink(Protocol):
         ...
 
 
-def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
+def range_record(fitted: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
     """The report's entry about the fixed range of a tensor, with its histogram where it was kept. also: other layers
     that read the tensor."""
     histogram = None
-    if found.counts is not None and found.width is not None:
-        counts, width = pool(found.counts, found.width)
+    if fitted.counts is not None and fitted.width is not None:
+        counts, width = pool(fitted.counts, fitted.width)
         histogram = HistogramRecord(width, *merge_bins(counts))
     return RangeRecord(
         tensor,
         role,
-        found.method,
-        low=float(found.lo.min()),
-        high=float(found.hi.max()),
-        lowest=float(found.lowest.min()),
-        highest=float(found.highest.max()),
-        clipped=None if found.clipped is None else float(found.clipped.mean()),
-        tokens=found.tokens,
-        ranges=len(found.lo),
+        fitted.method,
+        low=float(fitted.lo.min()),
+        high=float(fitted.hi.max()),
+        lowest=float(fitted.lowest.min()),
+        highest=float(fitted.highest.max()),
+        clipped=None if fitted.clipped is None else float(fitted.clipped.mean()),
+        tokens=fitted.tokens,
+        ranges=len(fitted.lo),
         also=list(also),
         histogram=histogram,
     )

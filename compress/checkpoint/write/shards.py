@@ -1,30 +1,37 @@
-"""Makes the weight files of a finished checkpoint from the files of its blocks, byte by byte.
+"""Writes the files of blocks, and from these the weight files of a finished checkpoint, byte by byte.
 
 A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, begin
 and end of the data) and the data, without holes. Here tensors of wide numbers come first, so that every tensor begins
 at a multiple of its numbers' width, as readers that map files need.
 
-Nothing is converted: bytes are copied, and the SHA-256 of each tensor is compared with the one recorded when it was
-written, so that a byte that changed on disk in between is detected.
+From blocks to the checkpoint nothing is converted: bytes are copied, and the SHA-256 of each tensor is compared with
+the one recorded when it was written, so that a byte that changed on disk in between is detected.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from compress.base.errors import CheckpointError
+import torch
+from torch import Tensor
+
+from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint.files import WHOLE
+from compress.checkpoint.read.weight_files import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # of data in one file: long the default of transformers, which every reader takes
 METADATA = "__metadata__"
 ALIGNMENT = 8  # the data begins at a multiple of it
 LENGTH_BYTES = 8
 LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
-CHUNK = 1 << 22
+CHUNK = 1 << 22  # bytes
+PIECE = 1 << 22  # numbers
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,11 @@ def header(entries: Sequence[Header]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor in a file: `length` bytes from `begin`. dtype is safetensors' name for it."""
+class Piece(Header):
+    """A tensor in a file, from its byte `begin` on."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     file: Path
     begin: int
-    length: int
 
     @property
     def width(self) -> int:
@@ -93,19 +96,20 @@ def pieces_of(path: Path) -> list[Piece]:
                 raise CheckpointError(f"{path} is damaged or incomplete")
             said = json.loads(file.read(length))
             base = LENGTH_BYTES + length
-            found = []
+            pieces = []
             for name, entry in said.items():
                 if name != METADATA:
                     begin, end = entry["data_offsets"]
-                    found.append(Piece(name, entry["dtype"], tuple(entry["shape"]), path, base + begin, end - begin))
-        if base + sum(piece.length for piece in found) != size:
+                    shape = tuple(entry["shape"])
+                    pieces.append(Piece(name, entry["dtype"], shape, end - begin, path, base + begin))
+        if base + sum(piece.length for piece in pieces) != size:
             raise CheckpointError(f"{path} is damaged or incomplete")
-        return found
+        return pieces
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
 
 
-def planned(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:
+def plan_shards(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:
     """{file name: its tensors}, in the order given, in files of at most `limit` bytes of data (one tensor at least).
     whole: the name where one file is enough."""
     limit = SHARD_BYTES if limit is None else limit
@@ -127,21 +131,51 @@ def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, s
     """Copy tensors into one file, which is on the disk when this returns. Raises CheckpointError, which names a tensor
     whose bytes differ from its checksum; OSError where the file cannot be written."""
     ordered = sorted(pieces, key=lambda piece: (-piece.width, piece.name))
-    sources: dict[Path, BinaryIO] = {}
-    try:
-        with target.open("wb") as out:
-            out.write(header([Header(piece.name, piece.dtype, piece.shape, piece.length) for piece in ordered]))
-            for piece in ordered:
-                if piece.file not in sources:
-                    sources[piece.file] = piece.file.open("rb")
-                digest = hashlib.sha256()
-                for chunk in piece.chunks(sources[piece.file]):
-                    digest.update(chunk)
-                    out.write(chunk)
-                if digest.hexdigest() != checksums[piece.name]:
-                    raise CheckpointError(f"{piece.name} in {piece.file} has changed since it was written")
-            out.flush()
-            os.fsync(out.fileno())
-    finally:
-        for source in sources.values():
-            source.close()
+    with ExitStack() as opened:
+        sources = {path: opened.enter_context(path.open("rb")) for path in {piece.file for piece in ordered}}
+        for piece, digest in zip(
+            ordered, _write(target, ordered, (p.chunks(sources[p.file]) for p in ordered)), strict=True
+        ):
+            if digest != checksums[piece.name]:
+                raise CheckpointError(f"{piece.name} in {piece.file} has changed since it was written")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str, str]:
+    """Write a file, which is on the disk when this returns; returns {tensor: SHA-256 of its bytes}. Beside the tensors
+    it takes memory for one piece of PIECE numbers. Raises CompressError for numbers that are not finite, except
+    infinities in `buffers`; OSError where it cannot be written."""
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    entries = [Header(n, NAMES[tensors[n].dtype], tuple(tensors[n].shape), tensors[n].nbytes) for n in ordered]
+    return dict(
+        zip(ordered, _write(path, entries, (_bytes_of(n, tensors[n], n in buffers) for n in ordered)), strict=True)
+    )
+
+
+def _bytes_of(name: str, tensor: Tensor, infinities: bool) -> Iterator[memoryview]:
+    for piece in tensor.detach().cpu().contiguous().flatten().split(PIECE):
+        check_finite(name, piece, infinities)
+        # A copy: torch lets nobody resize what numpy has seen, as FSDP does with a gathered parameter.
+        yield piece.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data
+
+
+def _write(path: Path, entries: Sequence[Header], tensors: Iterable[Iterable[bytes | memoryview]]) -> Iterator[str]:
+    """Write a file; yields the SHA-256 of each tensor once it is written. It is on the disk after the last."""
+    with path.open("wb") as out:
+        out.write(header(entries))
+        for chunks in tensors:
+            digest = hashlib.sha256()
+            for chunk in chunks:
+                digest.update(chunk)
+                out.write(chunk)
+            yield digest.hexdigest()
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
+    """Raises CompressError for a tensor with numbers that are not finite. infinities: allow infinities."""
+    if not tensor.is_floating_point():
+        return
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
+    if bool(wide.isnan().any()) or not (infinities or bool(wide.isfinite().all())):
+        raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")

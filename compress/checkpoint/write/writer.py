@@ -21,12 +21,11 @@ from compress.checkpoint.byte_savings import Saving
 from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.write.all_ranks import Together, readable
-from compress.checkpoint.write.block_entries import edits_of, note, read_edits, restore
-from compress.checkpoint.write.block_file import write_tensors
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import Assembly, write_beside
-from compress.checkpoint.write.journal import PROGRESS, Files, Journal
+from compress.checkpoint.write.journal import PROGRESS, Files, Journal, edits_of, note, read_edits, restore
 from compress.checkpoint.write.record import Finished
+from compress.checkpoint.write.shards import write_tensors
 from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
 from compress.model.online_rotation import input_rotation
@@ -71,7 +70,7 @@ class Writer:
         self.journal = Journal(identity)
         before = Journal.read(place.progress) if resume and place.progress.exists() else None
         if before is not None and (before.blocks or place.trained()):
-            self.journal = same_run(before, identity, place)
+            self.journal = before.of_run(identity, place.partial)
         self._note()
 
     @property
@@ -115,9 +114,9 @@ class Writer:
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank its share of the tensors, then enter it in the journal."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
-        decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
+        decided |= {name: halve(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
-        dense = {n: written_dense(layers[n], d.weight, opened) for n, d in decided.items() if n not in stored}
+        dense = {n: dense_values(layers[n], d.weight, opened) for n, d in decided.items() if n not in stored}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         values = {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()}
         prefix = f"{block}." if block else ""
@@ -245,16 +244,6 @@ class Writer:
         return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
 
 
-def same_run(journal: Journal, identity: str, place: Directory) -> Journal:
-    """The journal of an unfinished run. Raises InputError for one of another identity."""
-    if journal.identity != identity:
-        raise InputError(
-            f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume with what "
-            "it was started with, or drop it with --overwrite"
-        )
-    return journal
-
-
 def scheme_in(layer: Layer, decision: Decision) -> Scheme:
     """The scheme in which a decision about a layer is stored, with the rotation of the layer's input."""
     return replace(decision.scheme(isinstance(layer, Table)), rotation=input_rotation(layer.module))
@@ -263,18 +252,18 @@ def scheme_in(layer: Layer, decision: Decision) -> Scheme:
 def in_parts(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Tensors in their order, in parts of at most `limit` bytes (one tensor at least)."""
     part: dict[str, Tensor] = {}
-    held = 0
+    size = 0
     for name, tensor in tensors:
-        if part and held + tensor.nbytes > limit:
+        if part and size + tensor.nbytes > limit:
             yield part
-            part, held = {}, 0
+            part, size = {}, 0
         part[name] = tensor
-        held += tensor.nbytes
+        size += tensor.nbytes
     if part:
         yield part
 
 
-def halved(layer: Layer, decision: Decision) -> Decision:
+def halve(layer: Layer, decision: Decision) -> Decision:
     """The decision about a layer with its weight stored as 2:4; that about a token table is returned unchanged. Raises
     CompressError for a layer that is not 2:4."""
     if isinstance(layer, Table):
@@ -289,7 +278,7 @@ def halved(layer: Layer, decision: Decision) -> Decision:
         ) from None
 
 
-def written_dense(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
+def dense_values(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
     """Decided values of a layer without a format, in the dtype that the model stores. They are not rounded to
     the dtype of the computation in between."""
     values_NK = decided.dequantize()

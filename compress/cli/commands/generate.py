@@ -57,7 +57,7 @@ def generate(
     from compress.checkpoint.read.configuration import check_generation
     from compress.checkpoint.read.pretrained import load_tokenizer
     from compress.checkpoint.read.source import find_source
-    from compress.inference.steps.block import left_alone
+    from compress.inference.steps.block import remarks
 
     target = find_device(device)
     source = find_source(model, trust_remote_code)
@@ -85,8 +85,8 @@ def generate(
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     count = inputs["input_ids"].shape[1]
     if output.shape[1] - count > 1 and not compiled:  # the first token is no step
-        tell(remarks := left_alone(network), quiet)
-        notes += remarks
+        tell(on_steps := remarks(network), quiet)
+        notes += on_steps
     counts = {"prompt_tokens": count, "new_tokens": output.shape[1] - count}
     write_report(json_file, {"model": model, "prompt": prompt, "text": text, **counts, "notes": notes})
     if not quiet and json_file != "-":

@@ -54,7 +54,7 @@ def report(
     """
     _check(runs, output, markdown, json_file, diff, card, overwrite)
     begin()
-    from compress.checkpoint.ownership import noted
+    from compress.checkpoint.ownership import marked_text
     from compress.evaluation.report.compose import compose
     from compress.evaluation.report.difference import differences
     from compress.evaluation.report.markdown import as_markdown
@@ -70,7 +70,7 @@ def report(
     if output is not None:
         write_file(output, render(Path(output).suffix.lower(), content, opened, data))
     if markdown is not None:
-        write_file(markdown, noted(as_markdown(content)))
+        write_file(markdown, marked_text(as_markdown(content)))
     write_report(json_file, data)
     if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
         for line in as_markdown(content).splitlines():
@@ -108,18 +108,18 @@ def _check(
 
 def render(suffix: str, content: "Report", runs: Sequence["ReportedRun"], data: dict[str, Any]) -> str:
     """The report as the end of a name asks for it."""
-    from compress.checkpoint.ownership import noted
+    from compress.checkpoint.ownership import marked_text
 
     if suffix == ".md":
         from compress.evaluation.report.markdown import as_markdown
 
-        return noted(as_markdown(content))
+        return marked_text(as_markdown(content))
     if suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     if suffix == ".svg":
         from compress.evaluation.report.compose import picture
 
-        return noted(picture(runs))
+        return marked_text(picture(runs))
     from compress.evaluation.report.page import as_html
 
     return as_html(content)

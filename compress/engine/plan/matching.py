@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.base.errors import InputError
 from compress.engine.layer_versions import RoundInput, RoundOutput
-from compress.inference.load.caches import rounded_cache
+from compress.inference.load.caches import cache_hook
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head, token_tables
 from compress.model.patterns import FORMS, check_quick, matches
@@ -116,7 +116,7 @@ def check_untouched(model: nn.Module) -> None:
                 f"{name or 'the model'} rounds for training already (prepare_qat); train and convert() what was "
                 "prepared, or load the model again"
             )
-        if rounded_cache(module) is not None:
+        if cache_hook(module) is not None:
             raise InputError(
                 f"{name} rounds its key-value cache already; give all passes to one run on the original model"
             )

@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.base.errors import InputError
 from compress.checkpoint.read.unplaced_tensors import KeptTensor, matrices
-from compress.checkpoint.write.coverage import Coverage, achieved
+from compress.checkpoint.write.coverage import Coverage, run_coverage
 from compress.engine.plan.matching import Ignored, Matching, check_filters, check_untouched, remarks_on_patterns
 from compress.model.attention import attentions, head_sizes
 from compress.model.layers import (
@@ -406,7 +406,7 @@ def planned_coverage(model: nn.Module, plan: Plan, stored: bool, halved: Collect
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
     reasons = plan.left_alone(model)
     trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
-    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained, plan.beside)
+    return run_coverage(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained, plan.beside)
 
 
 def trains_dense(p: Pass) -> bool:

@@ -1,5 +1,7 @@
-"""Loads a checkpoint by transformers alone, decompressed by compressed-tensors: block by block in the place of its
-decompression of the whole model at the first forward."""
+"""Opens a checkpoint as a person would who has transformers and compressed-tensors, and nothing else.
+
+compressed-tensors decompresses a whole model at its first forward; here it does so block by block.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,19 +13,24 @@ import torch
 from torch import nn
 
 from compress.base.errors import CheckpointError
-from compress.checkpoint.read.pretrained import from_pretrained
+from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.fused import mixed_experts
+from compress.checkpoint.read.pretrained import empty_model, from_pretrained
 from compress.checkpoint.read.source import Source
 from compress.inference.load.block_streaming import Opening
-from compress.inference.load.loading import transformers_alone
+from compress.inference.load.quantizer import transformers_alone
 from compress.model.experts import Experts, SortedExperts
-from compress.model.split_experts import NUMBERED, joins_experts, loading_steps
+from compress.model.layers import transposed_weights
+from compress.model.split_experts import NUMBERED, joins, joins_experts, loading_steps
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+from compress.weights.own_config import is_own
 from compress.weights.scheme import Scheme
 
 # Formats of which transformers 5.23 fails to merge experts.
 UNMERGED = ("int-quantized", "mxfp8-quantized")
 # The attribute that holds compressed-tensors' hook for decompressing a whole model at its first forward.
 WHOLE = "ct_decompress_hook"
+NOT_LOADED = "none"
 
 
 def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
@@ -86,7 +93,7 @@ def initializes_codes(error: CheckpointError) -> bool:
     return isinstance(reason, AttributeError) and reason.name == "weight" and hasattr(reason.obj, "weight_packed")
 
 
-def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:
+def decompress_by_block(model: nn.Module) -> dict[str, Opening]:
     """{layer: opening} for `run_by_block`, which decompresses layers one block at a time. For a model that transformers
     loaded compressed; its hook that decompresses all layers is removed. Empty for a model without that hook."""
     hook: Any = model.__dict__.get(WHOLE)
@@ -96,11 +103,11 @@ def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:
 
     hook.remove()
     delattr(model, WHOLE)
-    return {n: partial(_decompressed, m) for n, m in model.named_modules() if is_module_quantized(m)}
+    return {n: partial(_decompress, m) for n, m in model.named_modules() if is_module_quantized(m)}
 
 
 @contextmanager
-def _decompressed(module: nn.Module) -> Iterator[None]:
+def _decompress(module: nn.Module) -> Iterator[None]:
     """Has compressed-tensors decompress a module for the body, and restores it afterwards."""
     from compressed_tensors.compressors.base import decompress_module
 
@@ -115,3 +122,66 @@ def _decompressed(module: nn.Module) -> Iterator[None]:
         module._parameters.update(parameters)
         module._buffers.update(buffers)
         own.quantization_status = status
+
+
+class NotComparedError(Exception):
+    """The reason why a checkpoint is not compared in transformers."""
+
+
+class UnknownInputsError(NotComparedError):
+    """The reason why nothing can be computed with a model, which transformers may load nevertheless."""
+
+
+class NotLoadedError(NotComparedError):
+    """The reason why transformers does not load a checkpoint, or as something else."""
+
+
+def report_loading(source: Source, why: UnknownInputsError) -> dict[str, str]:
+    """The part of a verification about transformers, of a model with which nothing can be computed here."""
+    said = f"not compared: {why}"
+    if source.quantization is None or is_own(source.quantization) or "model_type" not in source.config:
+        return {"transformers": said}
+    try:
+        return {"transformers": said, "loader": open_by_transformers(source, None)[1]}
+    except (NotLoadedError, CheckpointError) as error:
+        return {"transformers": f"not compared: {error}", "loader": NOT_LOADED}
+
+
+def open_by_transformers(source: Source, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
+    """As `load_with_transformers`. Raises NotLoadedError where that is known not to work; CheckpointError elsewhere."""
+    schemes, empty = {name: layer.scheme for name, layer in stored_in(source).layers.items()}, empty_model(source)
+    if mixed := mixed_experts(schemes):
+        raise NotLoadedError(f"it reads all experts of a block by one scheme, and those of {mixed[0]} have several")
+    if (why := misread_experts(empty, schemes)) is not None:
+        raise NotLoadedError(why)
+    try:
+        return load_with_transformers(source, dtype)
+    except CheckpointError as error:
+        if unknown := _unknown_layers(empty):
+            raise NotLoadedError(f"it cannot load {unknown} of this scheme ({error})") from None
+        if _unknown_mix(source, empty):
+            raise NotLoadedError(f"it cannot load this mix of schemes ({error})") from None
+        if initializes_codes(error):
+            raise NotLoadedError(
+                "it cannot load this: its initialization reads weights that are codes here (with one scheme for all "
+                "layers, dequantize=True avoids that)"
+            ) from None
+        raise
+
+
+def _unknown_mix(source: Source, model: nn.Module) -> bool:
+    """True if transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
+    packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
+    if len((source.quantization or {}).get("config_groups") or ()) < 2:
+        return False
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return any(needs_dequantizing(stored.scheme, name in tables) for name, stored in stored_in(source).layers.items())
+
+
+def _unknown_layers(empty: nn.Module) -> str:
+    """Words for the layers of a model that transformers loads of some families and schemes only."""
+    if any(isinstance(module, Experts) for module in empty.modules()):
+        return "single experts"
+    if transposed_weights(empty):
+        return "a Conv1D"
+    return "a model whose weights it joins or splits while it loads them" if joins(empty) else ""

@@ -43,7 +43,7 @@ def plain(layer: QuantLinear, x: Tensor) -> Tensor:
     return out if outputs is None else outputs.fake_quantize(out)
 
 
-def rounded_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+def round_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(Values of the codes of x, distances) in fp64. distance: between the two candidate values of a tie, an element
     whose code depends on the last places of x; 0 for all others."""
     work = x_MK.to(working_dtype(x_MK))
@@ -69,7 +69,7 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     codes, outputs = layer.rounding("input"), layer.rounding("output")
     slack = layer.slack(exact_MK)
     if codes is not None:
-        exact_MK, apart_MK = rounded_input(codes, x_MK)
+        exact_MK, apart_MK = round_input(codes, x_MK)
         slack = slack + apart_MK @ weight_NK.abs().t()
     truth_MN = exact_MK @ weight_NK.t()
     allowed_MN = reference.tolerance(exact_MK, weight_NK, truth_MN, layer.dtype) + slack
@@ -86,14 +86,14 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
 
 
 @contextmanager
-def dequantized(model: nn.Module) -> Iterator[None]:
+def compute_dense(model: nn.Module) -> Iterator[None]:
     """Makes the model compute as its own twin in the body, with one dense weight in memory at a time."""
     with replaced_forwards({layer: partial(plain, layer) for _, layer in compressed_layers(model)}):
         yield
 
 
 @contextmanager
-def compared(model: nn.Module, sampled: int | None = None) -> Iterator[dict[str, float]]:
+def compare_layers(model: nn.Module, sampled: int | None = None) -> Iterator[dict[str, float]]:
     """Makes the model compute as its own twin in the body. Yields {layer: the largest `error` of its kernel}, on the
     twin's inputs. sampled: the number of tokens of a product that are compared, spread over it; all by default.
 
@@ -104,15 +104,15 @@ def compared(model: nn.Module, sampled: int | None = None) -> Iterator[dict[str,
     worst: dict[str, float] = {}
     with ExitStack() as entered:
         for name, layer in compressed_layers(model):
-            entered.enter_context(watched(worst, name, layer, sampled))
+            entered.enter_context(compare_layer(worst, name, layer, sampled))
         yield worst
 
 
-def watched(
+def compare_layer(
     worst: dict[str, float], name: str, layer: QuantLinear, sampled: int | None = None
 ) -> AbstractContextManager[None]:
     """Makes a layer compute as its own twin in the body, and puts the largest `error` of its kernel in
-    `worst[name]`. sampled: as in `compared`."""
+    `worst[name]`. sampled: as in `compare_layers`."""
 
     def forward(x: Tensor) -> Tensor:
         x_MK, out_MN = (each.reshape(-1, each.shape[-1]) for each in (x, type(layer).forward(layer, x)))

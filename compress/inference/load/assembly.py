@@ -5,7 +5,6 @@ hold nothing (`prepare`) and turn the tensors read into `QuantLinear`s afterward
 copy of a compressed weight: memory holds at most the checkpoint, and one layer in both layouts.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,17 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.base.errors import CheckpointError, first_line
+from compress.base.errors import CheckpointError
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in
 from compress.checkpoint.read.source import Source
-from compress.inference.layers.compressed_layers import compressed_layers, device_of, lay_in_strips
+from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.embedding import TiedLinear, take_over
-from compress.inference.layers.fused import FusedLinear, why_not_fuse
 from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.inference.load.caches import round_cache
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.model.disk_names import places_in
-from compress.model.experts import Expert, Experts
 from compress.model.layers import Layer, is_linear
 from compress.model.split_experts import split_experts
 from compress.model.splitting.split_layers import split_layers
@@ -187,7 +184,7 @@ def finish(
 ) -> None:
     """Convert the layers that were read into layers that compute, one after the other, and make attentions keep codes
     in their caches. device: for the layers (by default where their tensors are). caches: None where the checkpoint has
-    none. unready: leave linear layers with their own codes unconverted, for `made_ready`. Raises CheckpointError."""
+    none. unready: leave linear layers with their own codes unconverted, for `convert_layer`. Raises CheckpointError."""
     tables: dict[str, PackedLinear] = {}
     unread = [(n, m) for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding)]
     # Modules that share a table come after those that hold one.
@@ -222,20 +219,20 @@ def _computing(
     name: str, module: Unread | UnreadEmbedding, parts: Mapping[str, Tensor | None], device: torch.device | None
 ) -> QuantLinear:
     """The layer that computes on the tensors read. Raises CheckpointError, which names the tensor at fault."""
-    found = {part: tensor for part, tensor in parts.items() if tensor is not None}
-    target = next(iter(found.values())).device if device is None else device
-    found = {part: tensor.to(target).reshape(tensor.shape or (1,)) for part, tensor in found.items()}
+    tensors = {part: tensor for part, tensor in parts.items() if tensor is not None}
+    target = next(iter(tensors.values())).device if device is None else device
+    tensors = {part: tensor.to(target).reshape(tensor.shape or (1,)) for part, tensor in tensors.items()}
     try:
-        module.stored.scheme.check(found, *module.stored.shape)
+        module.stored.scheme.check(tensors, *module.stored.shape)
     except CheckpointError as error:
         raise CheckpointError(f"{name}.{error}") from None
     bias = module.bias if isinstance(module, Unread) else None
-    layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias)
+    layer = QuantLinear.from_parts(tensors, module.stored.scheme, module.stored.shape, bias)
     return layer.to(target, module.dtype)
 
 
 @contextmanager
-def made_ready(model: nn.Module, name: str) -> Iterator[QuantLinear]:
+def convert_layer(model: nn.Module, name: str) -> Iterator[QuantLinear]:
     """Converts a layer that `finish` left unconverted for the body; yields the layer that computes."""
     unread = model.get_submodule(name)
     assert isinstance(unread, Unread)
@@ -255,65 +252,3 @@ def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
             if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
                 raise CheckpointError(f"{name}.{held} holds values that are negative or not finite")
         round_cache(attention, scheme)
-
-
-def readers(model: nn.Module) -> list[list[str]]:
-    """Groups of compressed layers (names) that read the same tensor object, in the order of their calls.
-
-    Found by one forward on the model's `dummy_inputs`. Raises any error of a model that does not run on them.
-    """
-    groups: list[list[str]] = []
-    last: list[Tensor] = []
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if last and last[0] is inputs[0]:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-                last[:] = [inputs[0]]
-
-        return hook
-
-    layers = dict(compressed_layers(model))
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
-    device = device_of(model)
-    own: Any = model
-    try:
-        with torch.no_grad():
-            own(**{key: value.to(device) for key, value in own.dummy_inputs.items()})
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [group for group in groups if len(group) > 1]
-
-
-def _readers_of_experts(model: nn.Module) -> list[list[str]]:
-    """The compressed layers that read what an expert does, of every expert: dummy inputs reach a few of them only."""
-    mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-    groups = ([f"{name}.{i}.{leaf}" for leaf in m.leaves[:-1]] for name, m in mixtures for i in m.numbers)
-    compressed = {name for name, _ in compressed_layers(model)}
-    return [names for names in groups if len(names) > 1 and compressed.issuperset(names)]
-
-
-def fuse(model: nn.Module) -> list[str]:
-    """Fuse layers that read one tensor. Returns a line with the reason for each group that cannot be fused."""
-    try:
-        others = (n for n in readers(model) if not isinstance(model.get_submodule(n[0].rpartition(".")[0]), Expert))
-        groups = [*_readers_of_experts(model), *others]
-    except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
-        return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
-    refused = []
-    # A block that is used several times (ALBERT) yields its groups each time.
-    groups = list({tuple(names): names for names in groups}.values())
-    times = Counter(name for names in groups for name in names)
-    for names in groups:
-        layers = [cast(QuantLinear, model.get_submodule(name)) for name in names]
-        if max(times[name] for name in names) > 1:
-            continue  # a layer in several groups, or called twice in a row, cannot be stacked
-        if reasons := why_not_fuse(layers):
-            refused.append(f"{', '.join(names)} are not fused: {'; '.join(reasons)}")
-            continue
-        for name, part in zip(names, FusedLinear.fuse(layers), strict=True):
-            model.set_submodule(name, part)
-    return refused

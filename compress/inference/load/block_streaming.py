@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 def blocks_around(model: nn.Module) -> dict[str, nn.Module]:
     """{module name: the block around it}, not counting the module itself."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
 
     def walk(name: str, module: nn.Module, block: nn.Module | None, listed: bool) -> None:
-        found[name] = block or model
+        blocks[name] = block or model
         inside = block or (module if listed else None)
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child, inside, isinstance(module, nn.ModuleList))
 
     walk("", model, None, False)
-    return found
+    return blocks
 
 
 @contextmanager
-def opened_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterator[None]:
+def open_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterator[None]:
     """Installs hooks for the body that enter the openings of a block's layers while the block runs. openings: {layer:
     function that makes its context}."""
     blocks = blocks_around(model)
@@ -42,14 +42,14 @@ def opened_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterat
         by_block.setdefault(blocks[name], []).append(opening)
     with ExitStack() as undo:
         for block, wanted in by_block.items():
-            held = undo.enter_context(ExitStack())
+            entered = undo.enter_context(ExitStack())
 
-            def enter(*_: Any, held: ExitStack = held, wanted: list[Opening] = wanted) -> None:
+            def enter(*_: Any, entered: ExitStack = entered, wanted: list[Opening] = wanted) -> None:
                 for opening in wanted:
-                    held.enter_context(opening())
+                    entered.enter_context(opening())
 
-            def leave(*_: Any, held: ExitStack = held) -> None:
-                held.close()
+            def leave(*_: Any, entered: ExitStack = entered) -> None:
+                entered.close()
                 give_back()
 
             undo.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
@@ -62,7 +62,7 @@ def run_by_block(model: nn.Module, openings: Mapping[str, Opening], run: Callabl
     if not openings:
         return run()
     try:
-        with opened_by_block(model, openings):
+        with open_by_block(model, openings):
             return run()
     except Exception:  # noqa: BLE001 - an error of the model itself is raised again below
         with ExitStack() as held:

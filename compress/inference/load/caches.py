@@ -57,6 +57,6 @@ def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, 
     return hook, attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def rounded_cache(module: nn.Module) -> RoundCache | None:
+def cache_hook(module: nn.Module) -> RoundCache | None:
     """The hook by which an attention stores its KV cache as codes; None where it has none."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, RoundCache)), None)

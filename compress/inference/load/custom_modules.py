@@ -6,15 +6,16 @@ from torch import Tensor, nn
 from compress.base.errors import CheckpointError
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.inference.layers.compressed_layers import lay_in_strips
-from compress.inference.load.assembly import Unread, UnreadEmbedding, finish, prepare
+from compress.inference.load.assembly import Unread, UnreadEmbedding, prepare
+from compress.inference.load.conversions import Options, convert
 
 
-def load_into(model: nn.Module, source: Source, dtype: torch.dtype | None, target: torch.device) -> nn.Module:
-    """Fill a model of the class and sizes that were compressed, in place: compressed layers run on their codes. dtype:
-    of the arithmetic; None for that of the model's parameters. Raises CheckpointError, which names the tensor, for a
-    checkpoint that does not fit the model; its compressed layers may then be empty."""
-    stored = stored_in(source)
+def load_into(model: nn.Module, source: Source, dtype: torch.dtype | None, options: Options) -> list[str]:
+    """Fill a model of the class and sizes that were compressed, in place: compressed layers run on their codes. Returns
+    remarks. dtype: of the arithmetic; None for that of the model's parameters. Raises CheckpointError, which names the
+    tensor, for a checkpoint that does not fit the model; its compressed layers may then be empty."""
+    stored, target = stored_in(source), options.device
+    assert target is not None
     default = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     prepare(model, source, dtype or default)
     taken = {name for layer in stored.layers.values() for name in layer.parts.values()}
@@ -29,14 +30,14 @@ def load_into(model: nn.Module, source: Source, dtype: torch.dtype | None, targe
             taken.update(names)
     if strange := sorted(set(source.weights) - taken):
         raise CheckpointError(f"{source.path} holds {strange[0]}; {type(model).__name__} has no such tensor")
-    finish(model, target)
-    lay_in_strips(model)
-    return model.to(target)
+    notes = convert(model, None, options)
+    model.to(target)
+    return notes
 
 
 def _own_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """(Every name that it has, tensor) of the tensors of a model that a checkpoint holds dense."""
-    found: dict[object, tuple[list[str], Tensor]] = {}
+    tensors: dict[object, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         held: list[tuple[str, object, Tensor | None]] = [(key, id(p), p) for key, p in module._parameters.items()]
         if not isinstance(module, Unread | UnreadEmbedding):
@@ -44,8 +45,8 @@ def _own_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
             held += [(key, (id(module), key), buffer) for key, buffer in lasting.items()]
         for key, identity, tensor in held:
             if tensor is not None:
-                found.setdefault(identity, ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
-    return list(found.values())
+                tensors.setdefault(identity, ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
+    return list(tensors.values())
 
 
 def _fill(name: str, tensor: Tensor, source: Source, dtype: torch.dtype | None, target: torch.device) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.base.errors import InputError
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import reading, stored_in, weight_of
-from compress.checkpoint.read.names import names_in
-from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
+from compress.checkpoint.read.pretrained import empty_model, from_pretrained, names_in, read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.record import ROUNDED
 from compress.inference.load.block_streaming import Opening
@@ -44,14 +43,14 @@ def load_as_original(source: Source, notes: list[str]) -> nn.Module:
         *(["key-value caches"] if stored.caches is not None else []),
     ]
     notes.append(
-        f"{shown(source.name)} {ROUNDED} ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
+        f"{portable(source.name)} {ROUNDED} ({', '.join(f'{n} layers {kind}' for kind, n in kinds.items())}): "
         "this run begins with the values of its codes, and what it tells of errors is measured against these"
         + (f"; the rounding of {' and '.join(dropped)} is left out" if dropped else "")
     )
     return _load(source, None, {}, rounding=True, caches=False)
 
 
-def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
+def dequantize_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
     """(The model of `load_dequantized`, {layer: opening}): linear layers hold weights only while their opening is
     entered (`run_by_block`). No openings, and all weights loaded, where transformers does not keep the layers as they
     are."""
@@ -63,7 +62,7 @@ def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tu
     for name, layer in layers.items():
         module = found[name]
         assert isinstance(module, nn.Linear)
-        openings[name] = partial(_filled, module, module.weight.dtype, source, layer)
+        openings[name] = partial(_fill, module, module.weight.dtype, source, layer)
         module._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=module.weight.dtype), False)
     return model, openings
 
@@ -93,7 +92,7 @@ def without_weights(
 
 
 @contextmanager
-def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
+def _fill(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
     """Gives a layer its dense weight for the body."""
     empty = module._parameters["weight"]
     module._parameters["weight"] = nn.Parameter(weight_of(source, layer, dtype).dequantize().to(dtype), False)
@@ -112,7 +111,7 @@ def _load(
 ) -> nn.Module:
     """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}. rounding: as in
     `without_weights`. caches: whether they are rounded as the checkpoint says."""
-    layers, held = stored_in(source).layers, stored_in(source).caches
+    layers, stored_caches = stored_in(source).layers, stored_in(source).caches
     active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
     if active and not rounding:
         both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
@@ -133,22 +132,17 @@ def _load(
     tensors = join_experts(empty_model(source), tensors)
     scales = {
         attention: [tensors.pop(name) for name, _ in found.values()]
-        for attention, found in ({} if held is None else held.scales).items()
+        for attention, found in ({} if stored_caches is None else stored_caches.scales).items()
     }
     config.__dict__.pop("quantization_config", None)
     model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
-    for name, block in _rotations(model, source).items():
-        rotate_input(model.get_submodule(name), block)
-    if held is not None and caches:
+    modules, place = dict(model.named_modules()), places_in(model)
+    for name, layer in layers.items():
+        if layer.scheme.rotation is not None:
+            rotate_input(modules[place(modules, name)], layer.scheme.rotation)
+    if stored_caches is not None and caches:
         for name, attention in attentions(model).items():
             if name in scales:
                 hold_scales(attention, scales[name], persistent=False)
-            round_cache(attention, held.scheme)
+            round_cache(attention, stored_caches.scheme)
     return model
-
-
-def _rotations(model: nn.Module, source: Source) -> dict[str, int]:
-    """{layer of the model: the size of the blocks in which it rotates its input}."""
-    modules, place = dict(model.named_modules()), places_in(model)
-    turned = {name: layer.scheme.rotation for name, layer in stored_in(source).layers.items()}
-    return {place(modules, name): block for name, block in turned.items() if block is not None}

@@ -1,13 +1,14 @@
 """Speeds up generation steps on a CPU: attention of one token over the cache, by `kernels/cpu/cpu_attention.h`.
 
 torch's attention reads bfloat16 and float16 several times as slowly as float32 on processors without instructions for
-them, and its cost is that of many queries even for one. transformers looks the attention function of a model up by its
-name (`sdpa`) at every call. Once a model is loaded here, that name has a function that computes generation steps of
-such models, and passes all other calls on to the previous function.
+them, and its cost is that of many queries even for one. transformers looks the attention function of a module up at
+every call, by the name in its configuration. Modules of a model that is loaded here find `OWN` where the model says
+`sdpa`: a function that computes generation steps, and passes all other calls on to that of `sdpa`. The configuration of
+the model, and the functions of other models, stay as they are.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -16,12 +17,12 @@ from transformers import AttentionInterface
 from transformers.generation.configuration_utils import CompileConfig
 
 from compress.base.errors import InputError
-from compress.inference.steps.trace import note_attention, watched
+from compress.inference.steps.trace import is_watched, note_attention
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.build import compilers
 
 SDPA = "sdpa"
-MARK = "compress_attends"
+OWN = "compress_sdpa"
 # Arguments of some models that our loop does not support.
 BESIDE = ("position_bias", "softcap", "cache", "s_aux", "output_attentions")
 # Arguments of `generate` that choose a cache, for which steps are not compiled.
@@ -55,40 +56,49 @@ def generate(network: Any, *given: Any, **asked: Any) -> Any:
     return type(network).generate(network, *given, **asked)
 
 
+class OwnAttention:
+    """The configuration that an attention module sees: the model's, but for the name of the attention function."""
+
+    def __init__(self, config: Any) -> None:
+        self.shared = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shared":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.shared, name)
+
+    @property
+    def _attn_implementation(self) -> Any:
+        asked = self.shared._attn_implementation
+        return OWN if asked == SDPA else asked
+
+
 def attend_here(network: nn.Module) -> None:
     """Make the attention of a model on the CPU use our loop where transformers would use torch's (`sdpa`). The first
     step finds out whether the loop is available."""
+    AttentionInterface.register(OWN, attend)
     for module in network.modules():
-        if "Attention" in type(module).__name__:
-            setattr(module, MARK, True)
-    _answer()
+        asks = getattr(module, "config", None)
+        if "Attention" in type(module).__name__ and hasattr(asks, "_attn_implementation") and not _compares(module):
+            module.__dict__["config"] = OwnAttention(asks)
 
 
-@cache
-def _answer() -> None:
-    before: Attends = AttentionInterface()[SDPA]
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if watched():
-            scale = asked.get("scaling")
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            note_attention(query, scale, {name: asked[name] for name in BESIDE if _given(asked.get(name))})
-        ours = (
-            getattr(module, MARK, False)
-            and not asked.get("dropout")
-            and all(not _given(asked.get(name)) for name in BESIDE)
-            and direct.attends(query, key, value, attention_mask)
-        )
-        if not ours:
-            return before(module, query, key, value, attention_mask, **asked)
-        scale = asked.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return direct.attention(query, key, value, attention_mask, scale), None
-
-    AttentionInterface.register(SDPA, attend)
+def _compares(module: nn.Module) -> bool:
+    """True for a module whose forward itself compares the name of the attention function with `sdpa`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(each == SDPA or (isinstance(each, tuple) and SDPA in each) for each in getattr(code, "co_consts", ()))
 
 
-def _given(word: Any) -> bool:
-    return word is not None and word is not False
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The function of `OWN`."""
+    scale = asked.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    others = {name: word for name in BESIDE if (word := asked.get(name)) is not None and word is not False}
+    if is_watched():
+        note_attention(query, scale, others)
+    if asked.get("dropout") or others or not direct.attends(query, key, value, attention_mask):
+        plain: Attends = AttentionInterface()[SDPA]
+        return plain(module, query, key, value, attention_mask, **asked)
+    return direct.attention(query, key, value, attention_mask, scale), None

@@ -22,8 +22,7 @@ from torch.nn.modules import module as torch_module
 from compress.base.errors import first_line
 from compress.inference.layers.base import OnCodes
 from compress.inference.steps.form import form_of
-from compress.inference.steps.norm_form import EPSILONS
-from compress.inference.steps.parts import AttentionForm, near
+from compress.inference.steps.parts import EPSILONS, AttentionForm, near
 from compress.inference.steps.program import Leave, Planner, StepPlan
 from compress.inference.steps.room import layer_of, slot_in, take
 from compress.inference.steps.trace import HISTORY, TOKENS, NotYetError, Trace, UnknownFormError, trace
@@ -52,14 +51,14 @@ def install(model: nn.Module) -> None:
                 block.forward = MethodType(forward, block)
 
 
-def installed(model: nn.Module) -> Iterator[tuple[str, "BlockSteps"]]:
+def installed_steps(model: nn.Module) -> Iterator[tuple[str, "BlockSteps"]]:
     """(Name, steps) of the blocks of a model that have them."""
     yield from ((n, m.__dict__[STATE]) for n, m in model.named_modules() if STATE in m.__dict__)
 
 
-def left_alone(model: nn.Module) -> list[str]:
+def remarks(model: nn.Module) -> list[str]:
     """Remarks, after steps were generated, on blocks whose own forward ran them; empty where none did."""
-    every = [steps for _, steps in installed(model)]
+    every = [steps for _, steps in installed_steps(model)]
     untried = "they are not called with one tensor and a cache, as blocks of a decoder are"
     reasons = Counter(steps.why_not or untried for steps in every if steps.known is None)
     return [
@@ -127,7 +126,11 @@ class BlockSteps:
             if any(known.hooks):
                 return None
         else:
-            if block.training or any(_hooked(module) for module in block.modules() if module is not block):
+            if block.training or any(
+                module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+                for module in block.modules()
+                if module is not block
+            ):
                 return None
             known = self.learn(block, x, kwargs)
             if known is None:
@@ -171,10 +174,6 @@ def may_step(x: Any) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
     )
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -345,15 +344,15 @@ def _apart(known: KnownBlock, call: StepCall, x: Tensor, cache: Any, mask: Tenso
         x.new_empty(batch, form.key_heads, 1, form.value_size),
     )
     _show(call, keys, values, 0, 0, 1)
-    held: list[Any] = []
+    states: list[Any] = []
 
     def update() -> None:
         every = cache.update(keys, values, known.cache_index)
-        held[:] = [part if part.stride(3) == 1 else part.contiguous() for part in every]
-        count = held[0].shape[2]
-        _show(call, held[0], held[1], 0, 0, count)
+        states[:] = [part if part.stride(3) == 1 else part.contiguous() for part in every]
+        count = states[0].shape[2]
+        _show(call, states[0], states[1], 0, 0, count)
         seen = mask if mask is None or mask.shape[3] == count else mask[..., :count]
-        held.append(_mask(call, seen))
+        states.append(_mask(call, seen))
 
     return _run(known, call, x, update)
 
@@ -366,7 +365,8 @@ def _run(known: KnownBlock, call: StepCall, x: Tensor, update: Any) -> Tensor:
     call.out, call.work = out.data_ptr(), work.data_ptr()
     for part in planned.parts:
         if isinstance(part, Leave):
-            _leave(part, x, work, batch)
+            out_of = part.module(x if part.x.at == steps.IN else _register(part.x, work, batch))
+            _register(part.to, work, batch).copy_(out_of[0] if isinstance(out_of, tuple) else out_of)
             continue
         first, stop = part
         if update is not None and first <= planned.kept < stop:
@@ -375,13 +375,6 @@ def _run(known: KnownBlock, call: StepCall, x: Tensor, update: Any) -> Tensor:
             first = planned.kept + 1
         program.run(call, first, stop)
     return out
-
-
-def _leave(part: Leave, x: Tensor, work: Tensor, batch: int) -> None:
-    """Call a module on a register."""
-    given = x if part.x.at == steps.IN else _register(part.x, work, batch)
-    found = part.module(given)
-    _register(part.to, work, batch).copy_(found[0] if isinstance(found, tuple) else found)
 
 
 def _register(of: Operand, work: Tensor, batch: int) -> Tensor:

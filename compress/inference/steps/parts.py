@@ -1,10 +1,12 @@
-"""The parts of a block's form, and how results of a trial are compared."""
+"""The parts of a block's form: how results of a trial are compared, and which norm a module computes."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from compress.inference.layers.base import OnCodes
 from compress.inference.steps.trace import Called
@@ -12,6 +14,9 @@ from compress.kernels.cpu.steps import Activation, Norm
 
 # Relative errors up to which two results are the same.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# Inputs of a norm so small that its epsilon tells.
+SMALL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -115,3 +120,62 @@ def same(a: Tensor, b: Tensor) -> bool:
 def multiplies(called: Called) -> bool:
     """True for the call of a layer that multiplies by a matrix."""
     return isinstance(called.module, OnCodes | nn.Linear)
+
+
+def normalize(variant: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """A norm over the last dimension, by torch."""
+    if variant == Norm.LAYER:
+        return layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if weight is None:
+        return wide.to(x.dtype)
+    if variant == Norm.RMS:
+        return weight * wide.to(x.dtype)
+    return (wide * (weight.float() + (variant == Norm.RMS_PLUS_ONE))).to(x.dtype)
+
+
+def fit_norm(called: Called) -> NormForm | None:
+    """The norm that a module computes; None for a module that computes none."""
+    module, x = called.module, called.x
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    size = x.shape[-1]
+    epsilons = {value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)}
+    if not epsilons or any(part is not None and part.shape != (size,) for part in (weight, bias)):
+        return None
+    small = x * SMALL
+    try:
+        expected = module.forward(small)
+    except Exception:  # noqa: BLE001 - any module may be tried here
+        return None
+    fits = []
+    for epsilon in epsilons:
+        for variant in Norm:
+            if variant != Norm.LAYER and bias is not None:
+                continue
+            errors = [
+                error(normalize(variant, given, weight, bias, epsilon), wanted)
+                for given, wanted in ((x, called.out), (small, expected))
+            ]
+            fits.append((max(errors), NormForm(module, variant, epsilon, size)))
+    least, best = min(fits, key=lambda pair: pair[0], default=(float("inf"), None))
+    return best if least <= TOLERANCE[x.dtype] else None
+
+
+def norms_of(calls: Sequence[Called], x: Tensor) -> Iterator[tuple[NormForm, Tensor]]:
+    """Norms among these calls that were given x, with what they returned."""
+    for called in calls:
+        if not multiplies(called) and same(called.x, x):
+            fitted = fit_norm(called)
+            if fitted is not None:
+                yield fitted, called.out
+
+
+def itself_and_norms(calls: Sequence[Called], x: Tensor) -> list[tuple[NormForm | None, Tensor]]:
+    """x itself, and what norms made of it."""
+    return [(None, x), *norms_of(calls, x)]
+
+
+def addend(calls: Sequence[Called], out: Tensor) -> tuple[NormForm | None, Tensor]:
+    """(The norm of a half's result, if there is one, what is added to the residual stream)."""
+    return next(norms_of(calls, out), (None, out))

@@ -42,7 +42,7 @@ def weight_of(module: nn.Module) -> LoopWeight | None:
     return weight if weight is not None and takes(weight) else None
 
 
-def multiplied_by(module: nn.Module) -> tuple[nn.Module, int]:
+def multiplier(module: nn.Module) -> tuple[nn.Module, int]:
     """(The layer that multiplies for this one, the first column of its result that is this one's)."""
     return (module.whole, module.rows.start) if isinstance(module, FusedLinear) else (module, 0)
 
@@ -93,19 +93,19 @@ class Planner:
 
     def products(self, modules: tuple[nn.Module, ...], x: Operand, widths: dict[nn.Module, int]) -> dict[Any, Operand]:
         """{module: the register of its result, from its first column on}."""
-        made: dict[nn.Module, Operand] = {}
-        found = {}
+        registers: dict[nn.Module, Operand] = {}
+        outs = {}
         for module in modules:
-            layer, start = multiplied_by(module)
+            layer, start = multiplier(module)
             weight = weight_of(layer)
             if weight is None:
                 layer, start = module, 0
-            if layer not in made:
+            if layer not in registers:
                 out_features = getattr(layer, "out_features", None) or widths[module]
-                made[layer] = self.program.register(out_features)
-                self.multiply(layer, weight, x, made[layer])
-            found[module] = made[layer].columns(start)
-        return found
+                registers[layer] = self.program.register(out_features)
+                self.multiply(layer, weight, x, registers[layer])
+            outs[module] = registers[layer].columns(start)
+        return outs
 
     def multiply(self, layer: nn.Module, weight: LoopWeight | None, x: Operand, to: Operand) -> None:
         """A product by a loop, or by the layer itself."""

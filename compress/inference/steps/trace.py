@@ -49,7 +49,7 @@ def watching() -> Iterator[Watch]:
             _now = None
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """True while a block is tried."""
     return _now is not None
 
@@ -120,20 +120,21 @@ class TrialCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Keys and values, behind random ones."""
         self.added.append((key_states.clone(), value_states.clone(), layer_idx))
-        keys, values = (torch.cat([_history(x), x], 2).contiguous() for x in (key_states, value_states))
+        keys, values = (self.behind_random(x) for x in (key_states, value_states))
         self.held = keys, values
         return keys, values
+
+    @staticmethod
+    def behind_random(x: Tensor) -> Tensor:
+        random = torch.randn(x.shape[0], x.shape[1], HISTORY, x.shape[3])
+        return torch.cat([random.to(x.dtype), x], 2).contiguous()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this one, for a block that asks for them itself."""
         return FAR
 
 
-def _history(x: Tensor) -> Tensor:
-    return torch.randn(x.shape[0], x.shape[1], HISTORY, x.shape[3]).to(x.dtype)
-
-
-def turned(part: Tensor, other: Tensor, doubled: Tensor) -> Tensor:
+def turn(part: Tensor, other: Tensor, doubled: Tensor) -> Tensor:
     """Cosines or sines for TOKENS sequences: as given, and of the doubled angle."""
     return torch.cat([part[:1], doubled[:1].to(part.dtype), *([part[:1]] * (TOKENS - 2))])
 
@@ -155,15 +156,15 @@ def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, An
     cache = TrialCache()
     mask = torch.rand(TOKENS, 1, 1, HISTORY + 1) < 0.7
     mask[..., -1] = True
-    given = {**kwargs, "past_key_values": cache, "attention_mask": mask}
+    arguments = {**kwargs, "past_key_values": cache, "attention_mask": mask}
     cos = sin = None
     if (rotary := kwargs.get("position_embeddings")) is not None:
         cos, sin = rotary
         if not bool(sin.any()):
             raise NotYetError("positions from 1 on tell how queries are rotated")
-        cos, sin = turned(cos, sin, 2 * cos.float() ** 2 - 1), turned(sin, cos, 2 * sin.float() * cos.float())
-        given["position_embeddings"] = (cos, sin)
-    given |= _far_away(kwargs)
+        cos, sin = turn(cos, sin, 2 * cos.float() ** 2 - 1), turn(sin, cos, 2 * sin.float() * cos.float())
+        arguments["position_embeddings"] = (cos, sin)
+    arguments |= _far_away(kwargs)
     seen: list[Called] = []
     handles = []
     with watching() as watch:
@@ -183,7 +184,7 @@ def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, An
             if module is not block and module not in inside:
                 handles.append(module.register_forward_hook(note, with_kwargs=True))
         try:
-            out = type(block).forward(block, x, **given)
+            out = type(block).forward(block, x, **arguments)
         except Exception as error:  # noqa: BLE001 - a foreign block may refuse a trial in any way
             raise UnknownFormError(f"it does not run on a trial ({error})") from None
         finally:

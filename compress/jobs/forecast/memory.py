@@ -30,7 +30,7 @@ from torch import nn
 from compress.base.memory import anonymous_bytes, available_bytes
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import Source
-from compress.checkpoint.write.block_file import PIECE
+from compress.checkpoint.write.shards import PIECE
 from compress.engine.plan.batches import tokens_of
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.forward import REPEATED_SITES

@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.checkpoint.portable_names import shown
+from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.pretrained import tokenizer_of
 from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation
@@ -149,7 +149,7 @@ class FitRequest:
     def name(self) -> str:
         """The model's, as a person calls it."""
         assert self.found.source is not None
-        return shown(self.found.source.name)
+        return portable(self.found.source.name)
 
     def plan(self, passes: Pass | Sequence[Pass], samples: int | None = None, length: int | None = None) -> Forecast:
         """The forecast of a run of these passes on the model. samples, length: as in `compress.plan`."""
@@ -181,5 +181,5 @@ class FitRequest:
                 "more, or --text TEXT"
             )
         rest = replace(asked, calibration=tokens.ids[:-count], samples=None, length=None, bos=None)
-        source = f"{shown(tokens.source)}, held out"
+        source = f"{portable(tokens.source)}, held out"
         return FitData(rest, calibration_data(rest, self.found, "fit"), tokens.ids[-count:], source)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import compress
-from compress.inference.steps.block import STATE, installed
+from compress.inference.steps.block import STATE, installed_steps
 from compress.recipes.studies.figures import tell_times
 
 PROMPT, SAME = 32, 16  # tokens read before, and steps that are compared
@@ -108,7 +108,7 @@ def measure(out: Path, dtype: torch.dtype, batch: int, rounds: int, each: int) -
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=generator)
     error = errors(model, compress.load(out, torch.float32).eval(), prompt)
-    known = [steps.why_not for _, steps in installed(model) if steps.known is None]
+    known = [steps.why_not for _, steps in installed_steps(model) if steps.known is None]
     assert not known, known
     room = PROMPT + (rounds + 2) * each
     with by_modules(model):

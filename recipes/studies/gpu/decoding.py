@@ -26,7 +26,7 @@ from compress.checkpoint.files import write_json
 from compress.evaluation.provenance import origin
 from compress.evaluation.speed import decoder
 from compress.evaluation.speed.generation import GenerationTimer
-from compress.inference.load.assembly import fuse
+from compress.inference.load.conversions import fuse
 from compress.kernels import workspace
 from compress.recipes.studies.figures import asked as command_of
 

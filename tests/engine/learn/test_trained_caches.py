@@ -8,7 +8,7 @@ from combinations import every
 from models import strong, tokens
 
 import compress
-from compress.inference.load.caches import rounded_cache
+from compress.inference.load.caches import cache_hook
 from compress.model.attention import attentions
 
 DATA = {"calibration": tokens(8), "batch_size": 4}
@@ -46,7 +46,7 @@ def test_a_loop_of_ones_own_sees_what_the_cache_will_hold(tmp_path_factory, case
     torch.testing.assert_close(logits(compress.load(output)), seen, rtol=1e-4, atol=1e-4)
     assert [name for name in model.state_dict() if not name.endswith("_scale")] == names
     hooks = [h for a in attentions(model).values() for h in a._forward_pre_hooks.values()]
-    assert len(hooks) == len([a for a in attentions(model).values() if rounded_cache(a)]) == 2
+    assert len(hooks) == len([a for a in attentions(model).values() if cache_hook(a)]) == 2
 
 
 @pytest.mark.parametrize("per", ["token", "head"])

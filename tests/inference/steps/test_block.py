@@ -126,6 +126,6 @@ def test_a_block_whose_step_differs_is_left_alone(model, monkeypatch):
     monkeypatch.setattr(blocks.Planner, "sum", lambda self, names: self.terms.update(s=self.x))
     assert_same_answers(model, unfused(model))
     assert known(model) == 0
-    assert {s.why_not for _, s in blocks.installed(model)} == {
+    assert {s.why_not for _, s in blocks.installed_steps(model)} == {
         "a step in one call gives other result than its own forward"
     }

@@ -5,7 +5,7 @@ import torch
 from stepping import answer, assert_same_answers, known, reasons, stepping, unfused
 
 import compress
-from compress.inference.steps.block import installed, left_alone
+from compress.inference.steps.block import installed_steps, remarks
 from compress.inference.steps.program import Leave
 
 
@@ -18,7 +18,7 @@ def test_a_known_block_says_what_its_own_forward_says(kind, tmp_path):
     plain = unfused(model)
     assert_same_answers(model, plain)
     assert known(model) == 2, reasons(model)
-    assert left_alone(model) == []
+    assert remarks(model) == []
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "olmo_clipped", "cohere", "opt", "gpt2"])
@@ -27,7 +27,7 @@ def test_a_block_of_another_form_is_left_alone_with_a_reason(kind, tmp_path):
     assert_same_answers(model, unfused(model))
     assert known(model) == 0
     assert kind == "gpt2" or reasons(model)  # GPT-2 calls its blocks in a way that is not tried
-    (remark,) = left_alone(model)
+    (remark,) = remarks(model)
     assert remark.startswith("steps of 2 of 2 blocks are run by their own modules")
 
 
@@ -56,7 +56,7 @@ def test_layers_without_a_loop_are_called_in_their_places(what, left, tmp_path):
         assert reasons(model) == {"no loop multiplies by its weights"}
         return
     assert known(model) == 2, reasons(model)
-    for _, steps in installed(model):
+    for _, steps in installed_steps(model):
         assert sum(isinstance(part, Leave) for part in steps.known.planned.parts) == left
 
 

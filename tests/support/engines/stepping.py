@@ -8,7 +8,7 @@ from models import FAMILIES, GATED, strong, tokens
 from torch import nn
 
 import compress
-from compress.inference.steps.block import STATE, installed
+from compress.inference.steps.block import STATE, installed_steps
 
 NEW = 12
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.04}  # of logits, relative to the largest
@@ -52,12 +52,12 @@ def unfused(model: nn.Module) -> nn.Module:
 
 def known(model: nn.Module) -> int:
     """Blocks whose steps run in one call."""
-    return sum(steps.known is not None for _, steps in installed(model))
+    return sum(steps.known is not None for _, steps in installed_steps(model))
 
 
 def reasons(model: nn.Module) -> set[str]:
     """Why blocks are left to their own forwards."""
-    return {steps.why_not for _, steps in installed(model) if steps.why_not}
+    return {steps.why_not for _, steps in installed_steps(model) if steps.why_not}
 
 
 def answer(model: nn.Module, **asked):
