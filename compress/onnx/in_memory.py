@@ -2,8 +2,8 @@
 
     quantize(model, ..., keep_codes=True) -> its modules and their codes -> layers of a graph -> OUT, read back
 
-Every layer that was rounded keeps its codes: linear ones as checkpoints have them (`graph.graph_layer`), convolutions
-as `layers` says. Tensors between convolutions stay in integers where they can (`graph_edits`).
+Every layer that was rounded keeps its codes: linear ones as checkpoints have them (`graph_layer`), convolutions as
+`layers` says. Tensors between convolutions stay in integers where they can (`graph_edits`).
 """
 
 import copy
@@ -32,8 +32,16 @@ from compress.jobs.job import Result
 from compress.model.calls import evaluating
 from compress.model.convolution import is_convolution
 from compress.model.online_rotation import input_rotation
-from compress.onnx.exporters import GRAPH, REFERENCE, TENSORS, ExactGraph, MatMulNBitsGraph, PortableGraph
-from compress.onnx.graph import Form, graph_layer
+from compress.onnx.exporters import (
+    GRAPH,
+    REFERENCE,
+    TENSORS,
+    ExactGraph,
+    Form,
+    MatMulNBitsGraph,
+    PortableGraph,
+    graph_layer,
+)
 from compress.onnx.graph_edits import keep_integers, narrow_tables
 from compress.onnx.layers import GraphConvolution, GraphLayer, RoundedInGraph, why_not_convolution
 from compress.onnx.readback import EXPECTED, input_name, jitter, missing, value_sum

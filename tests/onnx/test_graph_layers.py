@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.base.errors import CompressError
-from compress.onnx.graph import Form, graph_layer
+from compress.onnx.exporters import Form, graph_layer
 from compress.onnx.graph_edits import in_16_bits, narrow_tables
 from compress.onnx.layers import GraphLayer
 from compress.onnx.onnxruntime_weights import layer_weights, session

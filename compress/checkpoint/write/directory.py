@@ -30,8 +30,8 @@ from typing import IO, Any
 from compress.base.collectives import Comm
 from compress.base.errors import CheckpointError, InputError, RankLostError, WriteError
 from compress.base.regular_files import LOOP, special
-from compress.checkpoint.files import INDEX, RECORD, read_json
-from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, holds, strangers_in
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.leftovers import BLOCKS, EXPECTED, MODEL, TRAINING, clear, holds, strangers_in
 from compress.checkpoint.portable_names import command
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.write.journal import PROGRESS, Journal
@@ -281,13 +281,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 def own_files(directory: Path) -> list[str]:
     """The files of a run's output, without its record."""
-    names: list[str] | None = read_record(directory).get("files")
-    if names is not None:
-        return names
-    index = directory / INDEX  # records of earlier versions do not name the files
-    weights = read_json(index)["weight_map"].values() if index.exists() else ()
-    known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
-    return [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
+    return [*read_record(directory).get("files", ())]
 
 
 def stranger_in(directory: Path) -> Path | None:
