@@ -237,17 +237,15 @@ class TableLinear(QuantLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.lookup is None:
             return nn.functional.linear(self._own(x), self.dequantize(), self.bias)
-        *weight, lookup = self._held()
-        return words_linear(self._own(x), *weight, False, lookup, self.signed)
+        # Read from `_buffers`, as in `PackedLinear.held`.
+        buffers: Any = self._buffers
+        x = x if x.dtype is self._dtype else self._own(x)
+        how = (self._parameters["bias"], NARROW, self.group_size, None, False, self.lookup, self.signed)
+        return words_linear(x, buffers["words"], buffers["scale"], None, *how)
 
     def step_weight(self) -> LoopWeight | None:
-        held = LoopWeight(*self._held())
+        held = LoopWeight(self.words, self.scale, None, self.bias, NARROW, self.group_size, None, self.lookup)
         return held if self.lookup is not None and direct.takes(held, self.in_features) else None
-
-    def _held(self) -> tuple[Any, ...]:
-        # Read from `_buffers`, as in `PackedLinear.held`.
-        buffers, sizes = cast(Any, self._buffers), (NARROW, self.group_size, None, self.lookup)
-        return buffers["words"], buffers["scale"], None, self._parameters["bias"], *sizes
 
     def values(self) -> Tensor:
         return self.format.read(self.parts(self.whole()), self.out_features, self.in_features).dequantize()
