@@ -464,10 +464,10 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
 @pytest.mark.parametrize(
     "problem",
     [
-        tune.Problem("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
-        tune.Problem("int8_activation", 2, 32, 256, 4, 128, zero=True, dtype=torch.float16),
-        tune.Problem("w8a8", 3, 40, 256, 8, -1, zero=True, dtype=torch.float32),
-        tune.Problem("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
+        tune.TunedProduct("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
+        tune.TunedProduct("int8_activation", 2, 32, 256, 4, 128, zero=True, dtype=torch.float16),
+        tune.TunedProduct("w8a8", 3, 40, 256, 8, -1, zero=True, dtype=torch.float32),
+        tune.TunedProduct("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
     ],
 )
 def test_tuning_verifies_what_it_times(problem, monkeypatch):
@@ -491,7 +491,7 @@ def test_tuning_verifies_what_it_times(problem, monkeypatch):
 
 def test_tuning_dequantizes_too(monkeypatch):
     monkeypatch.setattr(tune.products, "CACHE_BYTES", 1)
-    problem = tune.Problem("weight_only", 64, 16, 128, 4, 32, dtype=torch.float16)
+    problem = tune.TunedProduct("weight_only", 64, 16, 128, 4, 32, dtype=torch.float16)
     operands = tune.TuningOperands(problem, torch.device("cpu"))
     calls, reason = tune.checked(operands, "dequantize")
     assert (len(calls), reason) == (operands.copies, "")
