@@ -266,7 +266,7 @@ def test_only_main_imports_the_command_line() -> None:
 
 
 def test_passes_know_neither_pipeline_nor_files() -> None:
-    forbidden = {"run", "checkpoint", "runtime", "data", "api", "search", "cli"}
+    forbidden = {"engine", "checkpoint", "inference", "data", "jobs", "search", "cli"}
     for name in NAMES:
         if name.startswith("compress.passes"):
             assert not {t for t in inside(name) if t.split(".")[1:2] and t.split(".")[1] in forbidden | {""}}, name
