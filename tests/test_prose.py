@@ -31,3 +31,31 @@ def test_no_docstring_is_a_noun_clause() -> None:
         if CLAUSE.match(text)
     ]
     assert not found, "\n".join(["say what it returns or does, noun or verb first:", *found])
+
+
+# Participles that say nothing of what a variable holds, where it lives longer than a glance.
+VAGUE = {"found", "made", "given", "said", "told"}
+GLANCE = 5  # lines
+
+
+def vague_locals(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of the vague variables that a function assigns and uses over more than a few lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            uses = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in VAGUE]
+            for name in {each.id for each in uses if isinstance(each.ctx, ast.Store)}:
+                lines = [each.lineno for each in uses if each.id == name]
+                if max(lines) - min(lines) > GLANCE:
+                    yield min(lines), name
+
+
+def test_a_variable_that_lives_long_says_what_it_holds() -> None:
+    """Kernels for GPUs aside: a change of their text makes their measurements old."""
+    vague = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in FOLDERS[:-1]
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "triton" not in path.parts
+        for line, name in vague_locals(path)
+    ]
+    assert not vague, "\n".join(["name it by what it holds:", *vague])

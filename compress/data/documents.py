@@ -281,16 +281,16 @@ def _load(path: Path) -> Any:
         with zipfile.ZipFile(path) as file:
             if sum(each.file_size for each in file.infolist()) > size:
                 raise InputError(f"{path} is compressed; write it with torch.save")
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    content = torch.load(path, map_location="cpu", weights_only=True)
     held = 0
-    for tensor in _tensors(found):
+    for tensor in _tensors(content):
         held += tensor.nbytes if tensor.layout is torch.strided else 0
         if held > SPARE_BYTES + MOST_EXPANDED * size:
             raise InputError(
                 f"{path} holds tensors of {held / 1e6:,.0f} MB and more that share values; save what contiguous() "
                 "returns"
             )
-    return found
+    return content
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

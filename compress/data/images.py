@@ -55,27 +55,27 @@ def _of_folder(folder: Path) -> list[Sample]:
     """The images in a folder and the folders in it, in the order of their paths."""
     paths = sorted(path for level in LEVELS for path in folder.glob(level) if path.suffix.lower() in IMAGES)
     texts = _metadata(folder / METADATA) if paths and (folder / METADATA).is_file() else {}
-    found = []
+    samples = []
     for path in paths:
         beside = path.with_suffix(".txt")
         text = texts.get(str(path.relative_to(folder)), "")
         if not text and beside.is_file():
             _, words = read_documents(str(beside), "calibration").rows[0]
             text = str(words).strip()
-        found.append(Sample(str(path), str(path), text))
-    return found
+        samples.append(Sample(str(path), str(path), text))
+    return samples
 
 
 def _metadata(path: Path) -> dict[str, str]:
     """{image: its text} of the file that image folders of `datasets` have."""
-    found = {}
+    texts = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             row = json_line(line, f"{path} line {number}")
             if not isinstance(row, Mapping) or not isinstance(row.get("file_name"), str):
                 raise InputError(f"{path} line {number} has no string field 'file_name'")
-            found[row["file_name"]] = str(row.get("text") or "")
-    return found
+            texts[row["file_name"]] = str(row.get("text") or "")
+    return texts
 
 
 def _shows(row: str | Mapping[str, Any], where: str) -> bool:
@@ -91,7 +91,7 @@ def _image_parts(row: Mapping[str, Any], where: str) -> Iterator[Mapping[str, An
 
 def _of_rows(documents: Documents, folder: Path) -> list[Sample]:
     """The conversations of a file, those without an image among them."""
-    found = []
+    samples = []
     for where, row in documents.rows:
         if isinstance(row, str):
             raise InputError(
@@ -107,8 +107,8 @@ def _of_rows(documents: Documents, folder: Path) -> list[Sample]:
             raise InputError(f"{where} has more 'images' than its messages have parts of the type 'image'")
         for message in messages:  # templates expect an image without its place
             message["content"] = [{"type": "image"} if p.get("type") == "image" else p for p in message["content"]]
-        found.append(Sample(where, messages=tuple(messages), images=tuple(places)))
-    return found
+        samples.append(Sample(where, messages=tuple(messages), images=tuple(places)))
+    return samples
 
 
 def _uniform(message: Message) -> Message:

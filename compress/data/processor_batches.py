@@ -91,18 +91,18 @@ def _inputs(sample: Sample, processor: Any, text: str | None) -> dict[str, Any]:
     for a model that reads images alone."""
     places = sample.images if sample.image is None else (sample.image,)
     images = [read_image(place, sample.where) for place in places]
-    given: dict[str, Any] = {"images": images} if images else {}
+    arguments: dict[str, Any] = {"images": images} if images else {}
     if text is not None:
-        given["text"] = [text]
+        arguments["text"] = [text]
         bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
         if bos and text.startswith(bos):
-            given["add_special_tokens"] = False
+            arguments["add_special_tokens"] = False
     elif not images:
         raise InputError(f"{sample.where} shows no image, and the model reads images alone; leave it out")
     elif hasattr(processor, "tokenizer"):
         processor = processor.image_processor
     try:
-        return dict(processor(**given, return_tensors="pt"))
+        return dict(processor(**arguments, return_tensors="pt"))
     except Exception as error:  # noqa: BLE001 - whatever a processor finds wrong
         raise InputError(f"{sample.where}: the model's processor makes no inputs of it: {first_line(error)}") from None
 

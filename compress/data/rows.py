@@ -33,17 +33,17 @@ def row_of(record: Any) -> tuple[str, Row] | None:
         return "", record
     if not isinstance(record, Mapping):
         return None
-    given = {name: value for name, value in record.items() if value is not None and value != ""}
-    if isinstance(given.get("text"), str):
-        return "text", given["text"]
-    if (chat := next((name for name in CHATS if isinstance(given.get(name), list)), None)) is not None:
+    fields = {name: value for name, value in record.items() if value is not None and value != ""}
+    if isinstance(fields.get("text"), str):
+        return "text", fields["text"]
+    if (chat := next((name for name in CHATS if isinstance(fields.get(name), list)), None)) is not None:
         return chat, record
     for names, between in JOINED.items():
-        parts = [given[name] for name in names if name in given]
+        parts = [fields[name] for name in names if name in fields]
         if names[0] in record and names[-1] in record and parts:
             return _joined(names, parts, between, record)
     known = [name for name in record if name in ("text", *COLUMNS)]
-    return ("", "") if known and not any(name in given for name in known) else None
+    return ("", "") if known and not any(name in fields for name in known) else None
 
 
 def _joined(

@@ -100,19 +100,19 @@ def load_tokens(
             )
         if bos is not None:
             raise InputError(f"{name} has its tokens already, to which bos {bos!r} does not apply; give text")
-        found = Tokens(ids[:samples], name)
+        tokens = Tokens(ids[:samples], name)
     else:
         wanted = length or default_length(config)
         loaded = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer()
-        found = _of_text(source, loaded, what, wanted, samples, vocabulary, packing, bos)
-    notes = found.notes
-    if samples is not None and len(found.ids) < samples:
+        tokens = _of_text(source, loaded, what, wanted, samples, vocabulary, packing, bos)
+    notes = tokens.notes
+    if samples is not None and len(tokens.ids) < samples:
         notes += (
-            f"{what} text {found.source!r} gives {len(found.ids)} samples of {found.ids.shape[1]} tokens, fewer than "
-            f"the {samples} asked for",
+            f"{what} text {tokens.source!r} gives {len(tokens.ids)} samples of {tokens.ids.shape[1]} tokens, fewer "
+            f"than the {samples} asked for",
         )
-    check_context(found.source, found.ids.shape[1], config)
-    return replace(found, notes=notes)
+    check_context(tokens.source, tokens.ids.shape[1], config)
+    return replace(tokens, notes=notes)
 
 
 def _of_text(

@@ -131,13 +131,13 @@ class Local:
         """Working copies of the block's parameters, without those of the `excluded` modules inside it."""
         keep = self.keep and excluded is None if keep is None else keep
         named = _parameters(block, excluded or set())
-        kept: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
             opened = Opened(block, home, {name: self.stores[p] for name, p in named.items() if p in self.stores})
             yield opened
             if keep:
-                kept = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
-        for name, value in kept.items():
+                copies = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
+        for name, value in copies.items():
             named[name].data = value
 
 

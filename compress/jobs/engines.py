@@ -168,14 +168,14 @@ def check_engine(name: str, passes: Sequence[Pass]) -> None:
 
 def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     """The reason why an engine does not run what a pass writes, a whole line; None where it does."""
-    given = vars(each)
+    options = vars(each)
     if each.name == "kv-cache" and engine.to is not None:
         return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
     if (cache := each.cache_scheme) is not None and cache.narrow:
         return f"{name} reads no key-value cache of {cache.number}; give --kv-cache int8 or fp8, or leave --for out"
-    if each.name == "rotate" and given.get("online"):
+    if each.name == "rotate" and options.get("online"):
         return f"{name} rotates no inputs as it runs; leave online out of rotate, or leave --for out"
-    if given.get("input_range", "minmax") != "minmax":
+    if options.get("input_range", "minmax") != "minmax":
         return f"{name} searches no ranges of inputs; drop input_range, or leave --for out"
     if each.name == "embeddings":
         return None if engine.tables else f"--for {name} holds no compressed embedding; drop --embeddings"
@@ -185,7 +185,7 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     if stored is not None and any(isinstance(term, SparseRows) for term in stored.terms):
         return f"{name} runs no codes with exact outliers beside them; drop outliers, or leave --for out"
     if each.name in engine.methods:
-        return _why_not_own(name, engine.methods[each.name], each.name, given)
+        return _why_not_own(name, engine.methods[each.name], each.name, options)
     codes, scheme = None if stored is None else stored.codes, getattr(each, "scheme", None)
     plain = codes is not None and (codes.layout is not None or isinstance(codes, LevelCodes))
     if not plain and (scheme is None or scheme in SCHEMES):

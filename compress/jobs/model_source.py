@@ -126,14 +126,14 @@ class OpenedModel:
 
 def fingerprint_of(source: Source, comm: Comm) -> str:
     """The fingerprint of a model's files, which the first rank reads for all. A collective."""
-    found, problem = "", None
+    digest, problem = "", None
     if comm.rank == 0:
         try:
-            found = source.fingerprint()
+            digest = source.fingerprint()
         except CompressError as error:
             problem = str(error)
     comm.fail_together(problem)
-    return str(comm.gather_objects(found)[0])
+    return str(comm.gather_objects(digest)[0])
 
 
 def find_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> FoundModel:
@@ -153,12 +153,12 @@ def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Open
     """Read the model, where it is not in memory; a compressed one as the values of its codes. dtype: to work in, None
     for the usual one. Raises InputError for a damaged model, and for one in memory that computes on codes."""
     notes: list[str] = []
-    kept: Mapping[str, KeptTensor] = {}
+    extra_tensors: Mapping[str, KeptTensor] = {}
     if found.source is not None:
         quantized = found.source.quantization is not None
         model = load_as_original(found.source, notes) if quantized else load_dense(found.source, notes=notes)
         split_experts(model)
-        kept = beside(found.source)
+        extra_tensors = beside(found.source)
         if made := recomputed_names(found.source):
             notes.append(
                 f"not written: {tensor_count(len(made))} like {made[0]}, which {type(model).__name__} computes itself"
@@ -170,7 +170,9 @@ def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Open
     check_finite(model, comm, partial(_why_not_finite, found.source, model))
     before = bytes_before(found.source, model)
     device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    return OpenedModel(found.source, model, device, compute_dtype(model, device, dtype), before, notes, beside=kept)
+    return OpenedModel(
+        found.source, model, device, compute_dtype(model, device, dtype), before, notes, beside=extra_tensors
+    )
 
 
 def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:

@@ -39,7 +39,7 @@ def on_codes(result: Result) -> nn.Module:
 def _layers_on_codes(model: nn.Module, coded: Mapping[str, Decision]) -> dict[str, QuantLinear]:
     """{layer: the layer on its codes}. Raises InputError for one that has none."""
     modules = dict(model.named_modules())
-    made: dict[str, QuantLinear] = {}
+    layers: dict[str, QuantLinear] = {}
     for name, decision in coded.items():
         module = modules.get(name)
         table = isinstance(module, nn.Embedding)
@@ -55,8 +55,8 @@ def _layers_on_codes(model: nn.Module, coded: Mapping[str, Decision]) -> dict[st
         found = QuantLinear.from_parts(parts, scheme, layer.shape, bias)
         if table and not isinstance(found, PackedLinear):
             raise InputError(f"{name} is an embedding with {scheme}, which cannot be looked up; ignore it")
-        made[name] = found.to(layer.parameter.device, layer.parameter.dtype).train(module.training)
-    return made
+        layers[name] = found.to(layer.parameter.device, layer.parameter.dtype).train(module.training)
+    return layers
 
 
 def _put(model: nn.Module, name: str, layer: QuantLinear) -> None:

@@ -115,16 +115,16 @@ def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block
     """The passes matched with layers, all of which can work. Raises InputError otherwise. one_block: even where it was
     not asked for."""
     model = opened.model
-    found = request.match(model, one_block)
-    found = replace(found, earlier=opened.earlier(request.drop_zeros), beside=opened.kept)
-    check_plan(found, found.earlier)
+    matched_plan = request.match(model, one_block)
+    matched_plan = replace(matched_plan, earlier=opened.earlier(request.drop_zeros), beside=opened.kept)
+    check_plan(matched_plan, matched_plan.earlier)
     check_batches(model, data.batches)
-    for p in found.passes:
+    for p in matched_plan.passes:
         if p.stage(Gradients):
             check_loss(model, data.batches, p.name)
     if data.rows is not None:
         check_batches(model, [{name: each for name, each in data.rows.take([0]).items() if name != LABELS}])
-    return found
+    return matched_plan
 
 
 def _chain(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Run:
@@ -160,7 +160,7 @@ def _lessons(request: Request, opened: OpenedModel, data: RunData, place: Direct
 
 def _identity(request: Request, opened: OpenedModel, data: RunData, plan_: Plan, comm: Comm) -> dict[str, Any]:
     """The facts that a run must share with the one that it resumes."""
-    found = {
+    identity = {
         "version": VERSION,
         "model": opened.fingerprint(comm),
         "recipe": describe(plan_.recipe),
@@ -175,12 +175,12 @@ def _identity(request: Request, opened: OpenedModel, data: RunData, plan_: Plan,
         **({} if request.store is None else {"store": request.store}),
     }
     if opened.cut is not None:
-        found["structure"] = opened.cut.fingerprint
+        identity["structure"] = opened.cut.fingerprint
     if data.rows is not None:
-        found["training"] = checksum_of(data.rows)
+        identity["training"] = checksum_of(data.rows)
         if teachers := fingerprints(plan_.passes, request.trust_remote_code, comm):
-            found["teachers"] = teachers
-    return found
+            identity["teachers"] = teachers
+    return identity
 
 
 def sink_of(

@@ -140,13 +140,13 @@ class Prepared:
         identity = {**self.job.identity, "training": OWN_LOOP}
         sink, caches = sink_of(request, place, comm, replace(self.job.opened, model=self.model), before.plan, identity)
         reshard(self.model)
-        made = trained_decisions(self.model, before.plan, residency, self.decided.decisions)
+        decisions = trained_decisions(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
         record.note(reporter, OWN_LOOP)
         self._note_uncalled(record, reporter)
         run = replace(
             before,
-            plan=replace(before.plan, passes=(), trained=made),
+            plan=replace(before.plan, passes=(), trained=decisions),
             residency=residency,
             sink=sink,
             comm=comm,

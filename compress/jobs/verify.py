@@ -193,7 +193,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         return result
     openings = decompress_by_block(theirs) if result["loader"] == "default" else {}
     with flat_inputs(theirs) as flat:
-        found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
+        logits, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
     if flat:
         reason = f"compressed-tensors rounds all tokens of {flat[0]} by one scale, as it is given no batches"
         return {**result, "transformers": f"not compared: {reason}"}
@@ -202,10 +202,10 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
     elif cached:
         result["cache"] = "compared"
-        if _distance(found, expected) > _distance(found, ours.uncached):
+        if _distance(logits, expected) > _distance(logits, ours.uncached):
             raise CompressError(f"{source.path} loads in transformers without a rounded key-value cache")
     allowed = ACTIVE_TOLERANCE if active else ORDER_TOLERANCE if apart else 0.0
-    return {**result, "logits_max_difference": _difference(source, found, expected, allowed)}
+    return {**result, "logits_max_difference": _difference(source, logits, expected, allowed)}
 
 
 def _difference(source: Source, found: Tensor, expected: Tensor, allowed: float) -> float:
@@ -224,11 +224,11 @@ def _difference(source: Source, found: Tensor, expected: Tensor, allowed: float)
 def flat_inputs(theirs: nn.Module) -> Iterator[list[str]]:
     """Yields names of layers of transformers' model that round every token of their input, and are called with inputs
     of two dimensions in the body."""
-    found: list[str] = []
+    layer_names: list[str] = []
 
     def note(name: str, args: tuple[Any, ...]) -> None:
-        if args[0].ndim < BATCHED and name not in found:
-            found.append(name)
+        if args[0].ndim < BATCHED and name not in layer_names:
+            layer_names.append(name)
 
     handles = []
     for name, module in theirs.named_modules():
@@ -236,7 +236,7 @@ def flat_inputs(theirs: nn.Module) -> Iterator[list[str]]:
         if inputs is not None and inputs.dynamic and inputs.strategy == "token":
             handles.append(module.register_forward_pre_hook(lambda _, args, name=name: note(name, args)))
     try:
-        yield found
+        yield layer_names
     finally:
         for handle in handles:
             handle.remove()
@@ -267,10 +267,10 @@ def run_ours(source: Source, dtype: torch.dtype | None, ids: Tensor, active: boo
     try:
         products: AbstractContextManager[dict[str, float]] = compare_layers(model) if active else nullcontext({})
         with products as outside:
-            found = run_by_block(model, openings, lambda: outputs(model, ids))
+            logits = run_by_block(model, openings, lambda: outputs(model, ids))
             with exact_caches(model):
                 again = stored_in(source).caches is not None
-                uncached = run_by_block(model, openings, lambda: outputs(model, ids)) if again else found
+                uncached = run_by_block(model, openings, lambda: outputs(model, ids)) if again else logits
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = "images" if ids.is_floating_point() else "token ids"
         raise UnknownInputsError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
@@ -280,29 +280,30 @@ def run_ours(source: Source, dtype: torch.dtype | None, ids: Tensor, active: boo
                 f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
                 "times what roundings explain"
             )
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(logits).all()):
         half = "; its range ends at 65504: store the model in bfloat16, or give --no-verify"
         raise CompressError(
-            f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
-            f"nothing can be compared with them{half if found.dtype == torch.float16 else ''}"
+            f"{source.path} computes logits that are not finite numbers, in "
+            f"{str(logits.dtype).removeprefix('torch.')}; nothing can be compared with them"
+            f"{half if logits.dtype == torch.float16 else ''}"
         )
-    return Sight(found, uncached)
+    return Sight(logits, uncached)
 
 
 def verify_output(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:
     """Verify a run's checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
-    found, problem = None, None
+    verification, problem = None, None
     if comm.rank == 0:
         reporter.note("verifying the output in a fresh process")
         try:
-            found = in_fresh_process(place, trust_remote_code)
-            rewrite(place.model, {"verification": found})
+            verification = in_fresh_process(place, trust_remote_code)
+            rewrite(place.model, {"verification": verification})
         except CompressError as error:
             problem = str(error)
         except OSError as error:
             problem = f"cannot write {place.model / RECORD}: {error.strerror}"
     comm.fail_together(problem)
-    return found
+    return verification
 
 
 def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any]:

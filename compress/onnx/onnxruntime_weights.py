@@ -54,13 +54,16 @@ def layer_weights(graph: Path, names: Iterable[str]) -> Iterator[tuple[str, NDAr
     import onnx
 
     model = onnx.load(str(graph), load_external_data=False)
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = {prop.value: node for node in model.graph.node for prop in node.metadata_props if prop.key == LAYER}
-    casts = [node for node in model.graph.node if node.op_type == "Cast" and node.input[0] in held]
-    factors = {**held, **{node.output[0]: held[node.input[0]] for node in casts}}  # of `graph_edits.narrow_tables`
+    casts = [node for node in model.graph.node if node.op_type == "Cast" and node.input[0] in initializers]
+    factors = {
+        **initializers,
+        **{node.output[0]: initializers[node.input[0]] for node in casts},
+    }  # of `graph_edits.narrow_tables`
     for layer in names:
         node = nodes[layer]
-        own = [_load(held[name], graph.parent) for name in dict.fromkeys(node.input) if name in held]
+        own = [_load(initializers[name], graph.parent) for name in dict.fromkeys(node.input) if name in initializers]
         scale = _load(_factor(model, node, factors), graph.parent) if node.op_type == INTEGER else None
         yield layer, _read_weight(model, node, own, scale)
 

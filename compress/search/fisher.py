@@ -89,13 +89,13 @@ class Fisher:
                 x_MK = arrival.own.float()
                 before = sums.get(layer.name, x_MK.new_zeros(x_MK.shape[1], x_MK.shape[1]))
                 sums[layer.name] = before.addmm_((x_MK * size_M[:, None]).t(), x_MK)
-        found = {}
+        factors = {}
         for name, sum_KK in sums.items():
             of_outputs = self.found[name].of_outputs
             total = float(of_outputs.sum())
             if total > 0:
-                found[name] = Weighted(of_outputs / self.predicted, sum_KK / total)
-        return found
+                factors[name] = Weighted(of_outputs / self.predicted, sum_KK / total)
+        return factors
 
     def _through(self, part: MicroBatches, first: int) -> None:
         """Forward and backward for some micro-batches, of which the first has this number."""

@@ -66,7 +66,7 @@ OfBlock = dict[str, dict[str, Made]]
 def measure_layers(run: Run, candidates: Sequence[Candidate], held_out: Sequence[Batch]) -> LayerCosts:
     """Measure all candidates. The run must have one process and a plan of all layers (`engine.plan.candidate_layers`).
     held_out: rows for the KL of uniform models."""
-    found = LayerCosts()
+    costs = LayerCosts()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
     with without_cache(run.model):
@@ -77,20 +77,20 @@ def measure_layers(run: Run, candidates: Sequence[Candidate], held_out: Sequence
             own = capture_stack(replace(run, batches=held_out), stack)
             device = run.residency.device
             batches = [{k: t.to(device) for k, t in batch.items()} for batch in held_out]
-            held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
+            holdout = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
             for index, (name, _) in enumerate(stack.blocks):
-                look = _Block(run, name, opened, candidates, found, fisher)
+                look = _Block(run, name, opened, candidates, costs, fisher)
                 streams = look.walk(streams.called_as(calls[index]))
-                look.enter(index, held)
+                look.enter(index, holdout)
                 run.steps.finish(name, usual=True)
-            found.uniform_kl = held.uniform_kl()
-    if missed := [unit.name for unit in found.units if any(isnan(each.fisher) for each in unit.tried.values())]:
+            costs.uniform_kl = holdout.uniform_kl()
+    if missed := [unit.name for unit in costs.units if any(isnan(each.fisher) for each in unit.tried.values())]:
         run.record.note(
             run.reporter,
             f"no gradient of predictions reached {missed[0]} ({len(missed)} units in all): its loss counts as much as "
             "others' of its size do on average",
         )
-    return replace(found, units=with_fisher(found.units))
+    return replace(costs, units=with_fisher(costs.units))
 
 
 class _Block:

@@ -100,15 +100,15 @@ class Study:
             "passes": [edits, words],
         }
         path = folder() / f"{fingerprint(identity)}.json"
-        if (found := cached_sensitivity(path)) is not None:
+        if (sensitivity := cached_sensitivity(path)) is not None:
             self.reporter.note(f"sensitivities as measured before ({path})")
-            return found
+            return sensitivity
         run = self._run(plan, comm)
         with evaluating(self.model):
             costs = measure_layers(self._chained(run), candidates, self.rows.batches(self.batch_size))
         _check_treated(self.model, costs)
         edited = self.opened.fingerprint()
-        found = Sensitivity(
+        sensitivity = Sensitivity(
             model={
                 "name": self._name(),
                 "fingerprint": fingerprint({"model": edited, "first": edits}) if self.first else edited,
@@ -122,8 +122,8 @@ class Study:
             left_out=costs.left_out,
             notes=run.record.notes,
         )
-        cache_sensitivity(path, found)
-        return found
+        cache_sensitivity(path, sensitivity)
+        return sensitivity
 
     def _name(self) -> str:
         """The model's, as a person calls it."""

@@ -62,17 +62,17 @@ class StoredTrial:
         """The evaluation, of an earlier sweep with this identity unless it lacks something that is asked for now."""
         before, target, file = self._begun(), self.place / MODEL, self.place / EVALUATION
         if before is not None and {*self.asked} <= {*before} and file.is_file():
-            found = read_evaluation(file)
+            evaluation = read_evaluation(file)
             self.reporter.note(f"{self.name}: done before")
-            return found
+            return evaluation
         if before is None and target.exists():
             self.reporter.note(f"{self.name}: of another recipe, model or text, and made anew")
         self.place.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         about = {"identity": self.identity, "recipe": describe(self.passes), "asked": self.asked}
         write_json(self.place / RUN, about)
-        found = trial(self.settings, self.passes, target, self.reporter, resume=before is not None)
-        write_json(file, asdict(found))
+        evaluation = trial(self.settings, self.passes, target, self.reporter, resume=before is not None)
+        write_json(file, asdict(evaluation))
         if not self.keep:
             shutil.rmtree(target)
-        return found
+        return evaluation

@@ -93,13 +93,13 @@ def sweep(
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
     settings = TrialSettings(str(model), texts, device, trust_remote_code, beside, original)
     asked = _asked_words(settings)
-    told = "token ids" if isinstance(text, Tensor) else portable(str(text))
+    text_name = "token ids" if isinstance(text, Tensor) else portable(str(text))
     rows: list[SweepRow] = []
     for done, (name, passes) in enumerate(steps.items()):
         reporter.step(done, len(steps), "")
         rows.append(StoredTrial(name, passes, place / name, settings, asked, keep, reporter).row())
         reporter.step(done + 1, len(steps), name)
-        found = Sweep(portable(find_source(str(model), trust_remote_code).name), told, rank(rows))
+        found = Sweep(portable(find_source(str(model), trust_remote_code).name), text_name, rank(rows))
         write_json(place / INDEX, asdict(found))
     if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
         write_reports(place, open_runs(evaluations))
@@ -140,31 +140,31 @@ def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
     name that cannot be a directory."""
     if isinstance(recipes, str | Path | Pass):
         raise InputError(f"recipes: {str(recipes)!r} is one; give a list of files, or a mapping of names to passes")
-    found: dict[str, tuple[Pass, ...]] = {}
+    steps: dict[str, tuple[Pass, ...]] = {}
     if isinstance(recipes, Mapping):
-        found = {name: several(passes) for name, passes in recipes.items()}
+        steps = {name: several(passes) for name, passes in recipes.items()}
     else:
         for path in recipes:
             name = Path(path).stem
-            if name in found:
+            if name in steps:
                 raise InputError(f"two recipes are called {name!r}; each has a directory of its name: rename one")
-            found[name] = load_recipe(path)
-    if not found:
+            steps[name] = load_recipe(path)
+    if not steps:
         raise InputError("no recipe given; give at least one .yaml file, or a name from `compress recipes`")
-    for name in found:
+    for name in steps:
         if not name or name in RESERVED or "/" in name or "\0" in name:
             raise InputError(f"recipe name {name!r}; each is the name of a directory: give one without slashes")
-    return found
+    return steps
 
 
 def _regroup(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
     """{name: passes} with another group size in every recipe that has groups; a note names the recipes without. Raises
     InputError where no recipe has groups."""
-    found: dict[str, tuple[Pass, ...]] = {}
+    recipes: dict[str, tuple[Pass, ...]] = {}
     without = []
     for name, passes in steps.items():
         try:
-            found[name], changed = regrouped(passes, size)
+            recipes[name], changed = regrouped(passes, size)
         except InputError as error:
             raise InputError(f"recipe {name!r}: {error}") from None
         without += [] if changed else [name]
@@ -172,7 +172,7 @@ def _regroup(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporte
         raise InputError(f"no recipe has groups, so group size {size} has no say; leave it out")
     rest = f"; without groups, and as they are: {', '.join(without)}" if without else ""
     reporter.note(f"group size {size} instead of what the recipes give{rest}")
-    return found
+    return recipes
 
 
 def write_reports(place: Path, runs: Sequence[ReportedRun]) -> None:

@@ -85,7 +85,7 @@ def _evaluate(settings: TrialSettings, output: Path, reporter: Reporter) -> Eval
     texts, beside = settings.texts, settings.beside
     shared: dict[str, Any] = {"reference": settings.model, "device": settings.device, "reporter": reporter}
     shared["trust_remote_code"] = settings.trust_remote_code
-    found = evaluate(
+    evaluation = evaluate(
         output,
         text=texts.held_out,
         samples=texts.text_samples,
@@ -97,7 +97,7 @@ def _evaluate(settings: TrialSettings, output: Path, reporter: Reporter) -> Eval
     )
     speed = None if settings.original is None or not beside.speed else settings.original.speed()
     asked = Asked(speed=beside.speed, beside=speed)
-    return with_asked(found, str(output), asked=asked, text=texts.held_out, **shared)
+    return with_asked(evaluation, str(output), asked=asked, text=texts.held_out, **shared)
 
 
 def _given(text: Any) -> Any:

@@ -92,13 +92,13 @@ def solve_on_grid(
     """
     ranges = None if scale_NG is None or zero_NG is None else (scale_NG, zero_NG)
     rule = GridRule.of(weight_NK, problem, grid, scale_dtype, ranges, kept_NK, price_N)
-    weight, kept = weight_NK[:, problem.order], None if rule.kept is None else rule.kept.t()
-    other = deepcopy(rule) if steps and kept is not None else None
+    weight, mask = weight_NK[:, problem.order], None if rule.kept is None else rule.kept.t()
+    other = deepcopy(rule) if steps and mask is not None else None
     # With a mask, both ways are judged by the H of the steps after a sweep, be there any or not.
-    values, loss = rule.solve_columns(weight, problem, refit, sweeps, None if kept is None else weight)
-    if other is not None and kept is not None:
+    values, loss = rule.solve_columns(weight, problem, refit, sweeps, None if mask is None else weight)
+    if other is not None and mask is not None:
         # Codes are too far apart to make up later for zeros that lie behind them; what has moved may need wider ranges.
-        moved = fit_survivors(weight, weight * kept, problem.polish_hessian(), kept, steps)
+        moved = fit_survivors(weight, weight * mask, problem.polish_hessian(), mask, steps)
         other_values, other_loss = other.solve_columns(weight, problem, refit, sweeps, moved)
         better_N = other_loss < loss
         rule.take(other, better_N)

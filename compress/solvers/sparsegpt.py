@@ -106,15 +106,15 @@ def fit_survivors(
     weight_NK: Tensor, values_NK: Tensor, hessian_KK: Tensor, kept_NK: Tensor, steps: int = STEPS
 ) -> Tensor:
     """[N, K] values in the mask after at most so many steps from `values`, which are zero where nothing is kept."""
-    kept = kept_NK.to(weight_NK.dtype)
+    mask = kept_NK.to(weight_NK.dtype)
     scale_K = hessian_KK.diagonal().reciprocal()
     fitted = values_NK.clone()
-    residual = (weight_NK - values_NK) @ hessian_KK * kept
+    residual = (weight_NK - values_NK) @ hessian_KK * mask
     downhill = residual * scale_K
     direction, slope_N = downhill, (residual * downhill).sum(1, keepdim=True)
     gained_N, rows_N = torch.zeros_like(slope_N), torch.arange(len(fitted), device=fitted.device)
     for _ in range(steps):
-        product = direction @ hessian_KK * kept
+        product = direction @ hessian_KK * mask
         step_N = _divide(slope_N, (direction * product).sum(1, keepdim=True))
         fitted[rows_N] += step_N * direction
         gain_N = step_N * slope_N
@@ -122,7 +122,7 @@ def fit_survivors(
         # Each row by itself, whichever rows a rank has beside it.
         going = (gain_N > LEAST_GAIN * gained_N).squeeze(1)
         if not bool(going.all()):
-            rows_N, kept, gained_N, slope_N, step_N = (t[going] for t in (rows_N, kept, gained_N, slope_N, step_N))
+            rows_N, mask, gained_N, slope_N, step_N = (t[going] for t in (rows_N, mask, gained_N, slope_N, step_N))
             residual, product, direction = (t[going] for t in (residual, product, direction))
         if not len(rows_N):
             break

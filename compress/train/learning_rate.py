@@ -120,13 +120,13 @@ def range_test_once(this: Training) -> RangeTest:
     CheckpointError for a damaged file."""
     path = None if this.place is None else this.place / RATE
     earlier = _read(path) if this.resume and path is not None and this.comm.rank == 0 else None
-    found = this.comm.gather_objects(earlier)[0]
-    if found is None:
-        found = range_test(this)
+    rate_test = this.comm.gather_objects(earlier)[0]
+    if rate_test is None:
+        rate_test = range_test(this)
         if path is not None:
-            this.comm.fail_together(_write(path, found) if this.comm.rank == 0 else None)
-    assert isinstance(found, RangeTest)
-    return found
+            this.comm.fail_together(_write(path, rate_test) if this.comm.rank == 0 else None)
+    assert isinstance(rate_test, RangeTest)
+    return rate_test
 
 
 @contextmanager

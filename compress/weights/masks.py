@@ -99,13 +99,13 @@ class Choice:
         number of inputs before these, whose zeros count towards the share."""
         score = score_NK if earlier_NK is None else score_NK.masked_fill(~earlier_NK, PRUNED)
         if self.pattern is not None:
-            kept = largest_of_each(score, self.pattern)
+            mask = largest_of_each(score, self.pattern)
         else:
             rows, columns = score.shape
             each = rows if self.together else 1
             pruned = pruned_before((first + columns) * each, self.share) - pruned_before(first * each, self.share)
-            kept = largest_share(score, pruned, self.together)
-        return kept if earlier_NK is None else kept & earlier_NK
+            mask = largest_share(score, pruned, self.together)
+        return mask if earlier_NK is None else mask & earlier_NK
 
 
 def pattern_of(kept_NK: Tensor) -> Pattern | None:

@@ -25,16 +25,16 @@ def evidence(weight_NK: Tensor) -> Tensor:
     repetitions of the smallest magnitude; groups of each length with more than one half of other weights. Rows of zeros
     alone do not count."""
     size_NK, columns = weight_NK[(weight_NK != 0).any(1)].abs(), weight_NK.shape[1]
-    found = []
+    counts = []
     for length in (min(length, columns) for length in COMPARED):
         size = _groups(size_NK, length)
         least = size.masked_fill(size == 0, torch.inf).amin(-1, keepdim=True)
         alike = (size == least).sum(-1)
-        found += [(size == 0).sum(), (alike - 1).clamp(min=0).sum()]
+        counts += [(size == 0).sum(), (alike - 1).clamp(min=0).sum()]
     for length in LENGTHS:
         kept = _groups(size_NK, length).count_nonzero(-1)
-        found.append((kept > length // 2).sum() if columns % length == 0 else torch.ones((), device=kept.device))
-    return torch.stack([each.to(torch.int64) for each in found])
+        counts.append((kept > length // 2).sum() if columns % length == 0 else torch.ones((), device=kept.device))
+    return torch.stack([each.to(torch.int64) for each in counts])
 
 
 def explained(evidence_: Tensor) -> bool:

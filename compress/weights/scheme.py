@@ -42,11 +42,11 @@ class Scheme:
     rotation: int | None = None
 
     def __str__(self) -> str:
-        said = " + ".join(term.words(self.inputs) for term in self.terms)
+        text = " + ".join(term.words(self.inputs) for term in self.terms)
         if self.rotation is not None:
-            said += f", input rotated by {self.rotation}"
+            text += f", input rotated by {self.rotation}"
         if self.inputs is None:
-            return said
+            return text
         kinds = [("input", "dynamic" if self.dynamic else "static", self.inputs), ("output", "static", self.outputs)]
         for side, how, grid in kinds:
             if grid is not None:
@@ -55,8 +55,8 @@ class Scheme:
                 per = f" g{grid.block[1]}" if grid.block is not None else ""
                 per += f" g{grid.group_size}" if grid.group_size is not None else ""
                 searched = " searched" if grid.searches else ""
-                said += f", {side}{bits} {how}{searched}{sign}{per}"
-        return said
+                text += f", {side}{bits} {how}{searched}{sign}{per}"
+        return text
 
     @property
     def codes(self) -> CodesFormat | None:

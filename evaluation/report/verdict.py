@@ -69,14 +69,14 @@ def smaller(evaluation: Evaluation) -> float | None:
 
 def verdict(evaluation: Evaluation) -> str:
     """One to five short sentences."""
-    said = [
+    sentences = [
         *_size(evaluation),
         *_perplexity(evaluation),
         *_divergence(evaluation),
         *_tasks(evaluation.tasks),
         *_speed(evaluation),
     ]
-    return " ".join(said) or "Nothing was measured."
+    return " ".join(sentences) or "Nothing was measured."
 
 
 def _size(evaluation: Evaluation) -> list[str]:

@@ -174,13 +174,13 @@ def _elsewhere(name: str) -> tuple[str, ...]:
 
 def compilers() -> list[list[str]]:
     """Commands to try, in order: all of them exist, none occurs twice."""
-    found: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
     for command in (os.environ.get("CXX", ""), *COMPILERS):
         words = shlex.split(command)
         path = shutil.which(words[0]) if words else None
         if path is not None:
-            found.setdefault(os.path.realpath(path), words)
-    return list(found.values())
+            commands.setdefault(os.path.realpath(path), words)
+    return list(commands.values())
 
 
 def openmp_of_torch() -> list[str]:
@@ -305,23 +305,23 @@ def _compiled(folder: Path, command: list[str], flags: tuple[str, ...], name: st
     objects = [str(folder / f"{number}.o") for number in range(len(parts))]
     includes = [word for word in torch_of(name) if word.startswith(("-I", "-D"))]
     commands = [
-        [*command, *flags, *unit.defined, *includes, "-c", str(unit.source), "-o", made]
-        for unit, made in zip(parts, objects, strict=True)
+        [*command, *flags, *unit.defined, *includes, "-c", str(unit.source), "-o", target]
+        for unit, target in zip(parts, objects, strict=True)
     ]
 
-    said = 0
+    noted = 0
 
     def on(done: int) -> None:
-        nonlocal said
+        nonlocal noted
         with suppress(OSError):
             beat()
         minutes = int((time.monotonic() - begun) // STILL_COMPILING_SECONDS)
-        if minutes > said:
+        if minutes > noted:
             note_once(f"still compiling kernels after {minutes} min: {done} of {len(parts)} parts are done")
-        said = minutes
+        noted = minutes
 
     run_all(commands, jobs(), on)
-    made = folder / "linked.so"
+    linked = folder / "linked.so"
     libraries = [word for word in [*openmp_of_torch(), *torch_of(name)] if word not in includes]
-    run_all([[*command, *flags, "-shared", *objects, *libraries, "-o", str(made)]], 1, on)
-    return made
+    run_all([[*command, *flags, "-shared", *objects, *libraries, "-o", str(linked)]], 1, on)
+    return linked

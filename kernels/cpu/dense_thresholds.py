@@ -56,15 +56,15 @@ def found_or_measured(path: Path | None, kind: str, measure: Callable[[], int]) 
     measure one after the other, and the later ones find what the first has measured."""
     if path is None:
         return measure()
-    found = read(path)
-    if kind in found:
-        return found[kind]
+    thresholds = read(path)
+    if kind in thresholds:
+        return thresholds[kind]
     with compiled_libraries.locked(path.with_suffix(".lock"), lambda: None):
-        found = read(path)
-        if kind not in found:
-            found[kind] = measure()
-            _write(path, found)
-    return found[kind]
+        thresholds = read(path)
+        if kind not in thresholds:
+            thresholds[kind] = measure()
+            _write(path, thresholds)
+    return thresholds[kind]
 
 
 def _write(path: Path, found: dict[str, int]) -> None:

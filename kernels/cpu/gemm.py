@@ -195,13 +195,13 @@ def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: 
 def strips24(x_MK: Tensor, weight: Strips24, bias: Tensor | None = None) -> Tensor:
     """[M, N] = x weight^T + bias, in the dtype of x."""
     bias = _readable(bias)
-    held, position, scale, zero = _whole(weight[:4])
-    filled = Arguments(weight=held.data_ptr(), kept=position.data_ptr(), K=x_MK.shape[1], bits=weight.bits)
-    _in_strips(filled, held)
+    strips, position, scale, zero = _whole(weight[:4])
+    filled = Arguments(weight=strips.data_ptr(), kept=position.data_ptr(), K=x_MK.shape[1], bits=weight.bits)
+    _in_strips(filled, strips)
     _add_bias(filled, bias)
     filled.group = weight.group_size
     if scale is None:
-        filled.scale_type = filled.value_type = TYPES[held.dtype]
+        filled.scale_type = filled.value_type = TYPES[strips.dtype]
     else:
         filled.scale, filled.scale_type, filled.G = scale.data_ptr(), TYPES[scale.dtype], scale.shape[1]
         filled.zero = None if zero is None else zero.data_ptr()

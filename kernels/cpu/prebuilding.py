@@ -39,19 +39,19 @@ def main(folder: Path) -> None:
     """Make all libraries in a folder. Raises SystemExit where they would not run elsewhere."""
     compiler = gnu_compiler()
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    files = []
     with tempfile.TemporaryDirectory() as scratch:
         for level, instructions in LEVELS.items():
-            made += [level_file := file_of("gemm", level)]
+            files += [level_file := file_of("gemm", level)]
             _make_level(compiler, instructions, folder / level_file, Path(scratch))
             for name in CALL_TORCH:
-                made += [file := file_of(name, level)]
+                files += [file := file_of(name, level)]
                 _make_for_torch(compiler, instructions, name, folder / file, Path(scratch))
-    for name in made:
+    for name in files:
         if reason := why_not_elsewhere(folder / name):
             raise SystemExit(f"{name}: {reason}")
     about = {"sources": hash_of_sources(), "torch": torch_version()}
-    checksums = {name: sha256_of(folder / name) for name in made}
+    checksums = {name: sha256_of(folder / name) for name in files}
     (folder / ABOUT).write_text(json.dumps({**about, "sha256": checksums}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -72,14 +72,14 @@ def load(name: str, target: str, cpu_flags: frozenset[str]) -> ctypes.CDLL | Non
 
 def path_of(name: str, target: str, cpu_flags: frozenset[str], folder: Path = FOLDER) -> Path | None:
     """The file of this library; None where none came, fits or can be trusted."""
-    told = _told(folder)
+    manifest = _told(folder)
     level = level_of(target, cpu_flags)
-    if not told or level is None or os.environ.get("COMPRESS_CPU_KERNELS") == "compile":
+    if not manifest or level is None or os.environ.get("COMPRESS_CPU_KERNELS") == "compile":
         return None
-    if name not in WHOLE and (name not in CALL_TORCH or told.get("torch") != torch_version()):
+    if name not in WHOLE and (name not in CALL_TORCH or manifest.get("torch") != torch_version()):
         return None
     path = folder / file_of(name, level)
-    reason = _why_not(path, told)
+    reason = _why_not(path, manifest)
     if reason is not None:
         note_once(f"{path}: {reason}; the kernels are compiled here")
         return None

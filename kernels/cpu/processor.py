@@ -127,13 +127,13 @@ def cpu_name() -> str:
     """The model of this machine's processor; of an ARM processor that Linux has no name for, its maker's numbers."""
     if machine()[0] == "Darwin":
         return next(iter(_sysctl("-n", "machdep.cpu.brand_string")), "cpu")
-    told: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in _cpuinfo():
         name, _, value = line.partition(":")
-        told.setdefault(name.strip(), value.strip())
-    if "model name" in told or "CPU part" not in told:
-        return told.get("model name", "cpu")
-    return f"ARM processor (implementer {told.get('CPU implementer')}, part {told['CPU part']})"
+        fields.setdefault(name.strip(), value.strip())
+    if "model name" in fields or "CPU part" not in fields:
+        return fields.get("model name", "cpu")
+    return f"ARM processor (implementer {fields.get('CPU implementer')}, part {fields['CPU part']})"
 
 
 def usable_cores() -> int:

@@ -54,25 +54,25 @@ def by_row(part: Tensor) -> Tensor:
 def strips_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
     """Planar words [N, ...] of `columns` columns -> words of strips [S, L, 64]."""
     strips, lines = len(words) // ROWS, lines_of(columns, bits)
-    found = torch.empty(strips, lines, LINE_BYTES, dtype=torch.uint8, device=words.device)
+    strip_words = torch.empty(strips, lines, LINE_BYTES, dtype=torch.uint8, device=words.device)
     for part in some_rows(strips, columns * ROWS):
         codes = unpack_planar(words[part.start * ROWS : part.stop * ROWS], bits, columns)
         codes = torch.nn.functional.pad(codes, (0, -columns % BLOCK)).view(-1, ROWS, lines, BYTE // bits, 4)
         low, *high = codes.permute(3, 0, 2, 1, 4).unbind(0)
-        found[part] = (low | high[0] << NIBBLE if high else low).reshape(-1, lines, LINE_BYTES)
-    return found
+        strip_words[part] = (low | high[0] << NIBBLE if high else low).reshape(-1, lines, LINE_BYTES)
+    return strip_words
 
 
 def words_of_strips(words: Tensor, bits: int, columns: int) -> Tensor:
     """Inverse of `strips_of_words`."""
     strips, lines, _ = words.shape
-    found = torch.empty(strips * ROWS, planar_words(columns, bits), dtype=torch.int16, device=words.device)
+    row_words = torch.empty(strips * ROWS, planar_words(columns, bits), dtype=torch.int16, device=words.device)
     for part in some_rows(strips, columns * ROWS):
         held = words[part].view(-1, lines, ROWS, 1, 4)
         held = torch.cat([held & 15, held >> NIBBLE], 3) if bits == NIBBLE else held
         codes = held.transpose(1, 2).flatten(2).flatten(0, 1)[:, :columns]
-        found[part.start * ROWS : part.stop * ROWS] = pack_planar(codes, bits)
-    return found
+        row_words[part.start * ROWS : part.stop * ROWS] = pack_planar(codes, bits)
+    return row_words
 
 
 def pack_strips(weight: CodeWords, columns: int) -> CodeWords:

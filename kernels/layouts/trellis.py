@@ -77,14 +77,14 @@ class Code:
     def states(self, symbols: Tensor, rows: int) -> Tensor:
         """int16 [N, K], the states of rows from symbols [stored_rows, K], uint8. States of 16 bits are held in two's
         complement."""
-        found = symbols.new_empty((rows, symbols.shape[1]), dtype=torch.int16)
+        states = symbols.new_empty((rows, symbols.shape[1]), dtype=torch.int16)
         for own, held in self.parts(rows):
             part, length = symbols[held].to(torch.int32), own.stop - own.start
             window = torch.zeros(length, part.shape[1], dtype=torch.int32, device=part.device)
             for i in range(self.head + 1):
                 window |= part[self.head - i : self.head - i + length] << (self.bits * i)
-            found[own] = (window & (2**self.state_bits - 1)).to(torch.int16)
-        return found
+            states[own] = (window & (2**self.state_bits - 1)).to(torch.int16)
+        return states
 
     def symbols(self, states: Tensor) -> Tensor:
         """uint8 [stored_rows, K], the inverse of `states`."""

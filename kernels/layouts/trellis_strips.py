@@ -61,33 +61,33 @@ def _places(code: Code, device: torch.device) -> Tensor:
 
 def pack_trellis_strips(weight: TrellisWords) -> TrellisStrips:
     """A weight in strips, from words by rows."""
-    code, found = weight.code, empty_strips(weight)
+    code, strips = weight.code, empty_strips(weight)
     for run, (own, held) in enumerate(code.parts(weight.rows)):
         symbols = unpack_rows(weight.words[held], code.bits, weight.columns, signed=False)
         ahead, body = symbols[: code.head], symbols[code.head :]
-        found.before[run] = (ahead.long() << _places(code, ahead.device)).sum(0).view(-1, LANES)
+        strips.before[run] = (ahead.long() << _places(code, ahead.device)).sum(0).view(-1, LANES)
         blocks = torch.nn.functional.pad(body, (0, 0, 0, -len(body) % BLOCK)).view(-1, BLOCK, weight.columns)
         # A row's codes lie in its words from the lowest bits on: the last row comes first.
         words = pack_rows(blocks.flip(1).transpose(1, 2).reshape(-1, BLOCK), code.bits, signed=False).flip(1)
         by_strip = words.view(len(blocks), -1, LANES, code.bits).transpose(2, 3)
         first = own.start // BLOCK
-        found.words[first : first + len(blocks)] = by_strip.reshape(*by_strip.shape[:2], -1)
-    return found
+        strips.words[first : first + len(blocks)] = by_strip.reshape(*by_strip.shape[:2], -1)
+    return strips
 
 
 def unpack_trellis_strips(weight: TrellisStrips) -> TrellisWords:
     """Inverse of `pack_trellis_strips`."""
     code, columns = weight.code, weight.columns
     size = (code.stored_rows(weight.rows), words_of(columns, code.bits))
-    found = weight.words.new_empty(size)
+    row_words = weight.words.new_empty(size)
     for run, (own, held) in enumerate(code.parts(weight.rows)):
-        ahead = (weight.before[run].view(1, -1) >> _places(code, found.device)) & (2**code.bits - 1)
+        ahead = (weight.before[run].view(1, -1) >> _places(code, row_words.device)) & (2**code.bits - 1)
         blocks = weight.words[own.start // BLOCK : -(-own.stop // BLOCK)]
         words = blocks.view(*blocks.shape[:2], code.bits, LANES).transpose(2, 3).reshape(-1, code.bits)
         symbols = unpack_rows(words.flip(1), code.bits, BLOCK, signed=False).view(len(blocks), columns, BLOCK)
         body = symbols.transpose(1, 2).flip(1).reshape(-1, columns)[: own.stop - own.start]
-        found[held] = pack_rows(torch.cat([ahead.to(torch.uint8), body]), code.bits, signed=False)
-    return TrellisWords(found, weight.scale, code)
+        row_words[held] = pack_rows(torch.cat([ahead.to(torch.uint8), body]), code.bits, signed=False)
+    return TrellisWords(row_words, weight.scale, code)
 
 
 def words_by_rows(weight: TrellisWords | TrellisStrips) -> TrellisWords:

@@ -86,8 +86,8 @@ def words24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
     pad = (0, blocks_of(columns) * BLOCK - columns)
     shape = (rows, -1, QUARTERS, PLANE, QUAD)
     c0, c1, c2, c3 = torch.nn.functional.pad(codes_NK.to(torch.int32), pad).view(shape).unbind(-1)
-    kept = torch.nn.functional.pad(kept_NK, pad).view(shape)
-    m0, m1, m2, m3 = kept.unbind(-1)
+    mask = torch.nn.functional.pad(kept_NK, pad).view(shape)
+    m0, m1, m2, m3 = mask.unbind(-1)
     nothing = torch.zeros_like(c0)
     v0 = torch.where(m0, c0, torch.where(m1, c1, torch.where(m2 & m3, c2, nothing)))
     v1 = torch.where(m3, c3, torch.where(m2, c2, torch.where(m0 & m1, c1, nothing)))
@@ -96,7 +96,7 @@ def words24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
     bits = torch.zeros_like(c0[:, :, 0])
     for quarter in range(QUARTERS):
         for column, top in enumerate(TOP_BIT):
-            bits |= kept[:, :, quarter, :, column].to(torch.int32) << top - 2 * quarter
+            bits |= mask[:, :, quarter, :, column].to(torch.int32) << top - 2 * quarter
     return _int16(codes), _int16(bits)
 
 

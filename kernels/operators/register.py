@@ -139,16 +139,16 @@ def gradient_operator(product: Operator, twice: bool = True, **exact: Any) -> Ca
 
     def registering(of_grad: Function) -> Operator:
         name = f"compress::{inspect.unwrap(of_grad).__name__}"
-        made = operator(name, lambda grad, shape, *_: grad.new_empty(shape), schema)(of_grad)
-        gradient(product)(made)
+        grad_operator = operator(name, lambda grad, shape, *_: grad.new_empty(shape), schema)(of_grad)
+        gradient(product)(grad_operator)
         if not twice:
-            return made
+            return grad_operator
 
-        @gradient(made)
+        @gradient(grad_operator)
         def _(grad: Tensor, _: Any, shape: Any, *others: Any) -> Tensor:
             linear = (exact.get(name, given) for name, given in zip(names, others, strict=True))
             return product(grad, *linear)
 
-        return made
+        return grad_operator
 
     return registering

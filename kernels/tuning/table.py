@@ -136,14 +136,14 @@ def parse(text: str, source: Path) -> list[TunedEntry]:
     if not isinstance(found, list):
         raise refuse("no list of entries")
     entries = []
-    for i, given in enumerate(found):
-        problem = _problem(given)
+    for i, entry in enumerate(found):
+        problem = _problem(entry)
         if problem:
             raise refuse(f"entry {i}: {problem}")
-        run = given["run"] if given["run"] == DEQUANTIZE else Shape(**given["run"])
-        kind = ProductKind(**{f.name: given[f.name] for f in fields(ProductKind)})
-        sizes = (given["device"], given["M"], given["N"], given["K"])
-        entries.append(TunedEntry(kind, *sizes, run, given.get("measured", {})))
+        run = entry["run"] if entry["run"] == DEQUANTIZE else Shape(**entry["run"])
+        kind = ProductKind(**{f.name: entry[f.name] for f in fields(ProductKind)})
+        sizes = (entry["device"], entry["M"], entry["N"], entry["K"])
+        entries.append(TunedEntry(kind, *sizes, run, entry.get("measured", {})))
     return entries
 
 

@@ -93,7 +93,7 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     transposed, lists = transposed_weights(empty), joined_lists(empty)
     joined = disk_names(meta_model(source)).on_disk if lists else str
     holder = {n: next((of for of in lists if own(n).startswith(f"{of}.")), None) for n, _ in dense_names(source)}
-    wanted, held = Counter(holder.values()), dict[str, dict[str, Tensor]]()
+    wanted, experts = Counter(holder.values()), dict[str, dict[str, Tensor]]()
     for name, layer in dense_names(source):
         if layer is None:
             tensor = source.weights.tensor(name)
@@ -103,6 +103,6 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
         if (of := holder[name]) is None:
             yield name, as_stored(tensor, layer is not None and name in transposed)
             continue
-        held.setdefault(of, {})[own(name)] = tensor
-        if len(held[of]) == wanted[of]:
-            yield from ((joined(n), whole) for n, whole in join_experts(empty, held.pop(of)).items())
+        experts.setdefault(of, {})[own(name)] = tensor
+        if len(experts[of]) == wanted[of]:
+            yield from ((joined(n), whole) for n, whole in join_experts(empty, experts.pop(of)).items())

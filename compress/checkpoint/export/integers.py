@@ -77,14 +77,17 @@ def why_not_integers(source: Source, limits: Limits) -> list[str]:
     stored = stored_in(source)
     if not stored.layers:
         return ["it holds no codes"]
-    found = why_no_tables(source)
+    reasons = why_no_tables(source)
     for name, layer in stored.layers.items():
         if (why := _why_not(layer)) is not None:
-            return [*found, f"{name} {why}"]
+            return [*reasons, f"{name} {why}"]
     columns = {name: layer.shape[1] for name, layer in stored.layers.items()}
     if odd := [name for name in columns if columns[name] % unit]:
         left = ignoring(odd, list(columns))
-        return [*found, f"{odd[0]} has {columns[odd[0]]} inputs; allowed: multiples of {unit}; leave that out, {left}"]
+        return [
+            *reasons,
+            f"{odd[0]} has {columns[odd[0]]} inputs; allowed: multiples of {unit}; leave that out, {left}",
+        ]
     grids: dict[Grid, str] = {}
     for name, layer in stored.layers.items():
         grids.setdefault(grid_of(layer), name)
@@ -93,17 +96,17 @@ def why_not_integers(source: Source, limits: Limits) -> list[str]:
         all_fit = [size for size in groups if 0 < size <= DEFAULT_GROUP and not any(n % size for n in columns.values())]
         same = len({(grid.bits, grid.symmetric) for grid in grids}) == 1
         advice = f"--group-size {max(all_fit, default=-1)}" if same else "one scheme and grid for all"
-        found.append(f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize with {advice}")
-        return found
+        reasons.append(f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize with {advice}")
+        return reasons
     (grid, name), *_ = grids.items()
     size = grid.group_size or -1
     if grid.bits not in limits.bits:
-        found.append(f"{name} has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}")
+        reasons.append(f"{name} has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}")
     if (sizes := limits.why_not_group(size)) is not None:
-        found.append(f"{name} has groups of {size}; allowed: {sizes}; quantize with --group-size")
-    if not found and not grid.symmetric and not limits.asymmetric:
-        found.append("its codes are asymmetric; `--to awq` takes those of 4 bits")
-    return found or why_not_float16(source)
+        reasons.append(f"{name} has groups of {size}; allowed: {sizes}; quantize with --group-size")
+    if not reasons and not grid.symmetric and not limits.asymmetric:
+        reasons.append("its codes are asymmetric; `--to awq` takes those of 4 bits")
+    return reasons or why_not_float16(source)
 
 
 def why_no_tables(source: Source) -> list[str]:

@@ -46,13 +46,13 @@ def read_back(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         if not result.exists():
             said = done.stderr.strip().splitlines()
             raise CompressError(f"{PACKAGE} does not read {folder}: {said[-1] if said else 'it said nothing'}")
-        found = read_json(result)
-    if found["differ"]:
+        report = read_json(result)
+    if report["differ"]:
         raise CheckpointError(
-            f"{found['differ'][0]} of {folder}, as {found['reader']} reads it, is not what was decided "
-            f"({len(found['differ'])} layers differ in all); write it again"
+            f"{report['differ'][0]} of {folder}, as {report['reader']} reads it, is not what was decided "
+            f"({len(report['differ'])} layers differ in all); write it again"
         )
-    return {"layers": layers, "reader": found["reader"]}
+    return {"layers": layers, "reader": report["reader"]}
 
 
 def check_values(folder: Path, values: Mapping[str, str]) -> None:
@@ -82,17 +82,17 @@ def by_gptqmodel(folder: Path) -> dict[str, Any]:
     # Its own choice on a CPU is bfloat16, which would round the scales of a float16 model.
     kind = torch.bfloat16 if read_config(source).dtype == torch.bfloat16 else torch.float16
     model = GPTQModel.load(str(folder), device="cpu", dtype=kind, backend=BACKEND.TORCH).model
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "qweight")}
-    differ = sorted(layers.keys() ^ found.keys())
-    for name in layers.keys() & found.keys():
-        ours, bias = weight_of(source, name, torch.float32).dequantize(), getattr(found[name], "bias", None)
-        dtype = found[name].scales.dtype
+    modules = {name: module for name, module in model.named_modules() if hasattr(module, "qweight")}
+    differ = sorted(layers.keys() ^ modules.keys())
+    for name in layers.keys() & modules.keys():
+        ours, bias = weight_of(source, name, torch.float32).dequantize(), getattr(modules[name], "bias", None)
+        dtype = modules[name].scales.dtype
         for part in torch.eye(ours.shape[1], dtype=dtype).split(AT_A_TIME):
-            theirs = found[name](part) - (0 if bias is None else bias)
+            theirs = modules[name](part) - (0 if bias is None else bias)
             if not torch.equal(theirs.t(), ours[:, part.argmax(-1)].to(dtype)):
                 differ.append(name)
                 break
-    return {"reader": f"{PACKAGE} {version(PACKAGE)}", "layers": len(found), "differ": differ}
+    return {"reader": f"{PACKAGE} {version(PACKAGE)}", "layers": len(modules), "differ": differ}
 
 
 def main(folder: str, result: str) -> None:

@@ -64,14 +64,14 @@ class TwoOfFour(Exporter):
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the 2:4 layers, made one after the other, the other layers unchanged, and a configuration of our
         own."""
-        found = found24(checkpoint)
-        for name, why in found.refused.items():
+        selection = found24(checkpoint)
+        for name, why in selection.refused.items():
             place.note(f"{name} stays as it is stored: {why}")
-        total = found.parts + sum(1 for _, sparse in written(checkpoint, found.layers) if not sparse)
-        place.tensors(tensors(checkpoint, found.layers), total, own=True)
-        place.json("config.json", configuration(checkpoint, found.layers))
+        total = selection.parts + sum(1 for _, sparse in written(checkpoint, selection.layers) if not sparse)
+        place.tensors(tensors(checkpoint, selection.layers), total, own=True)
+        place.json("config.json", configuration(checkpoint, selection.layers))
         place.text("README.md", LOADING)
-        return Written(len(found.layers), record_of(checkpoint, found.layers, place.lost))
+        return Written(len(selection.layers), record_of(checkpoint, selection.layers, place.lost))
 
 
 @once
@@ -107,18 +107,21 @@ def layer24(source: Source, name: str) -> Layer24:
         weight = source.weights.tensor(f"{name}.weight")
         if weight.ndim != 2:
             raise InputError(f"its weight has {weight.ndim} dimensions")
-        held = {"weight": weight}
+        stored_parts = {"weight": weight}
         term = sparse24(dense(weight))
         scheme, parts = scheme_of(term), parts_of(term)
     else:
         if len(stored.scheme.terms) > 1 or stored.shares is not None:
             raise InputError("its weight is a sum of terms, or another layer's")
-        held = stored.read(source)
+        stored_parts = stored.read(source)
         term = sparse24(weight_of(source, name).terms[0])
         scheme = replace(stored.scheme, terms=(term.format,))
-        rounding = {part: held[part] for part in scheme.parts(*term.shape).keys() & held.keys() - term.parts().keys()}
+        rounding = {
+            part: stored_parts[part]
+            for part in scheme.parts(*term.shape).keys() & stored_parts.keys() - term.parts().keys()
+        }
         parts = {**parts_of(term), **rounding}
-    size, was = (sum(part.nbytes for part in each.values()) for each in (parts, held))
+    size, was = (sum(part.nbytes for part in each.values()) for each in (parts, stored_parts))
     if size >= was:
         raise InputError(f"it takes {was:,} bytes, and {size:,} as 2:4")
     return Layer24(scheme, parts, checksum(term.dequantize()))

@@ -77,14 +77,14 @@ def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
 def gptq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> tuple[Grid, int]:
     """(The grid of a layer, what its stored zero points are less by). Raises CheckpointError, which names `where`, for
     one that cannot be read."""
-    given = {**quantization, **_own_words(quantization, layer, where)}
-    form = given.get("checkpoint_format") or given.get("format") or "gptq"
-    if form not in LESS or given.get("is_marlin_format"):
-        form = "marlin" if given.get("is_marlin_format") else form
+    settings = {**quantization, **_own_words(quantization, layer, where)}
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if form not in LESS or settings.get("is_marlin_format"):
+        form = "marlin" if settings.get("is_marlin_format") else form
         raise CheckpointError(f"{where} is GPTQ of the format {form!r}; readable: {', '.join(LESS)}")
-    if given.get("pack_dtype") not in (None, "int32"):
-        raise CheckpointError(f"{where} packs GPTQ's codes into {given['pack_dtype']!r}; readable: 'int32'")
-    return _grid(given, layer, where, GPTQ_BITS, given.get("sym") is not False), LESS[form]
+    if settings.get("pack_dtype") not in (None, "int32"):
+        raise CheckpointError(f"{where} packs GPTQ's codes into {settings['pack_dtype']!r}; readable: 'int32'")
+    return _grid(settings, layer, where, GPTQ_BITS, settings.get("sym") is not False), LESS[form]
 
 
 def awq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> Grid:

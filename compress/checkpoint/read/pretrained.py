@@ -265,10 +265,10 @@ def check_room(source: Source, empty: nn.Module) -> None:
     count once; a compressed layer counts with all its weights."""
     layers = [] if source.quantization is None else [*stored_in(source).layers.values()]
     parts = {name for stored in layers for name in stored.parts.values()}
-    held = sum(prod(stored.shape) for stored in layers if stored.shares is None)
-    held += sum(prod(shape) for name, (shape, _) in source.headers.items() if name not in parts)
+    stored_count = sum(prod(stored.shape) for stored in layers if stored.shares is None)
+    stored_count += sum(prod(shape) for name, (shape, _) in source.headers.items() if name not in parts)
     asked = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
-    if asked <= SLACK_FACTOR * held + SLACK_ELEMENTS:
+    if asked <= SLACK_FACTOR * stored_count + SLACK_ELEMENTS:
         return
     shapes = {name: (tuple(tensor.shape), source.headers.get(name)) for name, tensor in empty.named_parameters()}
     other = (
@@ -278,7 +278,7 @@ def check_room(source: Source, empty: nn.Module) -> None:
     )
     raise CheckpointError(
         f"{source.path / 'config.json'} describes a {type(empty).__name__} of {asked:,} values and the weight files "
-        f"hold {held:,}{next(other, '')}; fetch the checkpoint again"
+        f"hold {stored_count:,}{next(other, '')}; fetch the checkpoint again"
     )
 
 

@@ -46,13 +46,13 @@ class Header:
 
 def header(entries: Sequence[Header]) -> bytes:
     """The beginning of a safetensors file whose tensors follow in this order."""
-    said: dict[str, Any] = {METADATA: {"format": "pt"}}
+    fields: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for each in entries:
         offsets = [end, end + each.length]
-        said[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": offsets}
+        fields[each.name] = {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": offsets}
         end += each.length
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 

@@ -55,16 +55,16 @@ def trained_decisions(
     """{layer or table: what training has made of it}, read block by block. before: what was decided, and trained.
     Raises CompressError for scales that float16 has not."""
     exact, names = _exact(residency), plan.treated
-    made: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = {}
 
     def read(layer: Layer, opened: Opened) -> None:
         weight_NK, dtype = layer.weight, opened.dtype_of(layer.parameter)
         decision = before.get(layer.name)
         if decision is None or not hasattr(layer.module, PARTS[0]):
-            made[layer.name] = Decision(dense(weight_NK.to(dtype)))
+            decisions[layer.name] = Decision(dense(weight_NK.to(dtype)))
         else:
-            made[layer.name] = decision_after(layer, weight_NK, decision, dtype)
-        check_scales({layer.name: made[layer.name]}, {layer.name: weight_NK})
+            decisions[layer.name] = decision_after(layer, weight_NK, decision, dtype)
+        check_scales({layer.name: decisions[layer.name]}, {layer.name: weight_NK})
 
     if plan.tables:
         with exact.open(model, plan.blocks - {model}, keep=False) as opened:
@@ -75,7 +75,7 @@ def trained_decisions(
             with exact.open(block, keep=False) as opened:
                 for layer in (layer for layer in plan.layers[name] if layer.name in names):
                     read(layer, opened)
-    return made
+    return decisions
 
 
 def _exact(residency: Residency) -> Residency:

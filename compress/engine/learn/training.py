@@ -104,7 +104,7 @@ def options_record(learn: Learn) -> dict[str, object]:
 def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
     """Decisions about layers that are to be pruned, with masks of their own: they begin with what earlier passes have
     left, or with everything. Raises InputError for a weight in which there can be no zeros."""
-    found = {}
+    masked_decisions = {}
     for layer in layers:
         decided = decisions.get(layer.name, Decision(dense(layer.weight)))
         first, *others = decided.weight.terms
@@ -114,8 +114,8 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
                 f"{layer.name} is stored {why}, and train prunes it; leave sparsity out or the layer (`but`)"
             )
         kept = torch.ones(layer.shape, dtype=torch.bool) if decided.kept is None else decided.kept.clone()
-        found[layer.name] = replace(decided, kept=kept)
-    return found
+        masked_decisions[layer.name] = replace(decided, kept=kept)
+    return masked_decisions
 
 
 def _train(

@@ -26,15 +26,15 @@ def named_batches(model: nn.Module, batches: Any) -> Any:
     if not isinstance(batches, Iterable):
         return batches
     names = _arguments(model)
-    found = []
+    keyword_batches = []
     for i, batch in enumerate(batches):
         if isinstance(batch, tuple | list) and len(batch) > len(names):
             raise InputError(
                 f"calibration batch {i + 1} has {len(batch)} values for the forward of {type(model).__name__}, which "
                 f"takes {', '.join(names) or 'none'}"
             )
-        found.append(dict(zip(names, batch, strict=False)) if isinstance(batch, tuple | list) else batch)
-    return found
+        keyword_batches.append(dict(zip(names, batch, strict=False)) if isinstance(batch, tuple | list) else batch)
+    return keyword_batches
 
 
 def _arguments(model: nn.Module) -> list[str]:

@@ -68,7 +68,7 @@ class Matching:
 
         Raises InputError for a layer that a pass wants and cannot treat.
         """
-        kept = []
+        layers = []
         for layer in layers_of(block, block_name, self.convolutions, self.experts):
             if layer.name in self.tied or self.ignored.asked_for(layer.name):
                 continue
@@ -77,8 +77,8 @@ class Matching:
             elif layer.module in self._gates:
                 self.ignored.reasons[layer.name] = GATE
             elif layer.module is not self._head and self._may_be_treated(layer):
-                kept.append(layer)
-        return tuple(kept)
+                layers.append(layer)
+        return tuple(layers)
 
     def _may_be_treated(self, layer: Layer) -> bool:
         if is_read_uncalled(layer.module) and self.observed(layer.name):

@@ -213,10 +213,10 @@ def _compares(passes: Sequence[Pass]) -> bool:
 def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """(The passes that edit the whole model; the others.) Raises InputError where these are not the first of them, or
     for some layers only, and for a second one that removes shares."""
-    found = [(p, stage) for p in passes if (stage := p.stage(Restructure)) is not None]
-    structural = tuple(p for p, _ in found)
+    pass_stages = [(p, stage) for p in passes if (stage := p.stage(Restructure)) is not None]
+    structural = tuple(p for p, _ in pass_stages)
     rest = tuple(p for p in passes if p not in structural)
-    removing = [p.name for p, stage in found if stage.shares]
+    removing = [p.name for p, stage in pass_stages if stage.shares]
     if len(removing) > 1:
         raise InputError(f"one {removing[0]} pass removes heads, channels and layers together; give one")
     for p in structural:
@@ -228,7 +228,7 @@ def restructuring_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pa
                 if p.removes
                 else f"{p.name} changes the weights that other passes decide about; put it first"
             )
-    for p, stage in found:
+    for p, stage in pass_stages:
         if p.where:
             why = "takes as much from every block, which is all that a configuration can say"
             raise InputError(f"{p.name} {why if stage.shares else 'edits the whole model'}; leave `only` and `but` out")
@@ -254,12 +254,12 @@ def _fit(p: Pass, everything: Sequence[Layer], notes: list[str]) -> Pass:
 
 def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
     """The pass for key-value caches. Raises InputError where there is none to round, or it is not the last pass."""
-    found = [p for p in passes if p.treats == "caches"]
-    if not found:
+    cache_passes = [p for p in passes if p.treats == "caches"]
+    if not cache_passes:
         return None
-    if len(found) > 1 or found[0].where:
+    if len(cache_passes) > 1 or cache_passes[0].where:
         raise InputError("one kv-cache pass rounds the caches of all attentions; give one, without `only` or `but`")
-    if passes[-1] is not found[0]:
+    if passes[-1] is not cache_passes[0]:
         raise InputError("kv-cache rounds what the compressed layers compute; put it last")
     generates = getattr(model, "can_generate", None)
     if generates is None or not generates() or getattr(model.config, "is_encoder_decoder", False):
@@ -268,11 +268,11 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
         )
     if not attentions(model):
         raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
-    scheme = found[0].cache_scheme
+    scheme = cache_passes[0].cache_scheme
     if scheme is not None and scheme.group is not None:
         for size in head_sizes(model):
             group_in(size, scheme.group)
-    return found[0]
+    return cache_passes[0]
 
 
 def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored, blocks: tuple[str, ...]) -> tuple[Table, ...]:
@@ -286,24 +286,24 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored, blocks: 
     if len(passes) > 1:
         raise InputError(f"{len(passes)} passes are about the embeddings; give one")
     (p,) = passes
-    found = token_tables(model)
-    if not found:
+    tables = token_tables(model)
+    if not tables:
         raise InputError(f"{type(model).__name__} has no token embedding; leave the embeddings pass out")
-    kept = []
-    for table in found:
+    treated_tables = []
+    for table in tables:
         if ignored.asked_for(table.name, *table.shared):
             continue
         if (isinstance(table.module, nn.Embedding) or p.treats_heads) and p.wants(table.name):
-            kept.append(table)
-    if not kept:
-        raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")
-    for table in kept:
+            treated_tables.append(table)
+    if not treated_tables:
+        raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {tables[0].name!r}")
+    for table in treated_tables:
         if problem := obstacle(table.module):
             raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
         if inside := next((other for other in table.shared if other.startswith(blocks)), None):
             raise InputError(f"{inside}, in a block, has the weight of {table.name}; leave the embeddings pass out")
-    p.check({table.name: table.shape for table in kept})
-    return tuple(kept)
+    p.check({table.name: table.shape for table in treated_tables})
+    return tuple(treated_tables)
 
 
 def _check(plan: Plan) -> None:

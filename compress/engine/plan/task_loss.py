@@ -43,14 +43,14 @@ def generates(model: nn.Module) -> bool:
 def task_loss(output: Any, batch: Batch) -> Tensor:
     """The loss of a micro-batch, a mean over what it predicts, by what the model returned for it."""
     if has_labels(batch):
-        found = output
+        loss = output
         if not isinstance(output, Tensor):
-            found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(found, Tensor) or found.numel() != 1:
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise CompressError(
                 "the model returns no loss for the labels of its batch: a number, by itself or called loss"
             )
-        return found.float().sum()
+        return loss.float().sum()
     logits_BTV, ids_BT = output.logits, batch["input_ids"].to(output.logits.device)
     mask = token_mask(batch)
     labels = ids_BT if mask is None else ids_BT.masked_fill(~mask.to(ids_BT.device), NONE)

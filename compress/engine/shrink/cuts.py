@@ -132,13 +132,13 @@ class Removed:
     def entry(self, block_name: str) -> dict[str, Any]:
         """The entry of compress.json about this removal."""
         coupling = self.cut.coupling
-        kept = set(self.chosen.kept.tolist())
+        kept_groups = set(self.chosen.kept.tolist())
         return {
             "block": block_name,
             "part": self.cut.part,
             "cut": [member.name for member in coupling.producers],
             "read_by": [member.name for member in coupling.consumers],
             "of": coupling.groups,
-            "removed": [i for i in range(coupling.groups) if i not in kept],
+            "removed": [i for i in range(coupling.groups) if i not in kept_groups],
             "figures": dict(self.chosen.figures),
         }

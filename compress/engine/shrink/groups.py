@@ -67,13 +67,13 @@ def choose(
     weights that make each group. A collective: the groups are those of the first rank."""
     count, staying = groups
     consumers = {name: consumer_of(p, each, comm) for name, each in readings.items()} if p.solves else {}
-    kept = groups_left(p, count, count - staying, readings, list(consumers.values()), written_G)
-    kept = torch.tensor(comm.gather_objects(kept.tolist())[0])
+    kept_groups = groups_left(p, count, count - staying, readings, list(consumers.values()), written_G)
+    kept_groups = torch.tensor(comm.gather_objects(kept_groups.tolist())[0])
     solved: dict[str, tuple[Tensor, Tensor | None]] = {}
     losses: list[tuple[float, float]] = []
     tokens = 0
     for name, consumer in consumers.items():
-        inputs = consumer.inputs(kept)
+        inputs = consumer.inputs(kept_groups)
         plain = readings[name].plain[:, inputs]
         weight = compensate(consumer, inputs) if p.compensate else plain
         losses.append((relative_loss(consumer, inputs, weight), relative_loss(consumer, inputs, plain)))
@@ -85,7 +85,7 @@ def choose(
     if losses:
         own, zeroed = (sum(pair[i] for pair in losses) / len(losses) for i in (0, 1))
         figures = {"loss": own, "zeroed_loss": zeroed, "tokens": tokens}
-    return Chosen(kept, solved, figures)
+    return Chosen(kept_groups, solved, figures)
 
 
 def consumer_of(p: RemovalOptions, reading: Reading, comm: Comm) -> CutConsumer:

@@ -42,14 +42,14 @@ class RemovalPlan:
         self.blocks = blocks_of(self.stacks)
         self.remarks: list[str] = []
         self.without: dict[str, str] = {}  # blocks in which there is nothing of a kind to cut, and why
-        found = {block: self.finder.of(name, block) for name, block in self.blocks if p.shares or p.hidden}
-        self.couplings = {block: couplings for block, (couplings, _) in found.items()}
+        block_couplings = {block: self.finder.of(name, block) for name, block in self.blocks if p.shares or p.hidden}
+        self.couplings = {block: couplings for block, (couplings, _) in block_couplings.items()}
         self.width: Width | None = None
         if p.hidden:
             self.add_width()
         self.cuts: dict[nn.Module, tuple[Cut, ...]] = {}
         for name, block in self.blocks if self.p.shares else ():
-            self.cuts[block] = tuple(self.cuts_of(name, block, calls[block], found[block][1]))
+            self.cuts[block] = tuple(self.cuts_of(name, block, calls[block], block_couplings[block][1]))
         for part in self.p.shares:
             if not any(c.part == part for c in self.all_cuts):
                 why = (why for name, why in self.without.items() if name.endswith(f" ({part})"))

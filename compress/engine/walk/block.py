@@ -197,13 +197,13 @@ class BlockRun:
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
         if structure.unreached or structure.repeated or not structure.traced:
             name_unseen(self.run, structure, whose)
-        made: dict[str, tuple[Pass, Decision]] = {}
+        block_decisions: dict[str, tuple[Pass, Decision]] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
             p = whose[site[0].name]
             with self.run.spending.on("solve"):
                 decisions = self.decide_site(p, site, arrivals)
-            made.update({name: (p, decision) for name, decision in decisions.items()})
+            block_decisions.update({name: (p, decision) for name, decision in decisions.items()})
 
         # In the order of their first calls, for a forward that has gone past a site does not come by again.
         sites = [
@@ -213,10 +213,10 @@ class BlockRun:
         ]
         with self.run.spending.on("forward"):
             passed = _run_forward(self, sites, visit, self.streams.reference)
-        made |= (again := _decide_repeated(self, structure, whose) if structure.again else {})
+        block_decisions |= (again := _decide_repeated(self, structure, whose) if structure.again else {})
         if last and not again:  # nothing has changed since
             self.onward = self.streams.after(passed.outputs, passed.reference)
-        return made
+        return block_decisions
 
     def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
         """Collect, decide, install, while the forwards wait before the site."""
@@ -276,7 +276,7 @@ def _decide_repeated(
     here: BlockRun, structure: BlockSites, whose: Mapping[str, Pass]
 ) -> dict[str, tuple[Pass, Decision]]:
     """Decide about layers that are called several times, from forwards of their own."""
-    made: dict[str, tuple[Pass, Decision]] = {}
+    repeated_decisions: dict[str, tuple[Pass, Decision]] = {}
     calls, reference = here.streams.calls, here.streams.reference
     for site in structure.again:
         for p in dict.fromkeys(whose[name] for name in site if name in whose and decides_repeated(whose[name])):
@@ -284,20 +284,20 @@ def _decide_repeated(
             arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
             with here.run.spending.on("solve"):
                 decisions = here.decide_site(p, layers, arrivals)
-            made.update({name: (p, decision) for name, decision in decisions.items()})
+            repeated_decisions.update({name: (p, decision) for name, decision in decisions.items()})
             here.run.record.block_forwards += len(calls) + len(reference)
-    return made
+    return repeated_decisions
 
 
 def _places(here: BlockRun) -> dict[str, Tensor]:
     """{layer: places of the original weights within the decided codes}, on the CPU."""
-    found = {}
+    layer_places = {}
     for name, decision in here.decided.decisions.items():
         layer = here.layers[name]
         places = places_of(decision, layer.matrix(here.versions.weights[layer.parameter][0]))
         if places is not None:
-            found[name] = places.cpu()
-    return found
+            layer_places[name] = places.cpu()
+    return layer_places
 
 
 def _result_of(here: BlockRun) -> Finished:
@@ -367,7 +367,7 @@ def _run_forward(
 def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:
     """Train what earlier passes made of the block."""
     layers, streams = {name: here.layers[name] for name in wanted}, here.streams
-    made = reconstruct(
+    decisions = reconstruct(
         here.opened,
         streams.calls,
         streams.reference,
@@ -377,10 +377,10 @@ def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequenc
         here.versions,
         here.run.comm,
     )
-    for name, decision in made.items():
+    for name, decision in decisions.items():
         here.install(name, decision)
         here.records.append(layer_record(here.layers[name], decision, p))
-    here.decided.decisions |= made
+    here.decided.decisions |= decisions
     here.onward = None
 
 

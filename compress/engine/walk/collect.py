@@ -108,10 +108,12 @@ def collect_outputs(
     outputs: for every micro-batch, the output of each layer, [M, N]. Raises CompressError, on every rank, where one of
     them is not finite.
     """
-    made = [{key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers]
+    layer_statistics = [
+        {key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers
+    ]
     problem = None
     for outputs_of_batch in outputs:
-        for layer, statistics, y_MN in zip(layers, made, outputs_of_batch, strict=True):
+        for layer, statistics, y_MN in zip(layers, layer_statistics, outputs_of_batch, strict=True):
             if not bool(torch.isfinite(y_MN).all()):
                 problem = problem or (
                     f"the output of {layer.name} has non-finite values during calibration; the model overflows in this "
@@ -120,10 +122,10 @@ def collect_outputs(
             for statistic in statistics.values():
                 statistic.update(y_MN, None)
     comm.fail_together(problem)
-    for statistics in made:
+    for statistics in layer_statistics:
         for statistic in statistics.values():
             statistic.sync(comm)
-    return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
+    return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in layer_statistics]
 
 
 def routing_figures(arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device) -> Figures:

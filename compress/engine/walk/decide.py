@@ -83,15 +83,16 @@ def decide(
     decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
-    made = {name: joined([part[name] for part in parts]) for name in parts[0]}
-    check_scales(made, weights)
+    new_decisions = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    check_scales(new_decisions, weights)
     if decides.rounds_inputs:
-        _check_inputs(p, made)
+        _check_inputs(p, new_decisions)
     # A mask stays with the layer, whatever is decided about it afterwards.
-    made = {
-        name: replace(d, figures={**d.figures, **came[name].figures}) if name in came else d for name, d in made.items()
+    new_decisions = {
+        name: replace(d, figures={**d.figures, **came[name].figures}) if name in came else d
+        for name, d in new_decisions.items()
     }
-    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in new_decisions.items()}
 
 
 def _check_inputs(p: Pass, made: Mapping[str, Decision]) -> None:

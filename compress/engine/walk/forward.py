@@ -186,13 +186,13 @@ class _Forwards:
     def _advance(self, runners: Sequence[_Runner], site: int) -> list[tuple[Tensor, Tensor | None] | None]:
         """Let the forwards of a micro-batch run on to a site: ours first, for its routing is that of the other's
         experts."""
-        found = []
+        arrivals = []
         for runner in runners:
             self._current = runner
             original = nullcontext() if runner is runners[0] else self.versions.original()
             with original, running(runner.call, runner.index):
-                found.append(runner.advance(site))
-        return found
+                arrivals.append(runner.advance(site))
+        return arrivals
 
 
 def suspended_forward(

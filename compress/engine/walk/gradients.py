@@ -112,15 +112,15 @@ def _pass_through(run: Run, stack: Stack, part: MicroBatches, sums: Mapping[Pass
 
 def forwards(run: Run, stack: Stack, part: MicroBatches) -> tuple[list[list[Call]], list[Any]]:
     """(the calls of every block on what goes into it, what the last block returned)."""
-    kept: list[list[Call]] = []
+    block_calls: list[list[Call]] = []
     outputs: list[Any] = []
     for (_, block), calls in zip(stack.blocks, part.calls, strict=True):
         hidden = [hidden_of(output) for output in outputs] or [call.hidden for call in calls]
-        kept.append([call.with_hidden(h) for call, h in zip(calls, hidden, strict=True)])
+        block_calls.append([call.with_hidden(h) for call, h in zip(calls, hidden, strict=True)])
         with run.residency.open(block, keep=False), torch.no_grad():
-            outputs = [block(*call.args, **call.kwargs) for call in kept[-1]]
+            outputs = [block(*call.args, **call.kwargs) for call in block_calls[-1]]
         run.record.block_forwards += len(calls)
-    return kept, outputs
+    return block_calls, outputs
 
 
 def of_the_end(
@@ -132,7 +132,7 @@ def of_the_end(
 ) -> list[Tensor]:
     """The gradient by what the last block returned, for each micro-batch, through what follows it. differentiated: of
     what the model returns."""
-    found, problem = [], None
+    gradients, problem = [], None
     with run.residency.open(run.model, {block for _, block in stack.blocks}, keep=False), torch.enable_grad():
         for i, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
             leaf = hidden_of(output).detach().requires_grad_()
@@ -141,9 +141,9 @@ def of_the_end(
             with returning(stack, returned), named_failure(batch, i):
                 value, gradient = differentiated(run.model(**moved), moved)
                 problem = problem or _problem(value)
-                found.append(torch.autograd.grad(value, [leaf], gradient)[0])
+                gradients.append(torch.autograd.grad(value, [leaf], gradient)[0])
     run.comm.fail_together(problem)
-    return found
+    return gradients
 
 
 def _of_the_loss(output: Any, batch: Batch) -> Differentiated:

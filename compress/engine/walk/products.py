@@ -72,14 +72,14 @@ class Products(TorchFunctionMode):
         if len(tensors) < LEFT.get(name, 0) + 2:
             return
         left, right, *rest = tensors[LEFT.get(name, 0) :]
-        if (found := self._known(right)) is not None:
+        if (weight_view := self._known(right)) is not None:
             x, rows_first = left, name == "linear"
-        elif name != "linear" and name not in GROUPED and (found := self._known(left)) is not None:
+        elif name != "linear" and name not in GROUPED and (weight_view := self._known(left)) is not None:
             right, left = left, right
             x, rows_first = left.mT if left.ndim > 1 else left, True
         else:
             return
-        parameter, first, flipped = found
+        parameter, first, flipped = weight_view
         ends = rest[0].tolist() if name in GROUPED and rest else None
         for i, index in enumerate(_indices(right, parameter, first)):
             layer = self.layers[parameter].get(index)

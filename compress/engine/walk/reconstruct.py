@@ -117,7 +117,7 @@ def _train(task: ReconstructionTask, layers: Sequence[Layer], stage: Reconstruct
     order = SampleOrder(total, max(1, min(total, stage.rows // size)), stage.seed)
     scale = _measure(task)
     before = best = _loss(task, scale)
-    kept = [p.detach().clone() for p in parameters]
+    best_parameters = [p.detach().clone() for p in parameters]
     every = max(1, math.ceil(stage.steps / stage.checks))
     for step in range(stage.steps):
         for group in adam.param_groups:
@@ -134,9 +134,9 @@ def _train(task: ReconstructionTask, layers: Sequence[Layer], stage: Reconstruct
             if not math.isfinite(loss):
                 raise CompressError(f"the loss of a block is {loss} at step {step + 1}; give reconstruct a lower rate")
             if loss < best:
-                best, kept = loss, [p.detach().clone() for p in parameters]
+                best, best_parameters = loss, [p.detach().clone() for p in parameters]
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters, best_parameters, strict=True):
             parameter.copy_(value)
     return before, best
 

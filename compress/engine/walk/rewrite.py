@@ -84,7 +84,7 @@ class BlockFolds:
                 continue
             rewrite = p.fitted({reader.weight.shape[1] for reader in readers.values()}).stage(Rewrite)
             assert rewrite is not None
-            made = rewrite.edits(
+            fold_edits = rewrite.edits(
                 Between(
                     fold,
                     FoldSite(readers, fold.channels, self.comm),
@@ -92,11 +92,11 @@ class BlockFolds:
                     partial(self._places, call, shared, fold, decided),
                 )
             )
-            for edit in made.edits:
+            for edit in fold_edits.edits:
                 self._apply(p, edit)
                 done.append(read_edit(edit.entry(), edit.parts()))  # as a resumed run reads it, on the CPU
-            if made.edits:
-                records.append(FoldRecord(producer, consumers, p.name, dict(made.figures)))
+            if fold_edits.edits:
+                records.append(FoldRecord(producer, consumers, p.name, dict(fold_edits.figures)))
         return done, records
 
     def _apply(self, p: Pass, edit: Edit) -> None:

@@ -120,17 +120,17 @@ def of_all_experts(
     experts = {layer.name: layer for layer in layers if layer.index is not None}
     twice = {(experts[name].module, experts[name].key) for name in repeated if name in experts}
     repeated = repeated | {name for name, layer in experts.items() if (layer.module, layer.key) in twice}
-    found: list[tuple[str, ...]] = []
+    all_sites: list[tuple[str, ...]] = []
     done: set[nn.Module] = set()
     for site in sites:
         if not site or site[0] not in experts:
-            found.append(site)
+            all_sites.append(site)
         elif (module := experts[site[0]].module) not in done:
             done.add(module)
             own = [[experts[name] for name in each] for each in sites if each and each[0] in experts]
             own = [each for each in own if each[0].module is module]
-            found += _sites_of_experts(own, [layer for layer in experts.values() if layer.module is module])
-    return [tuple(name for name in site if name not in repeated) for site in found], repeated
+            all_sites += _sites_of_experts(own, [layer for layer in experts.values() if layer.module is module])
+    return [tuple(name for name in site if name not in repeated) for site in all_sites], repeated
 
 
 def _sites_of_experts(sites: Sequence[Sequence[Layer]], layers: Sequence[Layer]) -> list[tuple[str, ...]]:

@@ -35,7 +35,7 @@ Walked = tuple[Streams, Changed]
 def survey(run: Run) -> Plan:
     """The plan with passes that know what they asked for."""
     asking = {p: stage for p in run.plan.passes if (stage := p.stage(Survey)) is not None}
-    found: dict[Pass, Found] = {p: {} for p in asking}
+    findings: dict[Pass, Found] = {p: {} for p in asking}
     for stack in run.plan.stacks if asking else ():
         forwards = any(stage.needs for stage in asking.values())
         calls: list[list[Call]] = capture_stack(run, stack) if forwards else [[] for _ in stack.blocks]
@@ -44,7 +44,7 @@ def survey(run: Run) -> Plan:
         for index, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(calls.pop(0))
             with run.residency.open(block, keep=False) as opened:
-                streams, changed = _OpenBlock(run, opened, name).walk(streams, asking, found)
+                streams, changed = _OpenBlock(run, opened, name).walk(streams, asking, findings)
                 if alone is not None:
                     with run.spending.on("forward"):
                         alone.through(index, changed)
@@ -52,8 +52,8 @@ def survey(run: Run) -> Plan:
             with run.spending.on("forward"):
                 damages = alone.damages()
             for (p, layer), damage in damages.items():
-                found[p][layer] = replace(found[p][layer], damage=damage)
-    settled = {p: stage.settle(found[p]) for p, stage in asking.items()}
+                findings[p][layer] = replace(findings[p][layer], damage=damage)
+    settled = {p: stage.settle(findings[p]) for p, stage in asking.items()}
     settled |= with_gradients(run)
     return _settle(run, settled)
 

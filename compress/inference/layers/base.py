@@ -128,22 +128,22 @@ class StoredRows(InStrips):
         """Read a part of the layer from a state_dict; errors are reported in the lists, as `nn.Module` does."""
         shape = (rows.stop - rows.start, self.in_features)
         wanted = self.scheme.parts(*shape)
-        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        tensors = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         own: set[str] = set() if self.bias is None else {"bias"}
         needed = own | {name for name, part in wanted.items() if not part.optional}
-        missing = sorted(needed - set(given))
+        missing = sorted(needed - set(tensors))
         missing_keys += [prefix + name for name in missing]
-        unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
+        unexpected_keys += [prefix + name for name in sorted(set(tensors) - needed - set(wanted))]
         if missing:
             return
-        parts = {name: given[name] for name in wanted if name in given}
+        parts = {name: tensors[name] for name in wanted if name in tensors}
         problem = _problem(prefix, parts, self.scheme, shape)
         if problem is not None:
             error_msgs.append(problem)
             return
         self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
         if self.bias is not None:
-            self.bias.data[rows] = given["bias"].to(self.bias)
+            self.bias.data[rows] = tensors["bias"].to(self.bias)
 
 
 class QuantLinear(StoredRows):

@@ -290,7 +290,7 @@ def one_by_one(
 ) -> dict[str, list[str]]:
     """{layer of an expert: the reasons why experts of its block compute one by one; empty where they multiply together}
     of a model, without its weights. known: {layer: (scheme, shape)} of those on codes."""
-    found: dict[str, list[str]] = {}
+    reasons_by_layer: dict[str, list[str]] = {}
     for name, experts in model.named_modules():
         if not isinstance(experts, Experts):
             continue
@@ -305,8 +305,8 @@ def one_by_one(
             else:
                 reasons += why_not_together(*coded[0], dtype, device)
         reasons = list(dict.fromkeys(reasons))
-        found |= {f"{name}.{i}.{leaf}": reasons for i in experts.numbers for leaf in experts.leaves}
-    return found
+        reasons_by_layer |= {f"{name}.{i}.{leaf}": reasons for i in experts.numbers for leaf in experts.leaves}
+    return reasons_by_layer
 
 
 def route_among(one: Route, reasons: Sequence[str]) -> Route:

@@ -80,14 +80,16 @@ class LevelsLinear(PackedLinear):
     def planar(self) -> CodeWords:
         if self.lookup is None:
             return super().planar
-        found = _planar_codes(self)
-        device = found.words.device
-        words = torch.empty(len(found.words), planar_words(self.in_features, WIDE), dtype=torch.int16, device=device)
+        code_words = _planar_codes(self)
+        device = code_words.words.device
+        words = torch.empty(
+            len(code_words.words), planar_words(self.in_features, WIDE), dtype=torch.int16, device=device
+        )
         raised = raised_by_code(self.levels).to(device)
         for chunk in some_rows(len(words), self.in_features):
-            codes = unpack_planar(found.words[chunk], NARROW, self.in_features)
+            codes = unpack_planar(code_words.words[chunk], NARROW, self.in_features)
             words[chunk] = pack_planar(raised[codes.int()], WIDE)
-        return found._replace(words=words, bits=WIDE)
+        return code_words._replace(words=words, bits=WIDE)
 
     def lay_in_rows(self) -> None:
         if self.in_strips or self.lookup is not None:

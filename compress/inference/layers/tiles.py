@@ -94,14 +94,14 @@ class TilesLinear(QuantLinear):
             unpack_rows(parts[name].unsqueeze(0), bits, N * G, signed=False).view(N, G)
             for name, bits in (("scale_packed", format_.scale_bits), ("zero_packed", format_.zero_bits))
         )
-        found = {
+        buffers = {
             "words": planar_from_rows(
                 parts["weight_packed"], format_.bits, self.in_features, self.container, centred=False
             ),
             "levels": pack_levels(scale_NG, zero_NG, max(format_.scale_bits, format_.zero_bits)),
             "ranges": parts["ranges"].transpose(1, 2),
         }
-        self.hold(found, rows)
+        self.hold(buffers, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "tiles are not read by rows"

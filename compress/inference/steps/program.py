@@ -61,7 +61,7 @@ class Planner:
     def plan(self, form: BlockForm) -> StepPlan:
         """The program of a block."""
         self.terms = {"x": self.x}
-        read, kept, key, value = self.attention(form.attention)
+        read, store_index, key, value = self.attention(form.attention)
         one, two = form.sums
         if not form.parallel:
             self.sum(one)
@@ -70,7 +70,7 @@ class Planner:
             self.sum(one)
         self.program.add(self.terms[two[0]], self.terms[two[1]], self.out, self.width)
         self.close()
-        return StepPlan(self.program, tuple(self.parts), kept, key, value, tuple(self.weights))
+        return StepPlan(self.program, tuple(self.parts), store_index, key, value, tuple(self.weights))
 
     def sum(self, names: str) -> None:
         """The first of a block's two additions."""
@@ -130,14 +130,14 @@ class Planner:
         query, key, value = (outs[part.product].columns(part.start) for part in columns)
         query = self.states(states.query_norm, query, form.heads, form.size, states.rotated)
         key = self.states(states.key_norm, key, form.key_heads, form.size, states.rotated)
-        kept = len(self.program)
+        store_index = len(self.program)
         self.program.keep(key, value, form.key_heads, form.size, form.value_size)
         to = self.program.register(form.heads * form.value_size)
         self.program.attend(query, to, form.heads, form.key_heads, form.size, form.value_size, form.scale)
         added = self.program.register(self.width)
         self.multiply(form.output, weight_of(form.output), to, added)
         self.terms["a"] = self.norm(form.after, added)
-        return read, kept, key, value
+        return read, store_index, key, value
 
     def states(self, norm: NormForm | None, x: Operand, heads: int, size: int, rotated: int) -> Operand:
         """Queries or keys, normalized and rotated."""

@@ -158,31 +158,31 @@ def plan(
     check_windows(length, samples)
     check_structural(request)
     _check_shapes_stay(request.passes)
-    found = find_model(model, device, trust_remote_code)
-    empty, loaded = shapes_of(found)
+    found_model = find_model(model, device, trust_remote_code)
+    empty, loaded = shapes_of(found_model)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
-    if found.source is not None and not whole:
-        planned = replace(planned, beside=beside(found.source))
-    worked_on = elsewhere or find_device(None if found.device is None else found.device)
+    if found_model.source is not None and not whole:
+        planned = replace(planned, beside=beside(found_model.source))
+    worked_on = elsewhere or find_device(None if found_model.device is None else found_model.device)
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
 
     def outlined(counts: TokenCounts, planned: Plan, timed: bool = False) -> Outline:
-        return outline(found.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
+        return outline(found_model.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
 
-    told = _forecast(outlined(tokens, planned, timed=True), empty, planned, request)
-    told = replace(
-        told,
-        model=told.model if alone is None else name,
-        run=run_memory(empty, told.saving.after, planned.cache_scheme),
+    forecast = _forecast(outlined(tokens, planned, timed=True), empty, planned, request)
+    forecast = replace(
+        forecast,
+        model=forecast.model if alone is None else name,
+        run=run_memory(empty, forecast.saving.after, planned.cache_scheme),
         device_memory=limit,
     )
-    if limit is not None and told.memory is not None and working_bytes(told) > limit:
+    if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
         rounded = _rounded(request.passes)
         plans = {} if rounded is None else {"--method rtn": matched(empty, [rounded], ignore, one_block, valued=False)}
-        told = replace(told, cheaper=_cheaper(outlined, tokens, planned, plans, working_bytes(told)))
-    return _with_untied_head(told, empty, request.passes)
+        forecast = replace(forecast, cheaper=_cheaper(outlined, tokens, planned, plans, working_bytes(forecast)))
+    return _with_untied_head(forecast, empty, request.passes)
 
 
 def _check_shapes_stay(passes: Sequence[Pass]) -> None:

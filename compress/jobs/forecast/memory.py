@@ -114,22 +114,22 @@ def peak_of(plan: Plan, tokens: TokenCounts, width: int, available: int | None, 
     program = (anonymous_bytes() or 0) + 2 * 4 * PIECE
 
     def peak(repeats: bool) -> PeakMemory | None:
-        found = (
+        peaks = (
             each
             for stack in plan.stacks
             for name, block in stack.blocks
             for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, repeats)
         )
-        highest = max(found, key=lambda each: each.total, default=None)
+        highest = max(peaks, key=lambda each: each.total, default=None)
         return None if highest is None else replace(highest, loaded=loaded)
 
-    kept = peak(False)
-    if kept is None or available is None or kept.working + loaded <= available or not plan.calibrated:
-        return kept
+    baseline = peak(False)
+    if baseline is None or available is None or baseline.working + loaded <= available or not plan.calibrated:
+        return baseline
     repeated = peak(True)
-    if repeated is None or repeated.working >= kept.working:
-        return kept
-    return replace(repeated, kept=kept.working)
+    if repeated is None or repeated.working >= baseline.working:
+        return baseline
+    return replace(repeated, kept=baseline.working)
 
 
 def loaded_bytes(source: Source, model: nn.Module) -> int:

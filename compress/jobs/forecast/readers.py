@@ -31,14 +31,14 @@ class Kernel:
 def engines_for(plan: Plan, model: nn.Module, halved: Collection[str]) -> dict[str, str | None]:
     """{engine: the reason why it does not run the result of a plan, None where it does}. halved: layers that are stored
     without the zeros of 2:4."""
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for name in ENGINES:
         try:
             check_engine(name, plan.recipe)
-            found[name] = why_not_merged(name, plan, model, halved)
+            reasons[name] = why_not_merged(name, plan, model, halved)
         except InputError as why:
-            found[name] = str(why)
-    return found
+            reasons[name] = str(why)
+    return reasons
 
 
 def kernels_for(
@@ -55,17 +55,17 @@ def kernels_for(
     for layer in layers:
         kind = (layer.shape, str(layer.scheme), layer.name in tables, apart.get(layer.name))
         alike.setdefault(kind, []).append(layer)
-    found = []
+    kernels = []
     for (shape, words, looked_up, reasons_apart), same in alike.items():
         scheme = same[0].scheme
         assert scheme is not None
         if looked_up:
-            found.append(Kernel(len(same), shape, words, dict.fromkeys(TOKENS, "rows looked up"), ()))
+            kernels.append(Kernel(len(same), shape, words, dict.fromkeys(TOKENS, "rows looked up"), ()))
             continue
         runs = run_of(scheme)
         routes = {M: runs.route(scheme, M, shape, dtype, device) for M in TOKENS}
         if reasons_apart is not None:
             routes = {M: route_among(route, reasons_apart) for M, route in routes.items()}
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
-        found.append(Kernel(len(same), shape, words, {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
-    return found
+        kernels.append(Kernel(len(same), shape, words, {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
+    return kernels

@@ -133,13 +133,13 @@ class Recurrent(nn.Module):
         last: list[State] = []
         directions = ("", "_reverse") if self.bidirectional else ("",)
         for i in range(self.num_layers):
-            found = []
+            outputs = []
             for direction in directions:
                 state = tuple(part[len(last)] for part in first)
                 y, end = self._direction(x, state, f"l{i}{direction}", steps, reverse=bool(direction))
-                found.append(y)
+                outputs.append(y)
                 last.append(end)
-            x = found[0] if len(found) == 1 else torch.cat(found, -1)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if self.dropout and self.training and i + 1 < self.num_layers:
                 x = nn.functional.dropout(x, self.dropout)
         ends = [torch.stack(parts) for parts in zip(*last, strict=True)]
@@ -213,15 +213,15 @@ class RecurrentCell(nn.Module):
     @staticmethod
     def of(module: nn.RNNCellBase) -> "RecurrentCell":
         """The drop-in of a cell; the layers hold its parameters."""
-        made = RecurrentCell()
-        take_attributes(made, module)
-        made.kind = type(module)
-        made.mode = {nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}.get(
+        cell = RecurrentCell()
+        take_attributes(cell, module)
+        cell.kind = type(module)
+        cell.mode = {nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}.get(
             cast(Any, type(module)), f"RNN_{getattr(module, 'nonlinearity', 'tanh').upper()}"
         )
         for name in ("ih", "hh"):
-            made.add_module(name, _layer(module, name))
-        return made.train(module.training)
+            cell.add_module(name, _layer(module, name))
+        return cell.train(module.training)
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """The next state, as the cell that this stands for returns it."""

@@ -68,11 +68,12 @@ class Prune(Pass):
             )
         one_of("per", self.per, self.rankings)
         object.__setattr__(self, "sparsities", layer_pairs("sparsities", self.sparsities, _as_share, "share", 0.6))
-        said = HALF if self.of_each is None else self.of_each.sparsity
+        default_sparsity = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
-            if self.sparsity not in (None, said):
+            if self.sparsity not in (None, default_sparsity):
                 raise InputError(
-                    f"pattern {self.pattern} makes {said:.4g} of weights zero, not sparsity {self.sparsity}; give one"
+                    f"pattern {self.pattern} makes {default_sparsity:.4g} of weights zero, not sparsity "
+                    f"{self.sparsity}; give one"
                 )
             if self.per != "row":
                 raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
@@ -81,7 +82,7 @@ class Prune(Pass):
         check_least(self, 0, "permute", unit=" rounds")
         if self.permute and self.of_each is None:
             raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
-        object.__setattr__(self, "sparsity", said if self.sparsity is None else self.sparsity)
+        object.__setattr__(self, "sparsity", default_sparsity if self.sparsity is None else self.sparsity)
 
     @property
     def zeros(self) -> float:

@@ -195,10 +195,10 @@ class WeightFormat(Pass):
     def sized(self, widths: Collection[int], example: str) -> tuple[Pass, str | None]:
         """One size for all layers and what that costs; where only one scale per output channel suits them all and some
         have a usual size of their own, it stays open."""
-        found, usual = self.fitted(widths), self.group_up_to
-        assert isinstance(found, WeightFormat)
+        weight_format, usual = self.fitted(widths), self.group_up_to
+        assert isinstance(weight_format, WeightFormat)
         slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
-        size = found.group_size
+        size = weight_format.group_size
         if size == -1 and any(usual_group([width], usual) != -1 for width in widths):
             sizes = ", ".join(str(size) for size in KERNEL_GROUPS if size <= usual)
             return self, (
@@ -208,8 +208,8 @@ class WeightFormat(Pass):
         other = largest_group(widths, usual) if size == -1 else None
         if other is None:
             what = "one scale per output channel" if size == -1 else f"groups of {size}"
-            return found, f"{what} instead of groups of {usual}: {example}; --group-size gives another"
-        return found, (
+            return weight_format, f"{what} instead of groups of {usual}: {example}; --group-size gives another"
+        return weight_format, (
             f"one scale per output channel instead of groups of {usual}: {example}; {slow}: --group-size {other} is "
             "nearer to the original at that price"
         )

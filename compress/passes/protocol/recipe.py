@@ -138,7 +138,7 @@ def _typed(name: str, key: str, value: Any, option: "Field[Any]") -> Any:
         return tuple(value) if isinstance(value, list) else value
     if default is None and value in (None, "none"):
         return None
-    wanted, given = type(default) if default is not None else _other_than_none(option), value
+    wanted, raw_value = type(default) if default is not None else _other_than_none(option), value
     if wanted is None:
         return value
     if isinstance(value, str) and wanted is not str:
@@ -148,7 +148,7 @@ def _typed(name: str, key: str, value: Any, option: "Field[Any]") -> Any:
     if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
         kind = TYPE_NAMES.get(wanted, wanted.__name__)
         like = "or none" if default is None else f"like {default!r}"
-        raise InputError(f"option {key} of {name} is {given!r}; it must be {kind}, {like}")
+        raise InputError(f"option {key} of {name} is {raw_value!r}; it must be {kind}, {like}")
     return value
 
 

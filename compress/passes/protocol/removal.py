@@ -125,13 +125,13 @@ class RemovalOptions:
         all would stay."""
         share: float = getattr(self, part)
         least = 1 / groups
-        kept = groups - going(share, groups)
+        remaining = groups - going(share, groups)
         if part == "channels":
-            kept = -(-kept // self.multiple) * self.multiple
+            remaining = -(-remaining // self.multiple) * self.multiple
             least = max(least, (groups - (groups - 1) // self.multiple * self.multiple) / groups)
-        if kept >= groups:
+        if remaining >= groups:
             what = "heads (query heads count with their key-value head)" if part == "heads" else "channels"
             where = f" in multiples of {self.multiple}" if part == "channels" and self.multiple > 1 else ""
             advice = "no share takes any" if least >= 1 else f"give {upwards(least)} or more"
             raise InputError(f"{part} {share} of {groups} {what}{where} is none; {advice}, or leave it out")
-        return kept
+        return remaining

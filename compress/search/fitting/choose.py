@@ -93,15 +93,15 @@ def predicted_front(found: Sensitivity, tables: Sequence[TableOption]) -> list[F
 def uniform_beside(found: Sensitivity, chosen: FitChoice) -> tuple[str, FitChoice] | None:
     """The one scheme for all layers that is nearest to a recipe in bytes, and its name, with the embedding as there;
     None where that is the recipe."""
-    made = []
+    choices = []
     for name in found.candidates:
         if all(name in unit.tried for unit in found.units):
             units = [replace(unit, tried={name: unit.tried[name]}) for unit in found.units]
             size = sum(unit.tried[name].bytes + unit.tried[name].header_bytes for unit in units)
             budget = Budget(bytes=size + found.other_bytes - chosen.table.saved)
             one = _made(replace(found, units=units), chosen.table, budget=budget)
-            made.append((f"uniform-{name}", one))
-    known = [(name, one) for name, one in made if one is not None]
+            choices.append((f"uniform-{name}", one))
+    known = [(name, one) for name, one in choices if one is not None]
     nearest = min(known, key=lambda each: abs(each[1].bytes - chosen.bytes), default=None)
     same = nearest is None or nearest[1].allocation.chosen == chosen.allocation.chosen
     return None if same else nearest

@@ -110,7 +110,7 @@ def cost_of_fit(
 ) -> FitCost | None:
     """The seconds; None where they are not known before, as on a GPU. scored, full: candidates as layers are measured
     with them, and as they are run. tries: measurements of one scheme before the others."""
-    (samples, length), held = request.data.windows, len(request.data.rows)
+    (samples, length), row_count = request.data.windows, len(request.data.rows)
 
     def seconds(p: Pass, count: int) -> float | None:
         return request.plan(p, samples=count, length=length).seconds
@@ -124,11 +124,11 @@ def cost_of_fit(
         return None
     of_each = [solving[c.passes[0].name] or 0.0 for c in scored]
     forward = (once - of_each[0]) / max(1, samples - 1) * OF_A_FORWARD  # of a window, with its statistics
-    held_out = forward * held * (2 + len(scored) + 2 * tries)
+    held_out = forward * row_count * (2 + len(scored) + 2 * tries)
     start = STARTS * min(time.process_time(), LONGEST_START)  # most of what a process has done by now is importing
     return FitCost(
         (1 + tries) * (once + GRADIENTS * forward * min(samples, 8)) + sum(of_each[1:]) + held_out + start,
-        max(each for each in run if each is not None) + 2 * forward * held + start,
+        max(each for each in run if each is not None) + 2 * forward * row_count + start,
     )
 
 

@@ -102,7 +102,7 @@ def table_options(
     model: nn.Module, rows: Tensor, possible: Sequence[tuple[Embeddings, int]], reporter: Reporter
 ) -> list[TableOption]:
     """All schemes of the embedding with their KL on held-out rows, the embedding as it is first."""
-    found = [AS_IT_IS]
+    options = [AS_IT_IS]
     if possible:
         original = copy.deepcopy(model).float() if any(p.dtype != torch.float32 for p in model.parameters()) else model
     for scheme, saved in possible:
@@ -110,8 +110,8 @@ def table_options(
         altered = _Altered(original, {name: t.float() for name, t in _changed_by(model, scheme).items()})
         with evaluating(original):
             kl = divergence_between(original, altered, batches_of(rows, 1))
-        found.append(TableOption(scheme.scheme, (scheme,), saved, kl))
-    return found
+        options.append(TableOption(scheme.scheme, (scheme,), saved, kl))
+    return options
 
 
 def _changed_by(model: nn.Module, scheme: Embeddings) -> dict[str, Tensor]:

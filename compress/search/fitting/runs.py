@@ -80,14 +80,14 @@ class RecipeRuns:
 
     def meets(self, name: str) -> bool:
         """True where a recipe that was run meets the target."""
-        target, found = self.request.target, self.done[name].evaluation
+        target, evaluation = self.request.target, self.done[name].evaluation
         if target.budget is None:
-            return target.is_met(found)
-        assert found.bytes is not None
+            return target.is_met(evaluation)
+        assert evaluation.bytes is not None
         if target.budget.bytes is not None:
-            return found.bytes <= target.budget.bytes
+            return evaluation.bytes <= target.budget.bytes
         assert target.budget.bits_per_weight is not None
-        return (found.bits_per_weight or math.inf) <= target.budget.bits_per_weight * (1 + 1e-9)
+        return (evaluation.bits_per_weight or math.inf) <= target.budget.bits_per_weight * (1 + 1e-9)
 
 
 def choose(request: FitRequest, measured: Measured) -> FitChoice:

@@ -129,12 +129,12 @@ def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: T
     counts_RA, values_RA2 = counts_RA[:, filled], values_RA2[:, filled]
     least_R = all_R2.sum(-1).clamp(max=2**grid.bits)  # a step is a bin or more
     ends = {"below": shrunk(all_R2[:, 0]), "above": shrunk(all_R2[:, 1])}
-    kept = {end: choices[:, 0] for end, choices in ends.items()}
+    extents = {end: choices[:, 0] for end, choices in ends.items()}
     for turn in TURNS if not grid.symmetric else TURNS[:1]:
-        tried = {e: c if turn in ("both", e) else kept[e][:, None].expand_as(c) for e, c in ends.items()}
+        tried = {e: c if turn in ("both", e) else extents[e][:, None].expand_as(c) for e, c in ends.items()}
         lo, hi = bounds(tried["below"], tried["above"], width_R[:, None], lowest_R[:, None], highest_R[:, None], grid)
         wanted = tried["below"] + tried["above"] >= least_R[:, None]
         errors = squared_errors(counts_RA, values_RA2, lo, hi, wanted, grid)
         margin = TIE * errors.amin(-1, keepdim=True)
-        kept = {e: widest_of_least(errors, choices, margin) for e, choices in tried.items()}
-    return torch.stack([kept["below"], kept["above"]], -1)
+        extents = {e: widest_of_least(errors, choices, margin) for e, choices in tried.items()}
+    return torch.stack([extents["below"], extents["above"]], -1)

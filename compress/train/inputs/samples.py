@@ -64,7 +64,7 @@ def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:
         odd = next((n for n, value in batch.items() if not isinstance(value, Tensor) or value.ndim == 0), None)
         if odd is not None:
             raise InputError(f"{odd} of a batch to train on is no tensor of samples; leave it out")
-    found = {}
+    tensors = {}
     for name in batches[0]:
         shapes = {tuple(batch[name].shape[1:]) for batch in batches}
         if len(shapes) > 1:
@@ -72,8 +72,8 @@ def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:
                 f"{name} of the batches to train on has samples of shapes {sorted(shapes)}; pad them to one length, "
                 "with an attention_mask"
             )
-        found[name] = torch.cat([batch[name] for batch in batches])
-    return Rows(found)
+        tensors[name] = torch.cat([batch[name] for batch in batches])
+    return Rows(tensors)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def text_of(lines: Sequence[Line]) -> str:
 
 def whole_lines(path: Path) -> list[Line]:
     """The complete lines of a file; a truncated line and everything after it are dropped."""
-    found: list[Line] = []
+    lines: list[Line] = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
@@ -80,8 +80,8 @@ def whole_lines(path: Path) -> list[Line]:
             break
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             break
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def lines_of(history: Mapping[str, Any]) -> list[Line]:

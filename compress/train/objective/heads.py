@@ -60,10 +60,10 @@ def output_head(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[OutputH
     """(The head that a model's logits are computed by, else the reason why there is none, the logits), by one call."""
     get: Any = getattr(model, "get_output_embeddings", lambda: None)
     module = get()
-    found: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
 
     def see(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        found.append((args[0], Head(computed_weight(module), module.bias).product(args[0])))
+        calls.append((args[0], Head(computed_weight(module), module.bias).product(args[0])))
 
     handle = module.register_forward_hook(see) if isinstance(module, nn.Linear) else None
     try:
@@ -74,9 +74,9 @@ def output_head(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[OutputH
     logits = getattr(output, "logits", output if isinstance(output, Tensor) else None)
     if logits is None:
         return None, "it returns no logits", None
-    if not isinstance(module, nn.Linear) or len(found) != 1:
+    if not isinstance(module, nn.Linear) or len(calls) != 1:
         return None, "it has no output embedding that makes them in one call", logits
-    product = found[0][1]
+    product = calls[0][1]
     if product.shape != logits.shape or logits.ndim != len("BTV"):
         return None, "they are not what its output embedding returns", logits
     for scale, softcap in _finishes(product, logits):

@@ -110,15 +110,15 @@ class Objective(nn.Module):
             return None, self.offline.of(batch, next(self.models[0].parameters()).device)
         if teacher is None:
             return None, None
-        found: list[HiddenTeacher] = []
+        stand_ins: list[HiddenTeacher] = []
 
         def take(hidden: Tensor) -> None:
             assert head is not None
-            found.append(HiddenTeacher(hidden[:, :-1], head.whole, self.vocabulary))
+            stand_ins.append(HiddenTeacher(hidden[:, :-1], head.whole, self.vocabulary))
 
         theirs = look(teacher, batch, self.options, head, take)
-        if found:
-            return theirs, found[0]
+        if stand_ins:
+            return theirs, stand_ins[0]
         if theirs.logits is None:
             return theirs, None
         logits = shifted_logits(theirs.logits, batch)

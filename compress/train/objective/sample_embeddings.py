@@ -42,12 +42,12 @@ def embeddings_of_step(
     of: Callable[[Batch], Tensor], rows: Rows, indices: Sequence[int], micro: int, comm: Comm
 ) -> StepEmbeddings:
     """The embeddings of all samples of a step, on every rank. of: computes those of a batch. A collective."""
-    found, numbers = [], []
+    embeddings, numbers = [], []
     for part, counting in micro_batches(indices, micro, comm):
         batch = rows.take(part)
         rows_BD = of(batch)
         kept = len(part) if counting else 0
-        found.append(rows_BD[:kept])
+        embeddings.append(rows_BD[:kept])
         numbers.append(batch[NUMBER][:kept].to(rows_BD.device))
-    lengths = comm.gather_objects(sum(map(len, found)))
-    return StepEmbeddings(*(comm.gather_rows(torch.cat(each), lengths) for each in (found, numbers)))
+    lengths = comm.gather_objects(sum(map(len, embeddings)))
+    return StepEmbeddings(*(comm.gather_rows(torch.cat(each), lengths) for each in (embeddings, numbers)))

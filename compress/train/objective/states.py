@@ -88,7 +88,7 @@ def make_projectors(
     widths = last.shape[-1], theirs.hidden[-1].shape[-1]
     if options.projector == "orthogonal":
         generator = torch.Generator().manual_seed(options.seed)
-        made = [projector(*widths, generator=generator) for _ in pairs]
+        projectors = [projector(*widths, generator=generator) for _ in pairs]
     else:
         sums = [ProjectorFit(*widths, last) for _ in pairs]
         for part, counting in micro_batches(indices, micro, comm):
@@ -97,5 +97,5 @@ def make_projectors(
             mask = token_mask(batch).to(last.device) * counting
             for each, (s, t) in zip(sums, pairs, strict=True):
                 each.add(own.hidden[s], theirs.hidden[t], mask)
-        made = [each.projector(comm=comm) for each in sums]
-    return [each.to(last.device, last.dtype) for each in made]
+        projectors = [each.projector(comm=comm) for each in sums]
+    return [each.to(last.device, last.dtype) for each in projectors]

@@ -64,13 +64,13 @@ class SparsityOptions:
 
     def _check_together(self) -> None:
         """Refuse options that contradict each other, or have no effect without another."""
-        said = self.final_pattern
-        if said is not None and self.sparsity not in (0, said.sparsity):
+        pattern = self.final_pattern
+        if pattern is not None and self.sparsity not in (0, pattern.sparsity):
             raise InputError(
-                f"pattern {self.pattern} makes {said.sparsity:.4g} of weights zero, not sparsity {self.sparsity}; give "
-                "one"
+                f"pattern {self.pattern} makes {pattern.sparsity:.4g} of weights zero, not sparsity {self.sparsity}; "
+                "give one"
             )
-        if said is not None and self.prune_per != self._default("prune_per"):
+        if pattern is not None and self.prune_per != self._default("prune_per"):
             raise InputError(f"prune_per {self.prune_per} has no say in pattern {self.pattern}; leave one out")
         idle = [name for name in OF_PRUNING if getattr(self, name) != self._default(name)]
         if idle and not self.prunes:

@@ -39,18 +39,18 @@ class Architecture:
 
     def why_not(self, config: Config) -> list[str]:
         """Reasons why llama.cpp would compute something else, each the end of a sentence about the model."""
-        found = []
+        reasons = []
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         if activation not in self.activations:
-            found.append(f"its activation is {activation}; llama.cpp computes {self.activations[0]} for {self.name}")
+            reasons.append(f"its activation is {activation}; llama.cpp computes {self.activations[0]} for {self.name}")
         if self.tied and not config.tie_word_embeddings:
-            found.append(f"its output head is not the embedding; llama.cpp's {self.name} has no other")
-        return [*found, *_rope_why_not(config), *_windows_why_not(self.name, config)]
+            reasons.append(f"its output head is not the embedding; llama.cpp's {self.name} has no other")
+        return [*reasons, *_rope_why_not(config), *_windows_why_not(self.name, config)]
 
     def keys(self, config: Config) -> dict[str, Value]:
         """{key without the family's prefix: value} of the sizes and constants."""
         heads, head = config.num_attention_heads, head_size(config)
-        found: dict[str, Value] = {
+        metadata: dict[str, Value] = {
             "vocab_size": config.vocab_size,
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
@@ -65,16 +65,16 @@ class Architecture:
             "rope.freq_base": float(_rope(config)["rope_theta"]),
         }
         if _rope(config)["rope_type"] == "linear":
-            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_rope(config)["factor"])}
+            metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_rope(config)["factor"])}
         if self.name in WINDOWS:
-            found["attention.sliding_window"] = config.sliding_window
+            metadata["attention.sliding_window"] = config.sliding_window
         if self.name == "gemma2":
-            found["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+            metadata["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         if getattr(config, "final_logit_softcapping", None):
-            found["final_logit_softcapping"] = float(config.final_logit_softcapping)
+            metadata["final_logit_softcapping"] = float(config.final_logit_softcapping)
         if self.name == "gemma3":
-            found["rope.freq_base_swa"] = float(config.rope_parameters[LOCAL]["rope_theta"])
-        return found
+            metadata["rope.freq_base_swa"] = float(config.rope_parameters[LOCAL]["rope_theta"])
+        return metadata
 
     def notes(self, config: Config) -> Iterator[str]:
         """A line for each property of the model that llama.cpp leaves out."""

@@ -41,7 +41,7 @@ def write_file(
     for entry in entries:
         of_bytes = np.dtype(np.float32 if entry.type in FLOATS.values() else np.uint8)
         writer.add_tensor_info(entry.name, entry.shape, of_bytes, entry.nbytes, raw_dtype=kinds[entry.type])
-    held = {}
+    records = {}
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -50,11 +50,11 @@ def write_file(
             writer.write_tensor_data(_array(entry.data()))
             values = entry.values()
             dtype = str(values.dtype).removeprefix("torch.")
-            held[entry.name] = {"type": entry.type, "dtype": dtype, "sha256": checksum(values)}
+            records[entry.name] = {"type": entry.type, "dtype": dtype, "sha256": checksum(values)}
             place.step(i, len(entries), entry.of)
     finally:
         writer.close()
-    return held
+    return records
 
 
 def add_all(writer: Any, metadata: Mapping[str, Any]) -> None:

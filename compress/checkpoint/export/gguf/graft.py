@@ -104,33 +104,33 @@ def _rows(values: Tensor) -> list[bytes]:
 def _candidates(template: Template) -> dict[tuple[str, int], list[Slot]]:
     """{(type, hash of a first row): matrices of the template}, for finding a layer's. A row is among those of a matrix
     wherever it lies."""
-    found: dict[tuple[str, int], list[Slot]] = {}
+    candidates: dict[tuple[str, int], list[Slot]] = {}
     for name, tensor in template.tensors.items():
         kind = tensor.tensor_type.name
         for slot in template.slots(name):
             for row in set(_rows(template.values(*slot).to(DTYPES[kind]))):
-                found.setdefault((kind, hash(row)), []).append(slot)
-    return found
+                candidates.setdefault((kind, hash(row)), []).append(slot)
+    return candidates
 
 
 def matched(source: Source, template: Template) -> dict[Slot, tuple[str, Tensor]]:
     """{matrix of the template: (layer, the row of it that is each row of the matrix)}. Raises InputError, which names
     the first layer that has none."""
     candidates = _candidates(template)
-    found: dict[Slot, tuple[str, Tensor]] = {}
+    matches: dict[Slot, tuple[str, Tensor]] = {}
     for layer, stored in stored_in(source).layers.items():
         if stored.shares is not None:
             continue
         values = weight_of(source, layer).dequantize()
-        pairs = ((slot, _order(values, template, slot)) for slot in _of(values, candidates) if slot not in found)
+        pairs = ((slot, _order(values, template, slot)) for slot in _of(values, candidates) if slot not in matches)
         match = next(((slot, order) for slot, order in pairs if order is not None), None)
         if match is None:
             raise InputError(
                 f"the template has no tensor of the rows of {layer} that {source.name} stores; {HOW}. (Layers of which "
                 "the converter joins the rows with those of others, or reorders inputs, cannot be exported so.)"
             )
-        found[match[0]] = (layer, match[1])
-    return found
+        matches[match[0]] = (layer, match[1])
+    return matches
 
 
 def _of(values: Tensor, candidates: Mapping[tuple[str, int], list[Slot]]) -> Iterator[Slot]:
@@ -174,22 +174,22 @@ def _grafted(source: Source, name: str, template: Template, layers: Mapping[Slot
     slots = template.slots(name)
     if lost := [slot.expert for slot in slots if slot not in layers]:
         raise InputError(f"{name} holds all experts, and number {lost[0]} is not compressed; compress all, or none")
-    held = [layers[slot] for slot in slots]
-    made = [entry_of(FileTensor(name, f"{layer}.weight", layer, order), source) for layer, order in held]
+    matches = [layers[slot] for slot in slots]
+    entries = [entry_of(FileTensor(name, f"{layer}.weight", layer, order), source) for layer, order in matches]
     if slots == [Slot(name)]:
-        return made[0]
-    if len(kinds := sorted({entry.type for entry in made})) > 1:
+        return entries[0]
+    if len(kinds := sorted({entry.type for entry in entries})) > 1:
         raise InputError(
             f"{name} holds all experts, and these have blocks of {' and '.join(kinds)}; give them one scheme"
         )
-    if any(list(factors_of(source, layer, name)) for layer, _ in held):
+    if any(list(factors_of(source, layer, name)) for layer, _ in matches):
         raise InputError(f"{name} holds all experts, and each has a global scale of its own; use another scheme")
     return Entry(
         name,
-        made[0].type,
-        (len(made), *made[0].shape),
-        sum(entry.nbytes for entry in made),
-        made[0].of,
-        lambda: torch.stack([entry.data() for entry in made]),
-        lambda: torch.stack([entry.values() for entry in made]),
+        entries[0].type,
+        (len(entries), *entries[0].shape),
+        sum(entry.nbytes for entry in entries),
+        entries[0].of,
+        lambda: torch.stack([entry.data() for entry in entries]),
+        lambda: torch.stack([entry.values() for entry in entries]),
     )

@@ -67,15 +67,15 @@ def why_no_name(held: Mapping[str, Any]) -> str | None:
 def _steps(held: Mapping[str, Any]) -> tuple[tuple[str, object], ...] | None:
     """The steps of a pre-tokenizer; None where one is of another kind."""
     step = held.get("pre_tokenizer") or {}
-    found: list[tuple[str, object]] = []
+    steps: list[tuple[str, object]] = []
     for each in step.get("pretokenizers", [step]):
         pattern = (each.get("pattern") or {}).get("Regex")
         if each.get("type") == "ByteLevel" and not each.get("add_prefix_space"):
-            found.append(("bytes", each.get("use_regex", True)))
+            steps.append(("bytes", each.get("use_regex", True)))
         elif each.get("type") == "Digits" and each.get("individual_digits"):
-            found.append(DIGITS)
+            steps.append(DIGITS)
         elif each.get("type") == "Split" and each.get("behavior") == "Isolated" and not each.get("invert") and pattern:
-            found.append(("split", pattern))
+            steps.append(("split", pattern))
         else:
             return None
-    return tuple(found)
+    return tuple(steps)

@@ -33,15 +33,15 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
     fits(written, WrittenFile, folder / RECORD)
     path, expected = folder / written["file"], written["tensors"]
     try:
-        found = {tensor.name: tensor for tensor in gguf().GGUFReader(path).tensors}
+        tensors = {tensor.name: tensor for tensor in gguf().GGUFReader(path).tensors}
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read by {reader()}: {first_line(error)}") from None
-    if names := sorted(expected.keys() ^ found.keys()):
+    if names := sorted(expected.keys() ^ tensors.keys()):
         where = "is missing from" if names[0] in expected else "was not written, but is in"
         raise CheckpointError(f"{names[0]} {where} {path}; write it again")
     unread: dict[str, int] = {}
     for name, wanted in expected.items():
-        tensor = found[name]
+        tensor = tensors[name]
         if tensor.tensor_type.name != wanted["type"]:
             raise CheckpointError(f"{name} of {path} has the type {tensor.tensor_type.name}, not {wanted['type']}")
         try:
@@ -52,8 +52,8 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
         if checksum(values.to(getattr(torch, wanted["dtype"]))) != wanted["sha256"]:
             raise CheckpointError(f"{name} of {path}, as {reader()} reads it, is not what was decided; write it again")
     count = sum(unread.values())
-    found = {"layers": written["layers"] - count, "reader": reader(), "tensors": len(expected) - count}
-    return found | {"unread": unread, "remarks": [unread_line(kind, number) for kind, number in unread.items()]}
+    report = {"layers": written["layers"] - count, "reader": reader(), "tensors": len(expected) - count}
+    return report | {"unread": unread, "remarks": [unread_line(kind, number) for kind, number in unread.items()]}
 
 
 def unread_line(kind: str, count: int) -> str:

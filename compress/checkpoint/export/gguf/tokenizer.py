@@ -37,60 +37,60 @@ def why_not(folder: Path, rows: int) -> str | None:
         return f"it holds no {FILE}, from which the file's tokenizer is made; put it there, or give --template"
     if linked := [path for path in _template_files(folder).values() if not lies_in(path, folder)]:
         return f"its {linked[0].name} is a link out of its folder, whose content would be in the file; copy it there"
-    held = read_json(folder / FILE)
+    tokenizer = read_json(folder / FILE)
     try:
-        if held["model"]["type"] != "BPE":
-            return f"its {FILE} is of the type {held['model']['type']!r}; written without --template: BPE"
-        if (last := max(_tokens(held), default=0)) >= rows:
+        if tokenizer["model"]["type"] != "BPE":
+            return f"its {FILE} is of the type {tokenizer['model']['type']!r}; written without --template: BPE"
+        if (last := max(_tokens(tokenizer), default=0)) >= rows:
             return f"its {FILE} has the token {last}, and its embedding {rows} rows"
         keys_of(folder, rows)
-        return None if _is_pieces(held) else why_no_name(held)
+        return None if _is_pieces(tokenizer) else why_no_name(tokenizer)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         return f"its {FILE} is not one of the tokenizers library ({type(error).__name__}: {error})"
 
 
 def keys_of(folder: Path, rows: int) -> dict[str, Value]:
     """{key after `tokenizer.`: value} of a tokenizer against which there is no reason."""
-    held, settings = read_json(folder / FILE), _settings(folder)
-    pieces = _is_pieces(held)
-    tokens = _tokens(held)
-    added = {token["id"]: token for token in held.get("added_tokens") or ()}
+    tokenizer, settings = read_json(folder / FILE), _settings(folder)
+    pieces = _is_pieces(tokenizer)
+    tokens = _tokens(tokenizer)
+    added = {token["id"]: token for token in tokenizer.get("added_tokens") or ()}
     words = [tokens.get(i, f"[PAD{i}]") for i in range(rows)]
-    kinds = [UNUSED if i not in tokens else _kind(tokens[i], added.get(i), held) for i in range(rows)]
-    found: dict[str, Value] = {
+    kinds = [UNUSED if i not in tokens else _kind(tokens[i], added.get(i), tokenizer) for i in range(rows)]
+    metadata: dict[str, Value] = {
         "ggml.model": "llama" if pieces else "gpt2",
-        "ggml.pre": "default" if pieces else splitting_named(held) or "",
+        "ggml.pre": "default" if pieces else splitting_named(tokenizer) or "",
         "ggml.tokens": words,
         "ggml.token_type": kinds,
     }
     if pieces:
-        found |= {"ggml.scores": _scores(held, words), "ggml.add_space_prefix": _prefixed(held)}
+        metadata |= {"ggml.scores": _scores(tokenizer, words), "ggml.add_space_prefix": _prefixed(tokenizer)}
     else:
-        found["ggml.merges"] = [" ".join(pair) for pair in _merges(held)]
-    return found | _special(held, settings, tokens) | _templates(folder, settings)
+        metadata["ggml.merges"] = [" ".join(pair) for pair in _merges(tokenizer)]
+    return metadata | _special(tokenizer, settings, tokens) | _templates(folder, settings)
 
 
 def notes_of(folder: Path) -> list[str]:
     """A line for each thing that llama.cpp's tokenizer does otherwise."""
-    held = read_json(folder / FILE)
-    found = []
-    if _is_pieces(held):
-        vocabulary = held["model"]["vocab"]
+    tokenizer = read_json(folder / FILE)
+    notes = []
+    if _is_pieces(tokenizer):
+        vocabulary = tokenizer["model"]["vocab"]
         if not any(HEX.fullmatch(word) for word in vocabulary):
-            found.append(
+            notes.append(
                 "the tokenizer has no tokens for single bytes: llama.cpp refuses a text with a character outside of "
                 "the vocabulary"
             )
-        if not _in_order(held):
-            found.append(
+        if not _in_order(tokenizer):
+            notes.append(
                 "merges of different pieces alternate in tokenizer.json, which scores of pieces cannot say: llama.cpp "
                 "may split some words otherwise"
             )
-    elif (held.get("normalizer") or {}).get("type") == "NFC":
-        found.append(
+    elif (tokenizer.get("normalizer") or {}).get("type") == "NFC":
+        notes.append(
             "the tokenizer composes characters first (NFC), which llama.cpp leaves out: the same for such text"
         )
-    return found
+    return notes
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -165,16 +165,16 @@ def _kind(word: str, added: Mapping[str, Any] | None, held: Mapping[str, Any]) -
 def _special(held: Mapping[str, Any], settings: Mapping[str, Any], tokens: Mapping[int, str]) -> dict[str, Value]:
     """Ids of special tokens, and whether a text begins or ends with one."""
     places = {word: place for place, word in tokens.items()}
-    found: dict[str, Value] = {}
+    token_ids: dict[str, Value] = {}
     for key, entry in SPECIAL.items():
         token = settings.get(entry)
         word = token.get("content") if isinstance(token, dict) else token
         if word in places:
-            found[f"ggml.{key}_token_id"] = places[word]
+            token_ids[f"ggml.{key}_token_id"] = places[word]
     before, after = _around(held)
-    return found | {
-        "ggml.add_bos_token": places.get(before or "", -1) == found.get("ggml.bos_token_id", -2),
-        "ggml.add_eos_token": places.get(after or "", -1) == found.get("ggml.eos_token_id", -2),
+    return token_ids | {
+        "ggml.add_bos_token": places.get(before or "", -1) == token_ids.get("ggml.bos_token_id", -2),
+        "ggml.add_eos_token": places.get(after or "", -1) == token_ids.get("ggml.eos_token_id", -2),
     }
 
 
