@@ -58,9 +58,9 @@ class TextResult:
     """A text, how it was read, and the figures on it.
 
     role: held-out, or the model's calibration text. length, stride: tokens of a window, and between the beginnings of
-    two; tokens: those that were predicted. figures, noise: by the names of `compress.evaluation.quality.statistics`;
-    noise: the reference against itself, computed in its own dtype (`compress.evaluation.quality.noise`). kl_histogram:
-    of log10 of the KL per token.
+    two; tokens: those that were predicted. figures, noise: by the names of
+    `compress.evaluation.quality.kl_and_perplexity`; noise: the reference against itself, computed in its own dtype
+    (`compress.evaluation.quality.noise`). kl_histogram: of log10 of the KL per token.
     """
 
     name: str

@@ -43,7 +43,8 @@ def vague_locals(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef):
             uses = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in VAGUE]
-            for name in {each.id for each in uses if isinstance(each.ctx, ast.Store)}:
+            arguments = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+            for name in {each.id for each in uses if isinstance(each.ctx, ast.Store)} - arguments:
                 lines = [each.lineno for each in uses if each.id == name]
                 if max(lines) - min(lines) > GLANCE:
                     yield min(lines), name

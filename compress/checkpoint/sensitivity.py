@@ -14,7 +14,7 @@ from typing import Any
 from compress.base.errors import CheckpointError
 from compress.base.schema import built, fits
 from compress.checkpoint.files import read_json, write_whole
-from compress.kernels.cache import cache_directory
+from compress.kernels.cache_folder import cache_directory
 from compress.kernels.private_folders import why_not_believed
 
 FORMAT = 1

@@ -11,7 +11,7 @@ from compress.evaluation.document import (
     TaskResult,
     TextResult,
 )
-from compress.evaluation.quality.statistics import PERCENTILES
+from compress.evaluation.quality.kl_and_perplexity import PERCENTILES
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 
@@ -40,7 +40,7 @@ def value_with_error(figure: Figure | None, form: str) -> str:
 def show_evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
     """For every text one row per model; the original first where there is one.
 
-    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality.statistics`).
+    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality.kl_and_perplexity`).
     """
     show(*(_on_text(rows, reference, i) for i in range(len(rows[-1][1].texts))))
 

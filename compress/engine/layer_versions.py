@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.base.errors import CompressError
-from compress.inference.load.caches import RoundCache, round_cache
+from compress.inference.load.kv_caches import RoundCache, round_cache
 from compress.model.attention import hold_scales
 from compress.model.calls import Arrival
 from compress.model.convolution import Geometry, elements, on_channels, on_samples
 from compress.model.layers import Layer
-from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.grid import straight_through
+from compress.weights.kv_cache_codes import CacheCodes
 from compress.weights.rounding import ActivationCodes
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from compress.base.errors import first_line, install
 from compress.base.memory import container_limit, meminfo
 from compress.base.version import VERSION
-from compress.kernels.cache import cache_directory
+from compress.kernels.cache_folder import cache_directory
 from compress.kernels.cpu.processor import cpu_flags, cpu_name, target, usable_cores
 
 EXTRAS = {

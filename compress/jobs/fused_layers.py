@@ -11,7 +11,7 @@ from compress.engine.plan.format_limits import with_dense
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.stored_sizes import WrittenLayer, stored_layers
 from compress.inference.check.by_transformers import misread_experts
-from compress.jobs.engines import engine_named
+from compress.jobs.target_engines import engine_named
 from compress.model.split_experts import NUMBERED
 from compress.weights.scheme import Scheme
 

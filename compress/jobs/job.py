@@ -21,7 +21,7 @@ from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.quantization_config import configuration, quantization_config
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory, Writer
-from compress.engine.pipeline import run
+from compress.engine.block_loop import run
 from compress.engine.plan.format_limits import notes_for_readers, notes_on_dense
 from compress.engine.restore import gradients, hooks_and_buffers, naming, undone, values
 from compress.engine.walk.remarks import nothing_done

@@ -31,7 +31,7 @@ from compress.checkpoint.read.unplaced_tensors import (
 )
 from compress.checkpoint.write.quantization_config import differences
 from compress.engine.plan.existing_zeros import recorded_sparsity
-from compress.engine.plan.matching import check_untouched
+from compress.engine.plan.treatable_layers import check_untouched
 from compress.engine.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.engine.restore import naming, undone
 from compress.engine.shrink.edit_result import Restructured

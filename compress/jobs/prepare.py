@@ -26,7 +26,7 @@ from compress.engine.walk.stacks import chained_stacks
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline
-from compress.jobs.forecast.memory import lack_of_memory, token_counts, weights_in
+from compress.jobs.forecast.peak_memory import lack_of_memory, token_counts, weights_in
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
     CHANGED,

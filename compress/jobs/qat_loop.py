@@ -27,11 +27,11 @@ from compress.base.progress import Reporter, Silent
 from compress.checkpoint.write.directory import Directory, claim
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory
+from compress.engine.block_loop import decide
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
 from compress.engine.learn.training import uncompiled
-from compress.engine.pipeline import decide
 from compress.engine.plan.format_limits import check_storable
-from compress.engine.plan.matching import adapter_in
+from compress.engine.plan.treatable_layers import adapter_in
 from compress.engine.residency import Local, Residency, Sharded
 from compress.engine.restore import hooks_and_buffers, undone, values
 from compress.jobs.job import Job, Result

@@ -24,13 +24,13 @@ from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import read_record
 from compress.engine.plan.plan import plan
 from compress.inference.check.by_transformers import NOT_LOADED
-from compress.jobs.engines import check_engine, check_inputs, engine_named, with_float16_scales
 from compress.jobs.forecast.forecast import shapes_of
 from compress.jobs.fused_layers import check_merged
 from compress.jobs.job import Result
 from compress.jobs.model_source import find_model
 from compress.jobs.quantize import quantize
 from compress.jobs.request import check_apart, several
+from compress.jobs.target_engines import check_engine, check_inputs, engine_named, with_float16_scales
 from compress.passes.protocol.base import Pass
 from compress.passes.rtn import RTN
 
@@ -59,9 +59,9 @@ def quantize_for(
 ) -> ForEngine:
     """Quantize a model for an engine, and leave in `output` what it opens.
 
-    engine: a name of `jobs.engines`. For one that opens another form than our checkpoints, the checkpoint of the run is
-    OUTPUT.checkpoint. resume: continue a run that was stopped, also between its checkpoint and the export. notes: lines
-    for the records. options: those of `compress.quantize`.
+    engine: a name of `jobs.target_engines`. For one that opens another form than our checkpoints, the checkpoint of the
+    run is OUTPUT.checkpoint. resume: continue a run that was stopped, also between its checkpoint and the export.
+    notes: lines for the records. options: those of `compress.quantize`.
 
     Raises InputError before any work for what the engine does not run, and as `compress.quantize` does; CompressError
     for work that failed.

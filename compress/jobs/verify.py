@@ -44,7 +44,7 @@ from compress.inference.check.by_transformers import (
 from compress.inference.check.dense_twin import compare_layer, compare_layers
 from compress.inference.check.streaming import stream
 from compress.inference.load.block_streaming import run_by_block
-from compress.inference.load.caches import cache_hook
+from compress.inference.load.kv_caches import cache_hook
 from compress.model.experts import SortedExperts
 from compress.weights.compressed_tensors import decompressed_in
 from compress.weights.formats.registry import folder_of

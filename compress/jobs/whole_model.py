@@ -12,8 +12,8 @@ from compress.base.errors import InputError
 from compress.base.progress import Reporter
 from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_restructured
-from compress.engine.plan.matching import Ignored, check_untouched
 from compress.engine.plan.plan import restructuring_of
+from compress.engine.plan.treatable_layers import Ignored, check_untouched
 from compress.engine.residency import Local
 from compress.engine.restore import undone
 from compress.engine.shrink.edit_result import Restructured

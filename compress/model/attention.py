@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from compress.model.calls import removing, without_data
-from compress.weights.caches import SCALES
+from compress.weights.kv_cache_codes import SCALES
 
 # Names of the cache argument in the forwards of attentions.
 ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")

@@ -26,8 +26,8 @@ from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
-from compress.inference.load.caches import cache_hook
 from compress.inference.load.dense_model import without_weights
+from compress.inference.load.kv_caches import cache_hook
 from compress.model.experts import Experts
 from compress.model.layers import transposed_weights
 from compress.model.split_experts import is_joined

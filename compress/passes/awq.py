@@ -32,8 +32,8 @@ from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.solve import solve_rows
 from compress.passes.protocol.stages import Rewrite
 from compress.solvers.awq import best, candidates, round_rows, scaled_loss
+from compress.solvers.hessian_with_drift import quadratic
 from compress.solvers.outliers import set_apart
-from compress.solvers.problem import quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
 from compress.solvers.statistics.input_statistics import ChannelMean, StatisticFactory
 from compress.weights.decision import Decision

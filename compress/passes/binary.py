@@ -42,7 +42,7 @@ from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_rows
 from compress.solvers.binary import inverse_diagonal, salient_columns, second_problem, signs, with_second
 from compress.solvers.gptq import solve_on_grid
-from compress.solvers.problem import Problem
+from compress.solvers.hessian_with_drift import Problem
 from compress.weights.formats.columns import BinaryColumns
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.matrix import Matrix

@@ -53,8 +53,8 @@ from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.sites import Site
 from compress.solvers.gptq import outlier_prices, solve_on_grid
+from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.outliers import nearest
-from compress.solvers.problem import Problem
 from compress.solvers.sparsegpt import STEPS
 from compress.weights.decision import Decision
 from compress.weights.grid import fit_matrix

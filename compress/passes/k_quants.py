@@ -48,8 +48,8 @@ from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide
 from compress.passes.rtn import RTN
+from compress.solvers.hessian_with_drift import ActOrder, Problem
 from compress.solvers.k_quants.solve import KRule, nearest_blocks
-from compress.solvers.problem import ActOrder, Problem
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
 from compress.weights.formats.k_quants import KQuant

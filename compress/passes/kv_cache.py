@@ -2,7 +2,7 @@
 
 What attentions keep of a token takes a half, a quarter or a fifth of the bytes that 16 bits take (per token: and four
 more for each head, or each group of a head). Keys and values are rounded where they enter the cache, after the rotary
-embedding (`weights.caches`); nothing else changes.
+embedding (`weights.kv_cache_codes`); nothing else changes.
 
     token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
     head    a scale for every key-value head, calibrated (static)
@@ -34,7 +34,7 @@ from compress.passes.protocol.base import Pass, Treats
 from compress.passes.protocol.stages import Fix, Stage
 from compress.solvers.statistics.calibrators import Range, scale_and_zero_point
 from compress.solvers.statistics.input_statistics import StatisticFactory
-from compress.weights.caches import IN_BYTES, CacheBits, CacheCodes, CacheGranularity, CacheScheme
+from compress.weights.kv_cache_codes import IN_BYTES, CacheBits, CacheCodes, CacheGranularity, CacheScheme
 
 GROUP = 64  # elements with a minimum and a step of their own, at 4 and 3 bits
 TYPES: dict[str, CacheBits] = {"int8": 8, "fp8": 8, "int4": 4, "int3": 3}

@@ -38,9 +38,9 @@ from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
+from compress.solvers.hessian_with_drift import DAMP, check_reliance, drift_correction, quadratic
 from compress.solvers.low_rank import approximate, with_outliers
 from compress.solvers.outliers import check_share
-from compress.solvers.problem import DAMP, check_reliance, drift_correction, quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision

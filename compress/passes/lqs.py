@@ -37,9 +37,9 @@ from compress.passes.options.rank_budget import RankBudget
 from compress.passes.options.second_order import Result, Solution, Target
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Stage
+from compress.solvers.hessian_with_drift import Problem, quadratic
 from compress.solvers.low_rank import approximate
 from compress.solvers.lqs import Parts, best_turn, in_turns
-from compress.solvers.problem import Problem, quadratic
 from compress.weights.decision import Figures
 from compress.weights.formats.lowrank import LowRankFactors
 from compress.weights.matrix import Matrix

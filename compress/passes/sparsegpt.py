@@ -43,7 +43,7 @@ from compress.passes.options.second_order import SecondOrder, Solution
 from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Rows, Solve, solve_rows
-from compress.solvers.problem import Problem
+from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.scores import wanda
 from compress.solvers.sparsegpt import STEPS, prune_by_sweep
 from compress.solvers.statistics.hessian import HessianResult

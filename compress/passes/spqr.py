@@ -39,8 +39,8 @@ from compress.passes.options.quantize import beside_outliers
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
+from compress.solvers.hessian_with_drift import ActOrder, Problem
 from compress.solvers.outliers import check_share
-from compress.solvers.problem import ActOrder, Problem
 from compress.solvers.spqr import price_by_variance, price_in_tiles, round_to_tiles
 from compress.solvers.tile_rule import TileRule
 from compress.weights.formats.sparse import entry_bits

@@ -36,7 +36,7 @@ from compress.model.patterns import ignoring
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
-from compress.solvers.problem import ActOrder, Problem
+from compress.solvers.hessian_with_drift import ActOrder, Problem
 from compress.solvers.trellis.solve import TrellisRule, nearest_states
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.matrix import Matrix

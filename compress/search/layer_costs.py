@@ -30,7 +30,7 @@ from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.search.candidate import Candidate
 from compress.search.fisher import Fisher, Weighted
-from compress.solvers.problem import quadratic
+from compress.solvers.hessian_with_drift import quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision

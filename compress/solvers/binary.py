@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.solvers.gptq import solve_on_grid
-from compress.solvers.problem import DAMP, POLISH_DAMP, Problem, add_damping
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, Problem, add_damping
 from compress.weights.formats.columns import Columns
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import BinaryCodes

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compress.base.threads import one_thread
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
-from compress.solvers.problem import Problem
+from compress.solvers.hessian_with_drift import Problem
 from compress.weights.matrix import Matrix
 
 BLOCK = 128

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.outliers import costs, exact_places, grouped_costs, places_at, price_by_trial, sampled_rows
-from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.sparsegpt import fit_survivors
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, stored_scale, to_quantized

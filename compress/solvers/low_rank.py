@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from compress.base.collectives import Comm
+from compress.solvers.hessian_with_drift import quadratic
 from compress.solvers.outliers import dearest
-from compress.solvers.problem import quadratic
 from compress.weights.formats.lowrank import low_rank
 from compress.weights.formats.sparse import sparse
 from compress.weights.matrix import Term, Weight

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.solvers.gptq import outlier_prices, solve_on_grid
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem, quadratic
 from compress.solvers.low_rank import approximate
-from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem, quadratic
 from compress.weights.grid import Grid
 from compress.weights.matrix import Matrix, added
 from compress.weights.terms import Tensors

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.solvers.problem import factorize
+from compress.solvers.hessian_with_drift import factorize
 from compress.solvers.statistics.hessian import Hessian
 
 

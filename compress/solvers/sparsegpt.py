@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compress.solvers.column_sweep import BLOCK, ColumnRule, sweep
-from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.weights.masks import Choice
 from compress.weights.survivors import Survivors, survivors
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compress.solvers.column_sweep import Solved
 from compress.solvers.gptq import TRIAL_ROWS
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.outliers import price_by_trial, sampled_rows
-from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.tile_rule import TileRule, tile_costs
 from compress.weights.formats.tiles import Tiled, Tiles, fit_tiles
 from compress.weights.grid import encode_unsigned

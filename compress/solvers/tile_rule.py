@@ -15,8 +15,8 @@ from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.kernels.division import divide
 from compress.solvers.candidates import Candidate, least_cost
 from compress.solvers.column_sweep import CodeRule, Polish, group_members
+from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.outliers import by_count, exact_places
-from compress.solvers.problem import Problem
 from compress.weights.formats.sparse import sparse
 from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles, scales_and_zeros
 from compress.weights.grid import encode_unsigned

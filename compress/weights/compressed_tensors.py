@@ -9,10 +9,10 @@ import torch
 from compress.base.errors import CheckpointError, InputError
 from compress.base.sandbox import check_expressions
 from compress.kernels.layouts.scale_blocks import BLOCK
-from compress.weights.caches import CacheGranularity, CacheScheme
 from compress.weights.formats.codes import Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP8, LevelCodes
 from compress.weights.grid import Grid
+from compress.weights.kv_cache_codes import CacheGranularity, CacheScheme
 from compress.weights.number_formats import WIDE, ScaleNumbers
 from compress.weights.scheme import Scheme, block_scheme
 

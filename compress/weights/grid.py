@@ -53,7 +53,7 @@ from compress.weights.number_formats import (
     NumberType,
     ScaleNumbers,
 )
-from compress.weights.scales import (
+from compress.weights.scale_numbers import (
     FLOAT8,
     FLOAT8_MAX,
     OWN_DTYPE,
@@ -106,7 +106,7 @@ class Grid:
     are powers of two; `4/6`, the better of two, of e4m3 scales. type: `float` codes are symmetric:
     float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
     `normal` codes are NF4, `nonlinear` ones IQ4_NL; `sign` codes are -1 or 1. scales: the numbers that they can be
-    (`weights.scales`). global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
+    (`weights.scale_numbers`). global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """

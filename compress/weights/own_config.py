@@ -5,10 +5,10 @@
      "caches": {"bits": ..., "group": ..., "rotated": ...}}
 
 Every compressed layer of the checkpoint is a target, also layers of codes alone. caches: key-value caches in fewer
-than 8 bits (`weights.caches.CacheScheme`); those of 8 bits have the words of compressed-tensors, kv_cache_scheme.
-modules: the Python modules of formats that are not ours; they must be imported before the checkpoint is read. Other
-readers must refuse such a checkpoint rather than leave out a term of a sum: vLLM does not know the method, and
-transformers finds no weights under the names that it looks for (`checkpoint.files.VARIANT`).
+than 8 bits (`weights.kv_cache_codes.CacheScheme`); those of 8 bits have the words of compressed-tensors,
+kv_cache_scheme. modules: the Python modules of formats that are not ours; they must be imported before the checkpoint
+is read. Other readers must refuse such a checkpoint rather than leave out a term of a sum: vLLM does not know the
+method, and transformers finds no weights under the names that it looks for (`checkpoint.files.VARIANT`).
 """
 
 import json
@@ -17,10 +17,10 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from compress.base.errors import CheckpointError
 from compress.base.schema import fits
-from compress.weights.caches import IN_BYTES, CacheScheme
 from compress.weights.compressed_tensors import read_cache_scheme
 from compress.weights.formats.registry import FORMATS, OURS
 from compress.weights.grid import Grid
+from compress.weights.kv_cache_codes import IN_BYTES, CacheScheme
 from compress.weights.scheme import Scheme, read_entry
 
 METHOD = "compress"

@@ -31,8 +31,8 @@ from compress.checkpoint.read.source import path_of
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
 from compress.evaluation.quality.exact_intervals import difference_of, share_of
+from compress.evaluation.quality.kl_and_perplexity import mean_of_independent
 from compress.evaluation.quality.language import Model, load_dense, open_model
-from compress.evaluation.quality.statistics import mean_of_independent
 from compress.model.calls import evaluating
 
 LABELS = "labels"

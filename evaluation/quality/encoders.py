@@ -33,8 +33,8 @@ from compress.checkpoint.read.source import path_of
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
 from compress.evaluation.provenance import MeasuredModel, evaluation_of
+from compress.evaluation.quality.kl_and_perplexity import Values, spread
 from compress.evaluation.quality.language import Model, first_tokenizer, load_dense, open_model
-from compress.evaluation.quality.statistics import Values, spread
 from compress.model.calls import evaluating
 
 Pooling = Literal["mean", "cls"]

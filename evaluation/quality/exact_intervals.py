@@ -25,7 +25,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from compress.evaluation.document import Figure
-from compress.evaluation.quality.statistics import Values, mean_of_independent
+from compress.evaluation.quality.kl_and_perplexity import Values, mean_of_independent
 
 LEVEL = 0.95
 DISAGREEING, OF_THEM = 0.99, 0.96  # levels of q and t: 0.01 + 0.04 = 1 - LEVEL

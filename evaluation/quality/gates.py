@@ -21,7 +21,7 @@ from compress.base.errors import InputError, one_of
 from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.quality.classifiers import NAMES as CLASSES
 from compress.evaluation.quality.encoders import NAMES as EMBEDDINGS
-from compress.evaluation.quality.statistics import NAMES
+from compress.evaluation.quality.kl_and_perplexity import NAMES
 from compress.evaluation.quality.texts import COMPARED
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from compress.base.errors import CompressError
 from compress.evaluation.document import Band, Figure, Histogram
-from compress.evaluation.quality.statistics import by_confidence, figures_of, kl_histogram
+from compress.evaluation.quality.kl_and_perplexity import by_confidence, figures_of, kl_histogram
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.train.objective.heads import OutputHead, output_head
 

@@ -2,7 +2,7 @@
 
 Hidden states are a row of D numbers a token where log-probabilities are V: 50 times fewer for Llama. They are stored
 unchanged, so the logits are those of the reference bit for bit, multiplied in chunks of the same size. A text of N
-predicted tokens has two files in the cache directory (`compress.kernels.cache`), under `references`:
+predicted tokens has two files in the cache directory (`compress.kernels.cache_folder`), under `references`:
 
     KEY.states   [N, D] in the dtype of the arithmetic, no header
     KEY.json     {"format", "shape", "dtype", "sha256", "overflow"}; written last: without it, the states are not there
@@ -34,7 +34,7 @@ from compress.checkpoint.scratch import Scratch
 from compress.evaluation.quality.overflow import Largest
 from compress.evaluation.quality.predictor import Predictions, Predictor, logits_by
 from compress.evaluation.quality.windows import Batch, Windows
-from compress.kernels.cache import cache_directory
+from compress.kernels.cache_folder import cache_directory
 from compress.kernels.private_folders import why_not_believed
 from compress.train.objective.heads import OutputHead
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
-from compress.evaluation.quality.statistics import FEW_WINDOWS
+from compress.evaluation.quality.kl_and_perplexity import FEW_WINDOWS
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Block, Continuation, Picture, ReportTable, Section, Words
 from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label, rule, tick

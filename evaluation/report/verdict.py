@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
-from compress.evaluation.quality.statistics import FEW_WINDOWS
+from compress.evaluation.quality.kl_and_perplexity import FEW_WINDOWS
 from compress.evaluation.report import wording
 from compress.evaluation.report.content import Tile
 

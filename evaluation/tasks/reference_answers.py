@@ -26,8 +26,8 @@ from compress.checkpoint.files import fingerprint, write_json
 from compress.checkpoint.read.source import Source
 from compress.evaluation.document import TaskResult
 from compress.evaluation.quality import reference_states
+from compress.evaluation.quality.kl_and_perplexity import Values
 from compress.evaluation.quality.reference_states import Note
-from compress.evaluation.quality.statistics import Values
 from compress.evaluation.tasks.likelihood import ContinuationPair
 from compress.evaluation.tasks.lm_eval import Harness
 from compress.evaluation.tasks.questions import Task

@@ -8,7 +8,7 @@ import numpy as np
 
 from compress.evaluation.document import TaskResult
 from compress.evaluation.quality.exact_intervals import difference_of, share_of
-from compress.evaluation.quality.statistics import Values, exponential, mean_of_independent
+from compress.evaluation.quality.kl_and_perplexity import Values, exponential, mean_of_independent
 from compress.evaluation.tasks.likelihood import Likelihood
 from compress.evaluation.tasks.questions import CLOZE, Task
 

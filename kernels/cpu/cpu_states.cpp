@@ -1,4 +1,4 @@
-// Rows of numbers times Sylvester's matrices, and the codes of key-value caches (`weights.caches`), whose keys are
+// Rows of numbers times Sylvester's matrices, and the codes of key-value caches (`weights.kv_cache_codes`), whose keys are
 // rotated before and turned back behind them.
 
 #include <algorithm>

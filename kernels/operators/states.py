@@ -42,8 +42,8 @@ def _like_stored(x: Tensor, bits: int, group: int, _: bool) -> Tensor:
 
 @operator("compress::encode_states", _like_stored)
 def encode_states(x: Tensor, bits: int, group: int, rotated: bool) -> Tensor:
-    """The bytes, int8, that a cache keeps of keys or values x [B, H, T, D] (`weights.caches`). rotated: of x times
-    Sylvester's matrix."""
+    """The bytes, int8, that a cache keeps of keys or values x [B, H, T, D] (`weights.kv_cache_codes`). rotated: of x
+    times Sylvester's matrix."""
     return states.encode_rows(x.float(), bits, group, rotated)
 
 

@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
-from compress.kernels.cache import cache_directory
+from compress.kernels.cache_folder import cache_directory
 from compress.kernels.errors import InputError
 
 FORMAT = 2

@@ -22,7 +22,7 @@ from compress.checkpoint.portable_names import command, portable
 from compress.checkpoint.write import shards
 from compress.checkpoint.write.directory import own_files, stranger_in
 from compress.checkpoint.write.late_files import put_beside
-from compress.kernels import cache
+from compress.kernels import cache_folder
 from compress.kernels.notes import note_once
 from compress.kernels.private_folders import candidates
 from compress.kernels.tuning import table
@@ -137,18 +137,18 @@ def test_a_user_without_a_home_directory_has_a_private_cache(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     usual = tmp_path / f"compress-{os.geteuid()}"
     for trusted in (True, False):
-        cache._temporary.cache_clear()
+        cache_folder._temporary.cache_clear()
         note_once.cache_clear()
         caplog.clear()
-        found = cache.cache_directory()
+        found = cache_folder.cache_directory()
         assert (found == usual) == trusted
         assert found.parent == tmp_path
         assert found.stat().st_mode & 0o777 == 0o700
         assert f"no home directory: caches are in {found}" in caplog.text
         usual.chmod(0o777)
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "own"))
-    assert cache.cache_directory() == tmp_path / "own"
-    cache._temporary.cache_clear()
+    assert cache_folder.cache_directory() == tmp_path / "own"
+    cache_folder._temporary.cache_clear()
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ from models import build, tokens
 
 import compress
 from compress.base.errors import CompressError
-from compress.weights.scales import round_scale
+from compress.weights.scale_numbers import round_scale
 
 UP = "model.layers.0.mlp.up_proj"
 STATIC = compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric")

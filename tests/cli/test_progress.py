@@ -12,7 +12,7 @@ from rich.progress import Progress
 import compress
 from compress.cli import progress
 from compress.cli.progress import Lines, ProgressBar, TimeLeft, columns
-from compress.engine import pipeline
+from compress.engine import block_loop
 from compress.engine.walk import block
 
 STEPS = [(0, ""), (0, ""), (1, "a"), (2, "b"), (2, ""), (3, "c"), (4, "d")]
@@ -200,7 +200,7 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
 
         return slowly
 
-    monkeypatch.setattr(pipeline, "capture_stack", taking(60, pipeline.capture_stack))
+    monkeypatch.setattr(block_loop, "capture_stack", taking(60, block_loop.capture_stack))
     monkeypatch.setattr(block, "suspended_forward", taking(10, block.suspended_forward))
     options = {"calibration": tokens(4), "verify": False, "output": tmp_path / "out"}
     passes = [compress.Embeddings(scheme="w4a16", group_size=16), fast_gptq(group_size=16)]

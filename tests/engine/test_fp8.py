@@ -26,7 +26,7 @@ from compress.kernels.routes import fp8_route
 from compress.solvers.statistics.calibrators import calibrator
 from compress.weights.grid import Grid, decode, encode, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scales import round_to_e4m3
+from compress.weights.scale_numbers import round_to_e4m3
 from compress.weights.scheme import scheme_on
 
 LLMCOMPRESSOR = FIXTURES / "llmcompressor"

@@ -30,12 +30,12 @@ import compress
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.source import find_source
 from compress.inference.check.by_transformers import load_with_transformers
-from compress.inference.load.caches import RoundCache, cache_hook
+from compress.inference.load.kv_caches import RoundCache, cache_hook
 from compress.jobs.verify import outputs, probe
 from compress.model.attention import attentions
 from compress.solvers.statistics.calibrators import OPTIONS as CALIBRATORS
-from compress.weights.caches import CacheScheme, bytes_of_token, decode_states, encode_states
 from compress.weights.grid import Grid, fake_quantize
+from compress.weights.kv_cache_codes import CacheScheme, bytes_of_token, decode_states, encode_states
 
 KINDS = [
     *((kind, per) for kind in ("int8", "fp8") for per in ("token", "head", "tensor")),

@@ -9,7 +9,7 @@ from packaging.version import Version
 from scipy.stats import binomtest, bootstrap, sem
 
 from compress.evaluation.quality.exact_intervals import clopper_pearson, difference_of, paired_interval, share_of
-from compress.evaluation.quality.statistics import mean_of_independent
+from compress.evaluation.quality.kl_and_perplexity import mean_of_independent
 from compress.evaluation.tasks.results import holm, interval, mcnemar
 
 

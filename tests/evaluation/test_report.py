@@ -20,7 +20,7 @@ from evaluations import hostile, runs
 from compress.checkpoint.write.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named
 from compress.evaluation.quality.exact_intervals import difference_of
-from compress.evaluation.quality.statistics import of_few_windows
+from compress.evaluation.quality.kl_and_perplexity import of_few_windows
 from compress.evaluation.report import wording
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.content import ReportTable

@@ -18,7 +18,7 @@ from compress.checkpoint.read.fused import fused_groups
 from compress.checkpoint.read.pretrained import names_in
 from compress.checkpoint.read.source import find_source
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.jobs.engines import ENGINES
+from compress.jobs.target_engines import ENGINES
 from compress.passes.protocol.base import Pass
 
 SCHEMES = ENGINES["vllm"].schemes

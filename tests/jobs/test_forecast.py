@@ -18,8 +18,8 @@ from compress.base.errors import InputError
 from compress.base.progress import Silent
 from compress.cli.forecasts import memory_line
 from compress.jobs.forecast.forecast import Outline
+from compress.jobs.forecast.inference_memory import RunMemory
 from compress.jobs.forecast.known_models import known_models, model_from_configuration
-from compress.jobs.forecast.run_memory import RunMemory
 
 RTN = compress.RTN(group_size=16)
 

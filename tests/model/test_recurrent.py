@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import compress
 from compress.base.errors import CheckpointError, InputError
 from compress.solvers.gptq import gptq
-from compress.solvers.problem import POLISH_DAMP
+from compress.solvers.hessian_with_drift import POLISH_DAMP
 
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 CELLS = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}

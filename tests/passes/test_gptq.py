@@ -28,7 +28,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
 from compress.passes.gptq import GPTQ
 from compress.solvers.gptq import gptq
-from compress.solvers.problem import POLISH_DAMP, add_damping, column_order, drift_correction, reliability
+from compress.solvers.hessian_with_drift import POLISH_DAMP, add_damping, column_order, drift_correction, reliability
 from compress.solvers.statistics.hessian import FEW
 from compress.weights.grid import Grid, Quantized, quantize
 

@@ -32,7 +32,7 @@ from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.rtn import RTN
 from compress.solvers.gptq import gptq
-from compress.solvers.problem import POLISH_DAMP, add_damping
+from compress.solvers.hessian_with_drift import POLISH_DAMP, add_damping
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 

@@ -18,7 +18,7 @@ from compress.passes.options.prune import Prune
 from compress.passes.protocol.recipe import describe, parse_recipe
 from compress.passes.protocol.sites import Site
 from compress.solvers import sparsegpt
-from compress.solvers.problem import POLISH_DAMP, add_damping
+from compress.solvers.hessian_with_drift import POLISH_DAMP, add_damping
 from compress.solvers.sparsegpt import fit_survivors
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense

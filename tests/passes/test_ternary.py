@@ -25,7 +25,7 @@ from compress.inference.layers.linear import QuantLinear, SumLinear
 from compress.inference.layers.ternary import FewLevelsLinear
 from compress.solvers.binary import choose_columns, saliency, second_problem, signs
 from compress.solvers.gptq import gptq
-from compress.solvers.problem import Problem
+from compress.solvers.hessian_with_drift import Problem
 from compress.weights.formats.codes import Codes, Packed
 from compress.weights.formats.columns import BinaryColumns, Columns
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes

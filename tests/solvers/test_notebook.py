@@ -14,11 +14,11 @@ from compress.passes.protocol.sites import FoldSite, Reader, Site
 from compress.solvers.awq import awq
 from compress.solvers.binary import binary
 from compress.solvers.gptq import gptq
+from compress.solvers.hessian_with_drift import POLISH_DAMP
 from compress.solvers.k_quants.solve import k_quant
 from compress.solvers.low_rank import svd_llm
 from compress.solvers.lqs import lqs
 from compress.solvers.outliers import nearest
-from compress.solvers.problem import POLISH_DAMP
 from compress.solvers.scores import magnitude, taylor, wanda
 from compress.solvers.smoothquant import smoothquant
 from compress.solvers.sparsegpt import sparsegpt

@@ -5,7 +5,7 @@ import torch
 
 from compress.base.errors import CompressError
 from compress.solvers.column_sweep import BLOCK, ColumnRule, sweep
-from compress.solvers.problem import DAMP_LIMIT, Problem, add_damping
+from compress.solvers.hessian_with_drift import DAMP_LIMIT, Problem, add_damping
 from compress.weights.grid import Grid, quantize
 
 

@@ -22,7 +22,7 @@ from compress.weights.grid import (
     quantize,
     usual_group,
 )
-from compress.weights.scales import round_scale, scale_limits
+from compress.weights.scale_numbers import round_scale, scale_limits
 
 KINDS = {
     "asymmetric": {"symmetric": False},

@@ -17,7 +17,7 @@ from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import LEVEL_FORMATS, MXFP4, NVFP4
 from compress.weights.grid import Grid, encode, fit, quantize
 from compress.weights.levels import E2M1, E2M3, E3M2, IQ4_NL, NF4, Levels
-from compress.weights.scales import FLOAT8, e8m0_codes, global_scale_for, of_e8m0, power_above, round_scale
+from compress.weights.scale_numbers import FLOAT8, e8m0_codes, global_scale_for, of_e8m0, power_above, round_scale
 from compress.weights.scheme import Scheme, scheme_on
 
 DTYPES = (torch.float32, torch.float64)

@@ -10,7 +10,7 @@ from compress.base.errors import InputError
 from compress.solvers.awq import round_rows
 from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.grid import Grid, decode, encode, fit
-from compress.weights.scales import FLOAT8
+from compress.weights.scale_numbers import FLOAT8
 
 POWERS = {name: LEVEL_FORMATS[name].on for name in ("mxfp4", "mxfp6", "mxfp6e3m2", "mxfp8")}
 NVFP4 = LEVEL_FORMATS["nvfp4"].on

@@ -15,9 +15,9 @@ from compress.checkpoint.read.gptq_awq import MARK
 from compress.checkpoint.read.source import METHODS, Source, once
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.weights import fine_grained, own_config
-from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, check_targets, scheme_for
 from compress.weights.formats.codes import Int8Table
+from compress.weights.kv_cache_codes import SCALES, CacheScheme
 from compress.weights.matrix import Weight
 from compress.weights.scheme import Scheme, check_parts, shape_of
 from compress.weights.terms import FLOATS

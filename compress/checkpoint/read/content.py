@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compress.checkpoint.files import write_whole
-from compress.kernels.cache import cache_directory
+from compress.kernels.cache_folder import cache_directory
 from compress.kernels.cpu.processor import usable_cores
 from compress.kernels.private_folders import why_not_believed
 

@@ -20,11 +20,11 @@ from compress.checkpoint.files import read_json
 from compress.checkpoint.read.configuration import Header
 from compress.checkpoint.read.views import ViewedFiles, reshape
 from compress.checkpoint.read.weight_files import WeightFiles
-from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.compressed_tensors import cache_entry
 from compress.weights.formats.codes import Float8Rows
 from compress.weights.formats.levels import ModelOptNVFP4
 from compress.weights.grid import Grid
+from compress.weights.kv_cache_codes import SCALES, CacheScheme
 from compress.weights.scheme import Scheme
 
 METHOD = "modelopt"

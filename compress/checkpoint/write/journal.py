@@ -20,8 +20,8 @@ from compress.checkpoint.read.compressed_layers import read_weight
 from compress.checkpoint.write.record import Finished, LayerRecord, RangeRecord
 from compress.model.edits.folds import FoldRecord
 from compress.model.known_edits import Edit, read_edit
-from compress.weights.caches import CacheCodes, CacheScheme
 from compress.weights.decision import Decision
+from compress.weights.kv_cache_codes import CacheCodes, CacheScheme
 from compress.weights.own_config import SchemeEntry
 from compress.weights.scheme import Scheme, read_entry
 

@@ -15,8 +15,8 @@ from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.solvers.statistics.calibrators import Range
 from compress.solvers.statistics.histogram import merge_bins, merged_edge, pool
-from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
+from compress.weights.kv_cache_codes import CacheCodes
 
 TRAIN = "train"  # the method of a layer that training alone has changed
 

@@ -30,11 +30,11 @@ from compress.model.disk_names import DiskNames
 from compress.model.layers import Layer, Table
 from compress.model.online_rotation import input_rotation
 from compress.model.open_block import Opened
-from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.codes import Int8Table
 from compress.weights.formats.registry import check_importable
 from compress.weights.formats.sparse24 import sparse24
+from compress.weights.kv_cache_codes import CacheCodes
 from compress.weights.matrix import Matrix, added
 from compress.weights.own_config import is_own
 from compress.weights.scheme import Scheme, read_entry

@@ -110,7 +110,7 @@ def passes_asked(
     rotation, remarks = rotation_asked(rotate, method)
     passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
     if engine is not None:
-        from compress.jobs.engines import check_engine
+        from compress.jobs.target_engines import check_engine
 
         check_engine(engine, passes)
     return passes, [*picks, *remarks, *notes]
@@ -120,7 +120,7 @@ def for_engine(
     engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
-    from compress.jobs.engines import engine_named, pick_options
+    from compress.jobs.target_engines import engine_named, pick_options
     from compress.passes.protocol.recipe import options_of, pass_class
 
     engine_named(engine)
@@ -227,7 +227,7 @@ def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | Non
 
         options: dict[str, Any] = {"scheme": embeddings}
         if engine is not None:
-            from compress.jobs.engines import engine_named
+            from compress.jobs.target_engines import engine_named
 
             groups = engine_named(engine).table_groups
             options |= {} if groups is None else {"group_size": groups}

@@ -12,15 +12,15 @@ from torch.utils.hooks import RemovableHandle
 from compress.engine.plan.plan import Plan
 from compress.engine.residency import Residency
 from compress.engine.walk.decide import check_scales
-from compress.inference.load.caches import round_cache
+from compress.inference.load.kv_caches import round_cache
 from compress.model.attention import hold_scales
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.train.rounding.latents import start_weight
 from compress.train.rounding.swapped_layers import PARTS, decision_after
-from compress.weights.caches import SCALES, CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
+from compress.weights.kv_cache_codes import SCALES, CacheCodes
 
 
 def begin(
@@ -90,7 +90,7 @@ class TrainedCaches:
     """Rounding of keys and values in a model's attentions while it is trained: they are what the cache will hold, and
     gradients pass unchanged. decided: {attention: how it keeps them}.
 
-    The hook is that of inference (`inference.load.caches`), behind the rotation of keys, with the scales that were
+    The hook is that of inference (`inference.load.kv_caches`), behind the rotation of keys, with the scales that were
     found before.
     """
 

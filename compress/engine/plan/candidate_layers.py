@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from compress.base.errors import InputError
-from compress.engine.plan.matching import Ignored, Matching, check_untouched, remarks_on_patterns
 from compress.engine.plan.plan import Plan
+from compress.engine.plan.treatable_layers import Ignored, Matching, check_untouched, remarks_on_patterns
 from compress.model.layers import check_tensors, find_stacks, treats_convolutions, whole_model
 
 

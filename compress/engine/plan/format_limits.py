@@ -18,9 +18,9 @@ from compress.model.online_rotation import input_rotation
 from compress.passes.options.activation_format import ActivationFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
-from compress.weights.caches import CacheScheme
 from compress.weights.compressed_tensors import cache_entry, decompressed_in, group_entry, needs_dequantizing, why_not
 from compress.weights.formats.sparse24 import PackedSparse24, is_halved
+from compress.weights.kv_cache_codes import CacheScheme
 from compress.weights.own_config import CACHE_SCHEME, CACHES, caches_entry
 from compress.weights.scheme import Scheme
 

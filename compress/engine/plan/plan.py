@@ -9,7 +9,7 @@ from torch import nn
 from compress.base.errors import InputError
 from compress.checkpoint.read.unplaced_tensors import KeptTensor, matrices
 from compress.checkpoint.write.coverage import Coverage, run_coverage
-from compress.engine.plan.matching import Ignored, Matching, check_filters, check_untouched, remarks_on_patterns
+from compress.engine.plan.treatable_layers import Ignored, Matching, check_filters, check_untouched, remarks_on_patterns
 from compress.model.attention import attentions, head_sizes
 from compress.model.layers import (
     Layer,
@@ -33,8 +33,8 @@ from compress.passes.protocol.stages import (
     Reorder,
     Restructure,
 )
-from compress.weights.caches import CacheScheme, group_in
 from compress.weights.decision import Decision
+from compress.weights.kv_cache_codes import CacheScheme, group_in
 from compress.weights.masks import Earlier
 
 

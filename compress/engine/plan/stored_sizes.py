@@ -18,11 +18,11 @@ from compress.model.tensors import stored_buffers
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Survey
 from compress.solvers.statistics.cache_ranges import cache_names
-from compress.weights.caches import SCALES
 from compress.weights.formats.codes import CodesFormat, Int8Table
 from compress.weights.formats.dense import Dense
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
+from compress.weights.kv_cache_codes import SCALES
 from compress.weights.scheme import Scheme
 from compress.weights.terms import Format
 

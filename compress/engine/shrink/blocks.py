@@ -12,7 +12,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.progress import Reporter
 from compress.engine.plan.batches import ChainBrokenError
-from compress.engine.plan.matching import Ignored, remarks_on_patterns
+from compress.engine.plan.treatable_layers import Ignored, remarks_on_patterns
 from compress.engine.residency import Local, Residency
 from compress.engine.shrink.edit_result import Restructured
 from compress.engine.walk.capture import capture, check_hidden_alone, output_shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.passes.protocol.removal import RemovalOptions
-from compress.solvers.problem import drift_correction
+from compress.solvers.hessian_with_drift import drift_correction
 from compress.solvers.removal import (
     Costs,
     CutConsumer,

@@ -37,8 +37,8 @@ from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, 
 from compress.solvers.statistics.cache_ranges import cache_names, cache_ranges
 from compress.solvers.statistics.calibrators import Range
 from compress.train.rounding.latents import places_of
-from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision, Figures
+from compress.weights.kv_cache_codes import CacheCodes
 
 ELSEWHERE = (
     "some layers get other tokens than in the original (routing), which cannot be paired: in those micro-batches their "

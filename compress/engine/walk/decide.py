@@ -21,7 +21,7 @@ from compress.weights.formats.k_quants import KBlocks
 from compress.weights.grid import Quantized
 from compress.weights.masks import CAME, Earlier
 from compress.weights.matrix import Term
-from compress.weights.scales import scale_limits
+from compress.weights.scale_numbers import scale_limits
 
 
 class Reach:

@@ -29,7 +29,7 @@ from compress.weights.formats.levels import LevelCodes, NF4Float32
 from compress.weights.grid import Grid
 from compress.weights.levels import Levels
 from compress.weights.number_formats import NARROW, WIDE
-from compress.weights.scales import FLOAT8, of_e8m0
+from compress.weights.scale_numbers import FLOAT8, of_e8m0
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS
 

@@ -16,7 +16,7 @@ from compress.kernels import reference
 from compress.kernels.routes import Route, with_entries
 from compress.weights.grid import straight_through
 from compress.weights.matrix import summed
-from compress.weights.scales import FLOAT8
+from compress.weights.scale_numbers import FLOAT8
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own
 

@@ -19,13 +19,13 @@ from compress.checkpoint.read.source import Source
 from compress.inference.layers.compressed_layers import lay_in_strips
 from compress.inference.layers.embedding import TiedLinear, take_over
 from compress.inference.layers.linear import PackedLinear, QuantLinear
-from compress.inference.load.caches import round_cache
+from compress.inference.load.kv_caches import round_cache
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.model.disk_names import places_in
 from compress.model.layers import Layer, is_linear
 from compress.model.split_experts import split_experts
 from compress.model.splitting.split_layers import split_layers
-from compress.weights.caches import SCALES, CacheScheme
+from compress.weights.kv_cache_codes import SCALES, CacheScheme
 
 # The attribute that keeps the tied keys that transformers would use without codes.
 TIED = "_tied_without_codes"

@@ -22,7 +22,7 @@ from compress.inference.load.assembly import finish
 from compress.inference.load.steps import attend_here
 from compress.inference.steps.block import install
 from compress.model.experts import Expert, Experts
-from compress.weights.caches import CacheScheme
+from compress.weights.kv_cache_codes import CacheScheme
 
 # Inputs that share a scale where x is rounded to int8 for speed alone: few, so that one large value affects few others.
 INPUT_GROUP = 128

@@ -11,7 +11,7 @@ from compress.inference.layers.fused import FusedLinear
 from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.inference.load.assembly import TIED
 from compress.model.attention import attentions, hold_scales
-from compress.weights.caches import SCALES
+from compress.weights.kv_cache_codes import SCALES
 from compress.weights.rotations.hadamard import for_plain_inputs
 
 

@@ -15,7 +15,7 @@ from compress.checkpoint.read.pretrained import empty_model, from_pretrained, na
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.record import ROUNDED
 from compress.inference.load.block_streaming import Opening
-from compress.inference.load.caches import round_cache
+from compress.inference.load.kv_caches import round_cache
 from compress.model.attention import attentions, hold_scales
 from compress.model.disk_names import places_in
 from compress.model.experts import Experts

@@ -26,7 +26,7 @@ import torch
 from compress.base.collectives import Comm
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.forward import REPEATED_SITES
-from compress.jobs.forecast.memory import TokenCounts, looks_beyond, sites_of, weights_in
+from compress.jobs.forecast.peak_memory import TokenCounts, looks_beyond, sites_of, weights_in
 from compress.model.layers import Layer
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass

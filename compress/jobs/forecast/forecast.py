@@ -20,14 +20,15 @@ from compress.checkpoint.read.unplaced_tensors import beside, totals
 from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
 from compress.engine.plan.format_limits import caches_config, check_storable
-from compress.engine.plan.matching import tied_head
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.plan import plan as matched
 from compress.engine.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
+from compress.engine.plan.treatable_layers import tied_head
 from compress.jobs.calibration_data import WINDOWS
 from compress.jobs.forecast.duration import seconds_of
+from compress.jobs.forecast.inference_memory import RunMemory, run_memory
 from compress.jobs.forecast.known_models import model_from_configuration
-from compress.jobs.forecast.memory import (
+from compress.jobs.forecast.peak_memory import (
     PeakMemory,
     TokenCounts,
     loaded_bytes,
@@ -36,7 +37,6 @@ from compress.jobs.forecast.memory import (
     unrounded_bytes,
 )
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
-from compress.jobs.forecast.run_memory import RunMemory, run_memory
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural

@@ -11,8 +11,8 @@ from compress.engine.plan.plan import Plan
 from compress.engine.plan.stored_sizes import WrittenLayer
 from compress.inference.layers.experts import one_by_one, route_among
 from compress.inference.layers.linear import run_of
-from compress.jobs.engines import ENGINES, check_engine
 from compress.jobs.fused_layers import why_not_merged
+from compress.jobs.target_engines import ENGINES, check_engine
 from compress.kernels.routes import TOKENS
 
 

@@ -24,8 +24,15 @@ from compress.passes.protocol.base import Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Rows, solve_stacked
 from compress.passes.protocol.stages import Decide
+from compress.solvers.hessian_with_drift import (
+    POLISH_DAMP,
+    ActOrder,
+    Problem,
+    check_reliance,
+    drift_correction,
+    quadratic,
+)
 from compress.solvers.outliers import has_outliers, share_of_outliers
-from compress.solvers.problem import POLISH_DAMP, ActOrder, Problem, check_reliance, drift_correction, quadratic
 from compress.solvers.statistics.hessian import Hessian, HessianResult, Precision, precision
 from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision, Figures

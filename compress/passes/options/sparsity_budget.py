@@ -21,7 +21,7 @@ from compress.passes.options.prune import Per, Prune
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
 from compress.solvers.allocation import worths
-from compress.solvers.problem import quadratic
+from compress.solvers.hessian_with_drift import quadratic
 from compress.solvers.scores import products
 from compress.solvers.sparsity_shares import LEVELS, by_losses, by_outliers, by_rows, widest
 from compress.solvers.statistics.hessian import Hessian, HessianResult

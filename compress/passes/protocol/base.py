@@ -12,9 +12,9 @@ from compress.model.patterns import compiled, matches
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Restructure, Stage
 from compress.solvers.statistics.input_statistics import StatisticFactory
-from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
+from compress.weights.kv_cache_codes import CacheScheme
 from compress.weights.scheme import Scheme
 
 P = TypeVar("P", bound="Pass")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from compress.base.errors import InputError, check_least, one_of
-from compress.solvers.problem import check_reliance
+from compress.solvers.hessian_with_drift import check_reliance
 from compress.solvers.removal import AffineHessian
 from compress.solvers.statistics.hessian import Hessian, Precision, precision
 from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory

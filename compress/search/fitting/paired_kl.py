@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.engine.walk.held_out_kl import divergence_between
 from compress.evaluation.document import Figure
-from compress.evaluation.quality.statistics import mean_of_independent, of_few_windows
+from compress.evaluation.quality.kl_and_perplexity import mean_of_independent, of_few_windows
 from compress.inference.load.loading import load
 from compress.model.calls import evaluating
 

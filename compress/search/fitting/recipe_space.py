@@ -8,9 +8,9 @@ from torch import nn
 
 from compress.base.errors import InputError, one_of
 from compress.checkpoint.sensitivity import header_bytes
-from compress.engine.plan.matching import tied_head
-from compress.jobs.engines import check_engine, engine_named, pick_options
+from compress.engine.plan.treatable_layers import tied_head
 from compress.jobs.forecast.forecast import shapes_of
+from compress.jobs.target_engines import check_engine, engine_named, pick_options
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.model.experts import Experts
 from compress.model.layers import find_stacks, layers_of

@@ -15,6 +15,7 @@ from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.kernels.layouts.k_quants import BLOCK
 from compress.solvers.candidates import Candidate, least_cost
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, Problem
 from compress.solvers.k_quants.fit import (
     Coded,
     KSteps,
@@ -27,7 +28,6 @@ from compress.solvers.k_quants.fit import (
     of_one_line,
     values_of,
 )
-from compress.solvers.problem import DAMP, POLISH_DAMP, Problem
 from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.grid import encode_unsigned
 

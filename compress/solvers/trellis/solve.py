@@ -13,11 +13,11 @@ from torch import Tensor
 from compress.kernels.cpu.column_sweep import ColumnBlock
 from compress.kernels.layouts.trellis import levels_of, spread_of
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, move_column
-from compress.solvers.problem import DAMP, POLISH_DAMP, ActOrder, Problem
+from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.trellis.viterbi import best_states
 from compress.weights.formats.trellis import TrellisCodes, Trellised
 from compress.weights.matrix import Matrix
-from compress.weights.scales import round_scale
+from compress.weights.scale_numbers import round_scale
 
 
 def trellis(

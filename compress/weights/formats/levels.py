@@ -32,7 +32,7 @@ from compress.weights.formats.codes import Codes, CodesFormat, Layout
 from compress.weights.grid import Grid, Quantized, grid_of
 from compress.weights.number_formats import ALONE, LEVELS
 from compress.weights.roles import Role
-from compress.weights.scales import E8M0_NAN, FLOAT8, e8m0_codes, of_e8m0
+from compress.weights.scale_numbers import E8M0_NAN, FLOAT8, e8m0_codes, of_e8m0
 from compress.weights.terms import FLOATS, Part
 
 BYTE, HALF_BYTE = 8, 4

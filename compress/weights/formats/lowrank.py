@@ -22,7 +22,7 @@ from compress.base.errors import InputError
 from compress.kernels import reference
 from compress.weights.grid import Grid, quantize
 from compress.weights.roles import Role
-from compress.weights.scales import round_scale
+from compress.weights.scale_numbers import round_scale
 from compress.weights.terms import FLOATS, Format, Part, Tensors
 
 WHOLE_BITS, CODE_BITS = 16, 8

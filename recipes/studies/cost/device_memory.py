@@ -2,7 +2,7 @@
 
     python recipes/studies/cost/device_memory.py --json OUT.json
 
-Nothing is measured: the shapes come from models without weights, the bytes from `jobs/forecast/memory.py`, which
+Nothing is measured: the shapes come from models without weights, the bytes from `jobs/forecast/peak_memory.py`, which
 `plan_memory.py` holds to runs on a CPU. A block is in bfloat16; statistics and solutions are in float32. There are
 128 x 2048 calibration tokens, 8 rows at once. Under FSDP2 a rank has its own share of the tokens, and its part of the
 whole model besides.
@@ -19,7 +19,7 @@ import transformers
 
 import compress
 from compress.engine.plan.plan import plan
-from compress.jobs.forecast.memory import TokenCounts, peak_of
+from compress.jobs.forecast.peak_memory import TokenCounts, peak_of
 from compress.model.split_experts import split_experts
 from compress.recipes.studies.figures import asked, made_by
 

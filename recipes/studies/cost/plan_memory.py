@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import nn
 
-from compress.jobs.forecast.memory import PeakMemory
+from compress.jobs.forecast.peak_memory import PeakMemory
 from compress.recipes.studies.cost.quantize_memory import peaks_of
 from compress.recipes.studies.figures import asked, made_by
 

@@ -23,7 +23,7 @@ import compress
 from compress.model.attention import head_sizes
 from compress.passes.protocol.base import Pass
 from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
-from compress.weights.caches import bytes_of_token
+from compress.weights.kv_cache_codes import bytes_of_token
 
 WEIGHTS = "weights int8"
 PLAIN, TURNED = ", plain", ", values turned"

@@ -8,7 +8,7 @@ from combinations import every
 from models import strong, tokens
 
 import compress
-from compress.inference.load.caches import cache_hook
+from compress.inference.load.kv_caches import cache_hook
 from compress.model.attention import attentions
 
 DATA = {"calibration": tokens(8), "batch_size": 4}

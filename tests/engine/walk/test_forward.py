@@ -21,7 +21,7 @@ from compress.engine.walk.decide import decide
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.sites import structure_of
 from compress.engine.walk.state import Streams
-from compress.jobs.forecast import memory
+from compress.jobs.forecast import peak_memory
 from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache, without_data
 from compress.model.layers import find_stacks, layers_of
 
@@ -167,7 +167,7 @@ def test_forwards_that_are_repeated_for_lack_of_memory_give_the_same_values(make
     kept, repeated = make(), make()
     asked = {"calibration": tokens(6), "batch_size": 2}
     before = compress.quantize(kept, p, **asked).record
-    monkeypatch.setattr(memory, "available_bytes", lambda _: 0)
+    monkeypatch.setattr(peak_memory, "available_bytes", lambda _: 0)
     after = compress.quantize(repeated, p, **asked).record
     (note,) = [note for note in after.notes if note not in before.notes]
     assert note.startswith("memory: to keep all forwards of a block would take ")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.kernels.operators import states
-from compress.weights.caches import CacheScheme, decode_states, encode_states
+from compress.weights.kv_cache_codes import CacheScheme, decode_states, encode_states
 from compress.weights.rotations.hadamard import plain_hadamard, rotated
 from compress.weights.rotations.orthogonal import kronecker_product
 

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.base.errors import CheckpointError
 from compress.model.attention import CacheHook, cache_argument
-from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states
 from compress.weights.grid import straight_through
+from compress.weights.kv_cache_codes import SCALES, CacheScheme, decode_states, encode_states
 
 
 class RoundCache(CacheHook):

@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.base.errors import InputError
 from compress.engine.layer_versions import RoundInput, RoundOutput
-from compress.inference.load.caches import cache_hook
+from compress.inference.load.kv_caches import cache_hook
 from compress.model.experts import GATE, gates
 from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head, token_tables
 from compress.model.patterns import FORMS, check_quick, matches

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from compress.weights.caches import CacheScheme, bytes_of_token
+from compress.weights.kv_cache_codes import CacheScheme, bytes_of_token
 
 CONTEXTS = (2048, 8192, 32768, 131072)  # tokens
 SLIDING = "sliding_attention"
