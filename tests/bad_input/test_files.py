@@ -306,7 +306,7 @@ WRONG: dict[str, list[tuple[tuple[str | int, ...], Any, str]]] = {
             "four",
             "config_groups.group_0.weights.num_bits is 'four'; it must be a whole number",
         ),
-        ((*GROUP, "weights", "num_bits"), 77, "bits 77; allowed: 2 to 8"),
+        ((*GROUP, "weights", "num_bits"), 77, "readable: integer, static, 2 to 8 bits"),
         ((*GROUP, "weights", "symmetric"), 1, "symmetric is 1; it must be true or false"),
         ((*GROUP, "targets"), {"a": 1}, "targets is a mapping; it must be a list or null"),
         ((*GROUP, "targets"), ["re:("], "'re:(', which is no pattern"),

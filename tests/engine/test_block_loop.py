@@ -14,7 +14,7 @@ import compress
 from compress.base.errors import CompressError, InputError
 from compress.checkpoint.write.record import LayerRecord
 from compress.engine.walk.block import ELSEWHERE
-from compress.engine.walk.remarks import few_tokens, held_back
+from compress.engine.walk.remarks import remark_on_few_tokens, remark_on_less
 from compress.model.layers import find_stacks, layers_of
 from compress.model.splitting.split_layers import ADVICE
 from compress.model.untreated_layers import UNASKED_EXPERTS
@@ -420,8 +420,8 @@ def test_layers_that_saw_few_tokens_are_counted():
     def layer(**figures):
         return LayerRecord("a", "gptq", "w4a16", "symmetric", None, (8, 32), figures)
 
-    assert few_tokens([layer(), layer(tokens=32), layer(tokens=900)]) is None
-    remark = few_tokens([layer(), layer(tokens=31), layer(tokens=900), layer(tokens=4)])
+    assert remark_on_few_tokens([layer(), layer(tokens=32), layer(tokens=900)]) is None
+    remark = remark_on_few_tokens([layer(), layer(tokens=31), layer(tokens=900), layer(tokens=4)])
     assert remark.startswith("2 of 3 layers saw fewer calibration tokens than they have inputs (at worst 4 for 32)")
 
 
@@ -430,8 +430,8 @@ def test_layers_that_get_less_than_asked_for_are_counted():
         return [LayerRecord("a", "gptq", "w4a16", "symmetric", None, (8, 32), {"solution": s}) for s in solutions]
 
     plain = LayerRecord("a", "rtn", "w4a16", "symmetric", None, (8, 32), {})
-    assert held_back([plain, *layers("gptq", "gptq")]) is None
-    remark = held_back([plain, *layers("gptq", "rounding", "gptq without drift", "rounding")])
+    assert remark_on_less([plain, *layers("gptq", "gptq")]) is None
+    remark = remark_on_less([plain, *layers("gptq", "rounding", "gptq without drift", "rounding")])
     assert remark.startswith("3 of 4 layers get less")
     assert "(gptq without drift for 1, rounding for 2)" in remark
 

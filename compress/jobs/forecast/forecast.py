@@ -158,18 +158,18 @@ def plan(
     check_windows(length, samples)
     check_structural(request)
     _check_shapes_stay(request.passes)
-    found_model = find_model(model, device, trust_remote_code)
-    empty, loaded = shapes_of(found_model)
+    opened = find_model(model, device, trust_remote_code)
+    empty, loaded = shapes_of(opened)
     planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
-    if found_model.source is not None and not whole:
-        planned = replace(planned, beside=beside(found_model.source))
-    worked_on = elsewhere or find_device(None if found_model.device is None else found_model.device)
+    if opened.source is not None and not whole:
+        planned = replace(planned, beside=beside(opened.source))
+    worked_on = elsewhere or find_device(None if opened.device is None else opened.device)
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
 
     def outlined(counts: TokenCounts, planned: Plan, timed: bool = False) -> Outline:
-        return outline(found_model.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
+        return outline(opened.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
 
     forecast = _forecast(outlined(tokens, planned, timed=True), empty, planned, request)
     forecast = replace(
