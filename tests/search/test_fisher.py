@@ -15,6 +15,7 @@ import compress.search.fisher as fisher
 import compress.search.layer_costs as layer_costs
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.engine.plan.batches import ChainBrokenError
+from compress.engine.walk import stacks
 from compress.search.candidate import Candidate
 
 CALIBRATION, HELD_OUT = tokens(40, 24), tokens(8, 24, seed=7)
