@@ -17,12 +17,12 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory, Writer
 from compress.data.teacher_file import checksum_of
-from compress.engine.plan.batches import ChainBrokenError, check_batches
+from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_plan
 from compress.engine.plan.format_limits import caches_config, check_halved, check_storable
 from compress.engine.plan.plan import Plan, planned_coverage, restructuring_of
 from compress.engine.plan.task_loss import check_loss
-from compress.engine.walk.stacks import chained_stacks
+from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline
@@ -128,15 +128,11 @@ def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block
 
 
 def _chain(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Run:
-    """The run with its stacks as the model runs them; through the model as one block, where blocks are no chain."""
-    if not run.plan.calibrated or run.plan.stacks[0].container is None:
+    """A calibrated run with its stacks as the model runs them, or the model as one block; another run as it is."""
+    if not run.plan.calibrated:
         return run
     alone = any(p.stage(Gradients) for p in run.plan.passes)
-    try:
-        return replace(run, plan=replace(run.plan, stacks=chained_stacks(run, alone)))
-    except ChainBrokenError as why:
-        run.record.notes.append(f"the blocks are not a simple chain ({why}); the model is treated as one block")
-    return replace(run, plan=checked_plan(request, opened, data, one_block=True))
+    return chain(run, alone, partial(checked_plan, request, opened, data, one_block=True), run.record.notes.append)
 
 
 def _outline(request: Request, opened: OpenedModel, data: RunData, plan_: Plan) -> Outline:

@@ -6,6 +6,7 @@ everything else that the result depends on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory
 from compress.data.text import load_tokens
 from compress.data.tokens import Tokens
-from compress.engine.plan.batches import ChainBrokenError, check_batches
+from compress.engine.plan.batches import check_batches
 from compress.engine.plan.candidate_layers import treatable
 from compress.engine.plan.plan import Plan
-from compress.engine.walk.stacks import chained_stacks
+from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Run
 from compress.jobs.calibration_data import RunData
 from compress.jobs.model_source import FoundModel, OpenedModel, open_model, residency_of
@@ -104,8 +105,10 @@ class Study:
             self.reporter.note(f"sensitivities as measured before ({path})")
             return sensitivity
         run = self._run(plan, comm)
+        one_block = partial(treatable, self.model, self.ignore, one_block=True)
+        run = chain(run, True, one_block, partial(run.record.note, run.reporter))
         with evaluating(self.model):
-            costs = measure_layers(self._chained(run), candidates, self.rows.batches(self.batch_size))
+            costs = measure_layers(run, candidates, self.rows.batches(self.batch_size))
         _check_treated(self.model, costs)
         edited = self.opened.fingerprint()
         sensitivity = Sensitivity(
@@ -142,19 +145,6 @@ class Study:
             record=RunRecord(notes=[*opened.notes, *self.data.notes, *_remarks_on(model, plan)]),
             reporter=self.reporter,
         )
-
-    def _chained(self, run: Run) -> Run:
-        """The run; through the model as one block, where blocks hand on more than the hidden state."""
-        if run.plan.stacks[0].container is None:
-            return run
-        try:
-            chained_stacks(run, alone=True)
-            return run
-        except ChainBrokenError as why:
-            run.record.note(
-                run.reporter, f"the blocks are not a simple chain ({why}); the model is treated as one block"
-            )
-        return replace(run, plan=treatable(self.model, self.ignore, one_block=True))
 
 
 def open_study(

@@ -6,7 +6,7 @@ model that reads a stack in another way than from its end (features of several d
 one block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compress.base.errors import InputError
 from compress.engine.plan.batches import ChainBrokenError, named_failure
+from compress.engine.plan.plan import Plan
 from compress.engine.restore import buffers
 from compress.engine.walk.capture import Passed, Recorder, capture_stack, check_hidden_alone, moved_to, swapped_all
 from compress.engine.walk.state import Run
@@ -34,6 +35,18 @@ class _Called:
     blocks: list[int]
     tensors: list[list[Tensor]]
     output: Any = None
+
+
+def chain(run: Run, alone: bool, one_block: Callable[[], Plan], remark: Callable[[str], object]) -> Run:
+    """The run with its stacks as the model runs them. Where blocks are no chain, it has the plan that `one_block`
+    returns, and `remark` is called with the reason. alone: of `chained_stacks`."""
+    if run.plan.stacks[0].container is None:
+        return run
+    try:
+        return replace(run, plan=replace(run.plan, stacks=chained_stacks(run, alone)))
+    except ChainBrokenError as why:
+        remark(f"the blocks are not a simple chain ({why}); the model is treated as one block")
+    return replace(run, plan=one_block())
 
 
 def chained_stacks(run: Run, alone: bool = False) -> tuple[Stack, ...]:
