@@ -1,6 +1,7 @@
 """Chooses the device to work on and checks, before anything is loaded, that torch can use it."""
 
 import os
+from contextlib import suppress
 
 import torch
 
@@ -22,6 +23,19 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
             f"device {str(wanted)!r} cannot be used ({_why(error)}); usable here: {', '.join(['cpu', *gpus])}"
         ) from None
     return device
+
+
+def is_absent(device: torch.device) -> bool:
+    """True for a GPU where there is none."""
+    return device.type == "cuda" and not torch.cuda.is_available()
+
+
+def planned_device(wanted: str | torch.device) -> torch.device:
+    """The device of that name, which may be a GPU where there is none. Raises InputError."""
+    with suppress(RuntimeError):  # no device of this name: `find_device` says so
+        if is_absent(device := torch.device(wanted)):
+            return device
+    return find_device(wanted)
 
 
 def _why(error: Exception) -> str:

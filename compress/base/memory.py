@@ -45,7 +45,8 @@ def peak_bytes() -> int:
 
 
 def available_bytes(device: "torch.device") -> int | None:
-    """Bytes that this process can have on a device beside those that it holds; None where the system does not say.
+    """Bytes that this process can have on a device beside those that it holds; None where the system does not say, and
+    for a GPU that is not here.
 
     On a CPU the least of: the system's estimate, what is left of the container's limit and of RLIMIT_DATA; a part of
     it, where several ranks share a machine.
@@ -53,6 +54,8 @@ def available_bytes(device: "torch.device") -> int | None:
     if device.type == "cuda":
         import torch
 
+        if not torch.cuda.is_available():
+            return None
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = meminfo("MemAvailable")

@@ -113,13 +113,17 @@ def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Seq
     to = engine_named(engine).to
     if to is None:
         return
-    exporter = exporter_named(to)
-    if reasons := exporter.why_not_model(source):
+    if reasons := exporter_named(to).why_not_model(source):
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
-    if any(p.removes for p in passes):
-        return  # layers will have other sizes; the export looks at those
+    check_shapes(empty_model(source), engine, passes, ignore)
+
+
+def check_shapes(model: nn.Module, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:
+    """Raises InputError for a model whose layers have no codes of these passes that an engine reads."""
+    if engine_named(engine).to is None or any(p.removes for p in passes):
+        return  # a checkpoint has any width; layers that change are looked at by the export
     anything = RTN(scheme="w8a16", group_size=-1)  # takes layers of every width
-    found = plan(empty_model(source), (anything,), ignore, valued=False).all_layers
+    found = plan(model, (anything,), ignore, valued=False).all_layers
     check_inputs(engine, passes, {layer.name: layer.shape[1] for layer in found})
 
 

@@ -277,3 +277,19 @@ def test_a_card_of_12_gb_and_a_model_of_8_b(monkeypatch):
     assert "quantizing does not fit" in ran.out
     assert re.search(r"--samples 128 --length 512 --batch-size 1: [0-9,]+ MiB, fits", ran.out)
     assert "kernels on cuda: not told" in ran.out
+
+
+def test_a_known_model_is_asked_for_an_engine_by_its_shapes():
+    ran = command("plan", "smollm2-135m", "--method", "rtn", "--for", "llama.cpp")
+    assert ran.code == 0, ran.err
+    assert "whether llama.cpp has this family, its checkpoint alone tells" in ran.out
+    narrow = command("plan", "smollm2-135m", "--method", "rtn", "--group-size", "128", "--for", "llama.cpp")
+    assert narrow.code == 2
+
+
+def test_only_a_gpu_may_be_elsewhere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cudax", "xpu:0"):
+        ran = command("plan", "demo", "--method", "rtn", "--device", device)
+        assert ran.code == 2
+        assert f"device {device!r} cannot be used" in ran.err

@@ -72,9 +72,15 @@ def plan(
     begin()
     if engine is not None:
         from compress.checkpoint.read.source import find_source
-        from compress.jobs.quantize_for import check_model
+        from compress.jobs.forecast.known_models import model_from_configuration
+        from compress.jobs.quantize_for import check_model, check_shapes
 
-        check_model(find_source(model, options["trust_remote_code"]), engine, passes, options["ignore"])
+        alone = model_from_configuration(model)
+        if alone is None:
+            check_model(find_source(model, options["trust_remote_code"]), engine, passes, options["ignore"])
+        else:
+            check_shapes(alone, engine, passes, options["ignore"])
+            notes.append(f"whether {engine} has this family, its checkpoint alone tells")
     forecast = compress.plan(model, passes, **options)
     if engine is not None and (why := forecast.engines[engine]) is not None:
         raise InputError(why)

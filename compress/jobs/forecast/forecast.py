@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compress.base.byte_sizes import parse_bytes
-from compress.base.device import find_device
+from compress.base.device import find_device, is_absent, planned_device
 from compress.base.errors import InputError
 from compress.base.memory import available_bytes
 from compress.checkpoint.byte_savings import Saving, bytes_before
@@ -21,7 +21,6 @@ from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
 from compress.engine.plan.format_limits import caches_config, check_storable
 from compress.engine.plan.plan import Plan
-from compress.engine.plan.plan import plan as matched
 from compress.engine.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
 from compress.engine.plan.treatable_layers import tied_head
 from compress.jobs.calibration_data import WINDOWS
@@ -152,15 +151,15 @@ def plan(
     alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
     name, model = str(model), model if alone is None else alone
     limit = parse_bytes(device_memory, "device memory") if isinstance(device_memory, str) else device_memory
-    elsewhere = torch.device("cuda") if str(device).startswith("cuda") and not torch.cuda.is_available() else None
-    device = None if elsewhere is not None else device
+    elsewhere = None if device is None else planned_device(device)
+    device = None if elsewhere is None or is_absent(elsewhere) else elsewhere
     request = Request.of({**locals(), "output": "" if output is None else output})
     check_windows(length, samples)
     check_structural(request)
     _check_shapes_stay(request.passes)
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened)
-    planned = matched(empty, request.passes, ignore, one_block, convolutions, valued=False)
+    planned = request.match(empty, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
     if opened.source is not None and not whole:
         planned = replace(planned, beside=beside(opened.source))
@@ -179,9 +178,9 @@ def plan(
         device_memory=limit,
     )
     if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
-        rounded = _rounded(request.passes)
-        plans = {} if rounded is None else {"--method rtn": matched(empty, [rounded], ignore, one_block, valued=False)}
-        forecast = replace(forecast, cheaper=_cheaper(outlined, tokens, planned, plans, working_bytes(forecast)))
+        forecast = replace(
+            forecast, cheaper=_cheaper(outlined, tokens, planned, request, empty, working_bytes(forecast))
+        )
     return _with_untied_head(forecast, empty, request.passes)
 
 
@@ -221,16 +220,18 @@ def _cheaper(
     outlined: Callable[[TokenCounts, Plan], Outline],
     tokens: TokenCounts,
     plan: Plan,
-    plans: Mapping[str, Plan],
+    request: Request,
+    model: nn.Module,
     peak: int,
 ) -> list[CheaperRun]:
-    """Other options that take less memory than `peak`, the most tokens first. plans: {option: the plan with it}."""
-    counts = {"--batch-size 1": replace(tokens, batch=1)}
+    """Runs with other options that take less memory than `peak`, the most tokens first."""
+    tries = {"--batch-size 1": (replace(tokens, batch=1), plan)}
     for samples, length in FEWER:
         if samples * length < tokens.count:
-            counts[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1)
-    outlines = {words: outlined(count, plan) for words, count in counts.items()}
-    outlines |= {words: outlined(tokens, planned) for words, planned in plans.items()}
+            tries[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1), plan
+    if (rounded := _rounded(request.passes)) is not None:
+        tries["--method rtn"] = tokens, replace(request, passes=(rounded,)).match(model, valued=False)
+    outlines = {words: outlined(*each) for words, each in tries.items()}
     sizes = {words: working_bytes(each) for words, each in outlines.items() if each.memory is not None}
     return [CheaperRun(words, size) for words, size in sizes.items() if size < peak]
 
@@ -270,7 +271,7 @@ def outline(
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
     if counted is not None:
-        memory = memory_of(plan, counted, worked_in.itemsize, available or free_on(device), loaded)
+        memory = memory_of(plan, counted, worked_in.itemsize, available or available_bytes(device), loaded)
         repeats = memory is not None and memory.kept is not None
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(
@@ -333,16 +334,6 @@ def working_bytes(told: Outline) -> int:
     """The bytes at the peak: of the process on a CPU, of the device elsewhere."""
     assert told.memory is not None
     return told.memory.total if told.device == "cpu" else told.memory.working
-
-
-def free_on(device: torch.device) -> int | None:
-    """Free bytes of a device; None for one that is not here."""
-    return None if is_absent(device) else available_bytes(device)
-
-
-def is_absent(device: torch.device) -> bool:
-    """True for a GPU where there is none."""
-    return device.type == "cuda" and not torch.cuda.is_available()
 
 
 def count_reasons(dense: dict[str, str]) -> list[tuple[str, int, str]]:

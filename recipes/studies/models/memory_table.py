@@ -22,7 +22,7 @@ compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GB
 answers for one model and one GPU, which need not be there. It takes one of the names below, a `config.json`, or a
 model.
 
-- **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` doubles it.
+- **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` nearly doubles it.
 - **To quantize**: the peak memory of the GPU, for 128 samples of 2,048 tokens (the default) and of 512, one at a time,
   where forwards are repeated to save memory. The model itself may be larger: it is read block by block. Plain rounding
   (`--method rtn`) takes less than both.
