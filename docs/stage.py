@@ -5,7 +5,7 @@ import inspect
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -13,6 +13,7 @@ import click
 import compress
 from compress.cli.cards import card_of, summary_of
 from compress.cli.main import cli
+from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import PASSES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,45 +34,105 @@ PAGES = (
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "figures").glob("*.md"))),
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
-WIDTH = 100  # columns of help
+# The commands by what a person wants, each once.
+TASKS = {
+    "Before": ("doctor", "plan", "methods", "recipes"),
+    "Compress": ("demo", "quantize", "prune", "fit", "sweep"),
+    "Train": ("qat", "distill", "cache-logits"),
+    "Measure": ("evaluate", "bench", "report"),
+    "Look, run and hand on": ("inspect", "verify", "generate", "export", "push"),
+}
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table of plain texts."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(each.replace('|', '&#124;') for each in line)} |\n" for line in lines)
 
 
 def commands_page() -> str:
-    """Every command with its help, as the program prints it."""
-    parts = ["# Commands\n\n| command | |\n|---|---|\n"]
-    parts += [
-        f"| [`compress {name}`](#compress-{name}) | {c.short_help} |\n" for name, c in sorted(cli.commands.items())
-    ]
-    for name, command in sorted(cli.commands.items()):
-        parts.append(f"\n## compress {name}\n\n```text\n{help_of(command, f'compress {name}')}\n```\n")
-    return "".join(parts)
+    """Every command: its usage, what it does, and a table of its options."""
+    assert sorted(cli.commands) == sorted(name for names in TASKS.values() for name in names)
+    parts = ["# Commands\n"]
+    for task, names in TASKS.items():
+        rows = [(f"[`compress {n}`](#compress-{n})", cli.commands[n].get_short_help_str(200)) for n in names]
+        parts.append(f"\n**{task}**\n\n{table(('command', ''), rows)}")
+    return "".join((*parts, *(command_section(n) for names in TASKS.values() for n in names)))
 
 
-def help_of(command: click.Command, path: str) -> str:
-    """The text of `--help`."""
-    context = click.Context(command, info_name=path, terminal_width=WIDTH, max_content_width=WIDTH)
-    return command.get_help(context)
+def command_section(name: str) -> str:
+    """A command with its options, one a line."""
+    command = cli.commands[name]
+    context = click.Context(command, info_name=f"compress {name}")
+    usage = " ".join((context.command_path, *command.collect_usage_pieces(context)))
+    records = [record for p in command.get_params(context) if (record := p.get_help_record(context))]
+    rows = [(f"`{option}`", words(meaning)) for option, meaning in records]
+    about = escaped(inspect.cleandoc(command.help or "").replace("\b\n", ""))
+    return f"\n## compress {name}\n\n`{usage}`\n\n{about}\n\n{table(('option', 'meaning'), rows)}"
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown: nothing of it is markup."""
+    return re.sub(r"([*_<\[\]])", r"\\\1", text)
+
+
+def words(text: str) -> str:
+    """Plain text of one line, as Markdown of a cell."""
+    return escaped(" ".join(text.split()))
 
 
 def methods_page() -> str:
-    """The card of every method, as `compress methods NAME` prints it."""
-    parts = ["# Methods and their options\n"]
+    """The card of every method, as `compress methods NAME` prints it, with its options as a table."""
+    parts = [
+        "# Methods and their options\n\n",
+        table(("method", ""), [(f"[`{n}`](#{n})", words(summary_of(n))) for n in PASSES]),
+    ]
     for name in PASSES:
-        parts.append(f"\n## {name}\n\n{summary_of(name)}\n\n```text\n{card_of(name)}\n```\n")
+        card = card_of(name)
+        rows = [
+            (f"`{o.name}`", f"`{o.shown}`" if o.shown else "", words(o.allowed), words(o.meaning)) for o in card.options
+        ]
+        options = table(("option", "default", "allowed", "meaning"), rows) if rows else "No options.\n"
+        parts.append(f"\n## {name}\n\n```text\n{card.about}\n```\n\n{options}")
     return "".join(parts)
 
 
 def python_page() -> str:
-    """The public names with their signatures and docstrings."""
+    """The public names by kind, each with its signature, an argument a line, and its docstring."""
+    values = {name: getattr(compress, name) for name in sorted(set(compress.__all__) - {"__version__"})}
+    kinds: dict[str, list[str]] = {"Functions": [], "Methods": [], "Results and other types": [], "Errors": []}
+    for name, value in values.items():
+        if not inspect.isclass(value):
+            kinds["Functions"].append(name)
+        elif issubclass(value, Exception):
+            kinds["Errors"].append(name)
+        else:
+            kinds["Methods" if issubclass(value, Pass) else "Results and other types"].append(name)
     parts = ["# Python\n"]
-    for name in sorted(set(compress.__all__) - {"__version__"}):
-        value = getattr(compress, name)
-        try:
-            signature = str(inspect.signature(value))
-        except (TypeError, ValueError):  # a type that is written in C
-            signature = ""
-        parts.append(f"\n## {name}\n\n```text\n{name}{signature}\n\n{inspect.getdoc(value) or ''}\n```\n")
+    for kind, names in kinds.items():
+        parts.append(f"\n## {kind}\n")
+        parts += [f"\n### {name}\n\n```text\n{signature(name, values[name])}\n```\n" for name in names]
     return "".join(parts)
+
+
+def signature(name: str, value: object) -> str:
+    """A name with its arguments, one a line, and its docstring; of a method, whose options stand in their table, the
+    docstring alone."""
+    about = inspect.getdoc(value) or ""
+    if inspect.isclass(value) and issubclass(value, Pass | Exception):
+        return about
+    try:
+        found = inspect.signature(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a type that is written in C
+        return f"{name}\n\n{about}"
+    arguments = [
+        str(each).replace("collections.abc.", "").replace("pathlib.", "") for each in found.parameters.values()
+    ]
+    returned = (
+        "" if found.return_annotation is found.empty else f" -> {inspect.formatannotation(found.return_annotation)}"
+    )
+    inside = "".join(f"    {each},\n" for each in arguments)
+    return f"{name}(\n{inside}){returned}\n\n{about}" if arguments else f"{name}(){returned}\n\n{about}"
 
 
 def linked(page: str) -> Iterator[Path]:
@@ -97,6 +158,7 @@ def stage(folder: Path) -> None:
         shutil.copyfile(ROOT / path, folder / path)
     for page in PAGES:
         (folder / page).write_text(without_folders(page), encoding="utf-8")
+    shutil.copyfile(ROOT / "docs" / "site.css", folder / "docs" / "site.css")
     generated = folder / "docs" / "generated"
     generated.mkdir(parents=True)
     (generated / "commands.md").write_text(commands_page(), encoding="utf-8")

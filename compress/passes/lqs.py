@@ -1,4 +1,4 @@
-"""LQS: codes, a low rank and a few exact weights beside each other, W = Q + L R + S, found in turns.
+"""LQS: quantized weights, a low-rank correction and sparse outliers (W = Q + L R + S), solved for alternately.
 
 LQER (arXiv 2402.02446) adds to codes the low rank that the layer's outputs miss most; CALDERA (arXiv 2405.18886) makes
 codes and low rank in turns, each of what the other leaves.

@@ -1,4 +1,4 @@
-"""SmoothQuant: move the size of outlying inputs into the weights before both are rounded (arXiv 2211.10438).
+"""SmoothQuant: move outliers of the inputs into the weights, before both are rounded (arXiv 2211.10438).
 
 Shapes: N outputs, K inputs of the consumers, C channels of the producer (K = C, or K > C where query heads share one
 key-value head), M sampled tokens.

@@ -1,5 +1,4 @@
-"""SpQR: codes in tiny groups whose scales are codes, too, and the few weights that suffer most kept exact (Dettmers et
-al. 2023, arXiv 2306.03078).
+"""SpQR: small groups with quantized scales, and the few most sensitive weights kept exact (arXiv 2306.03078).
 
 Shapes: N outputs, K inputs, g inputs a group, R rows a tile. H = X^T X / tokens = U D U^T, as in `gptq`.
 

@@ -1,5 +1,4 @@
-"""Trellis codes: each weight has few bits, and its value depends on those of its neighbours, too (QTIP, arXiv
-2406.11235).
+"""Trellis codes: few bits per weight, whose value depends on its neighbours' bits, too (QTIP, arXiv 2406.11235).
 
 Shapes: N outputs, K inputs. W* and H are those of gptq: what codes aim at, and the Hessian they go by.
 
