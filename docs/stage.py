@@ -72,8 +72,8 @@ def command_section(name: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown: nothing of it is markup."""
-    return re.sub(r"([*_<\[\]])", r"\\\1", text)
+    """Plain text as Markdown: nothing of it is markup, but what stands between backticks."""
+    return re.sub(r"(`[^`]*`)|([*_<\[\]])", lambda m: m[1] or f"\\{m[2]}", text)
 
 
 def words(text: str) -> str:
@@ -111,28 +111,26 @@ def python_page() -> str:
     parts = ["# Python\n"]
     for kind, names in kinds.items():
         parts.append(f"\n## {kind}\n")
-        parts += [f"\n### {name}\n\n```text\n{signature(name, values[name])}\n```\n" for name in names]
+        for name in names:
+            parts.append(
+                f"\n### {name}\n\n{signature(name, values[name])}{escaped(inspect.getdoc(values[name]) or '')}\n"
+            )
     return "".join(parts)
 
 
 def signature(name: str, value: object) -> str:
-    """A name with its arguments, one a line, and its docstring; of a method, whose options stand in their table, the
-    docstring alone."""
-    about = inspect.getdoc(value) or ""
+    """The arguments of a name, one a line; nothing for a method, whose options stand in their table."""
     if inspect.isclass(value) and issubclass(value, Pass | Exception):
-        return about
+        return ""
     try:
         found = inspect.signature(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # a type that is written in C
-        return f"{name}\n\n{about}"
-    arguments = [
-        str(each).replace("collections.abc.", "").replace("pathlib.", "") for each in found.parameters.values()
-    ]
-    returned = (
-        "" if found.return_annotation is found.empty else f" -> {inspect.formatannotation(found.return_annotation)}"
-    )
-    inside = "".join(f"    {each},\n" for each in arguments)
-    return f"{name}(\n{inside}){returned}\n\n{about}" if arguments else f"{name}(){returned}\n\n{about}"
+        return ""
+    returned = inspect.formatannotation(found.return_annotation)
+    result = "" if found.return_annotation is found.empty else f" -> {returned}"
+    inside = "".join(f"\n    {each}," for each in found.parameters.values())
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", f"{name}({inside}\n){result}" if inside else f"{name}(){result}")
+    return f"```python\n{text}\n```\n\n"
 
 
 def linked(page: str) -> Iterator[Path]:
