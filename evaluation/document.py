@@ -3,9 +3,11 @@
 Results that were not measured are None or absent, never zero; `missing` has the reasons.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from compress.base.shown import Shown
 from compress.checkpoint.write.record import LayerRecord
 
 FORMAT = 1
@@ -238,8 +240,8 @@ class RunResult:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Shown):
     """The costs and the quality of a model, beside its reference.
 
     recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
@@ -266,6 +268,18 @@ class Evaluation:
     missing: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row for each text, task, set of pairs or of labelled inputs, with the bytes of the model and the figures;
+        the standard error of `kl_mean` is `kl_mean_error`."""
+        measured = [(text.name, text.figures) for text in self.texts]
+        measured += [(pairs.name, pairs.figures) for pairs in self.embeddings]
+        measured += [(inputs.name, inputs.figures) for inputs in self.classifications]
+        for task in self.tasks:
+            against = {} if task.difference is None else {"accuracy_difference": task.difference}
+            measured.append((task.name, {"accuracy": task.accuracy, **against}))
+        about = {"model": self.model.name, "bytes": self.bytes, "bits_per_weight": self.bits_per_weight}
+        return [{**about, "measured_on": name, **flat(figures)} for name, figures in measured or [("", {})]]
 
     def figure(self, name: str) -> float | None:
         """A figure of the first text; None where it was not measured."""
@@ -326,3 +340,9 @@ class Evaluation:
     def bits_per_weight(self) -> float | None:
         """Bits per weight of the compressed layers, scales included; None where the size is not known."""
         return None if self.size is None else self.size.bits_per_weight
+
+
+def flat(figures: Mapping[str, Figure]) -> dict[str, float]:
+    """Values by name, and standard errors where there are some."""
+    errors = {f"{name}_error": each.error for name, each in figures.items() if each.error is not None}
+    return {name: each.value for name, each in figures.items()} | errors

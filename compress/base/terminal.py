@@ -92,6 +92,15 @@ def console(stderr: bool = False) -> Console:
     return out if out.is_terminal else PlainConsole(stderr=stderr, width=WIDTH)
 
 
+def lines_printed(*shown: RenderableType) -> list[str]:
+    """The lines that a console prints which is no terminal."""
+    written = io.StringIO()
+    out = PlainConsole(file=written, width=WIDTH, force_terminal=False, force_jupyter=False)
+    for each in shown:
+        out.print(each)
+    return [line.rstrip() for line in written.getvalue().splitlines()]
+
+
 INDENT = 2
 UNBOUNDED = 1 << 16  # columns
 

@@ -42,10 +42,11 @@ def show_evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | No
 
     Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality.kl_and_perplexity`).
     """
-    show(*(_on_text(rows, reference, i) for i in range(len(rows[-1][1].texts))))
+    show(*(text_table(rows, reference, i) for i in range(len(rows[-1][1].texts))))
 
 
-def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> ReportTable:
+def text_table(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> ReportTable:
+    """A row per model, for the text of number i."""
     last = rows[-1][1]
     text = last.texts[i]
     errors = ONE_WINDOW if text.windows == 1 else ERRORS
@@ -83,8 +84,8 @@ def about(text: TextResult) -> str:
 def show_details(evaluation: Evaluation, model: str) -> None:
     """Show the spread over tokens for every text, then the gap, and figures that were asked for but not measured. An
     encoder or a classifier has a row instead."""
-    blocks: list[ReportTable | str] = [_encoder(evaluation, pairs, model) for pairs in evaluation.embeddings]
-    blocks += [_classifier(evaluation, inputs, model) for inputs in evaluation.classifications]
+    blocks: list[ReportTable | str] = [encoder_table(evaluation, pairs, model) for pairs in evaluation.embeddings]
+    blocks += [classifier_table(evaluation, inputs, model) for inputs in evaluation.classifications]
     for text in evaluation.texts:
         if "kl_mean" in text.figures:
             blocks += [_spread(text), *_lines(text)]
@@ -95,7 +96,7 @@ def show_details(evaluation: Evaluation, model: str) -> None:
     show(*blocks)
 
 
-def _encoder(evaluation: Evaluation, pairs: EmbeddingResult, model: str) -> ReportTable:
+def encoder_table(evaluation: Evaluation, pairs: EmbeddingResult, model: str) -> ReportTable:
     """An encoder beside its original: Spearman's correlation, cosine of embeddings."""
     title = f"{pairs.name}: {pairs.pairs} pairs, {pairs.sentences} sentences, {evaluation.model.dtype}"
     columns = {
@@ -108,7 +109,7 @@ def _encoder(evaluation: Evaluation, pairs: EmbeddingResult, model: str) -> Repo
     return _beside(evaluation, pairs.figures, title, columns, model)
 
 
-def _classifier(evaluation: Evaluation, inputs: ClassificationResult, model: str) -> ReportTable:
+def classifier_table(evaluation: Evaluation, inputs: ClassificationResult, model: str) -> ReportTable:
     """A classifier beside its original: how often it is right, and says the same."""
     title = f"{inputs.name}: {inputs.inputs} inputs, {inputs.classes} classes, {evaluation.model.dtype}"
     columns = {
@@ -190,14 +191,18 @@ HEADINGS = (
 
 def show_tasks(results: Sequence[TaskResult]) -> None:
     """A row for every figure of every task; nothing where there is none."""
-    if not results:
-        return
+    if results:
+        show(task_table(results))
+
+
+def task_table(results: Sequence[TaskResult]) -> ReportTable:
+    """A row for every figure of every task."""
     rows = []
     for result in results:
         for i, row in enumerate(_rows(result)):
             cells = (*(_asked(result) if i == 0 else ("", "")), *row)
             rows.append((*cells, *("" for _ in HEADINGS[len(cells) :])))
-    show(ReportTable(HEADINGS, rows, TITLE, left=frozenset({2})))
+    return ReportTable(HEADINGS, rows, TITLE, left=frozenset({2}))
 
 
 def _asked(result: TaskResult) -> tuple[str, str]:

@@ -18,15 +18,25 @@ NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 def show_plan(plan: Forecast, notes: Sequence[str] = ()) -> None:
     """Show a plan: layers by kind, what stays dense, and what the result takes and runs on."""
+    show(layer_table(plan))
+    for line in plan_lines(plan):
+        click.echo(visible(line))
+    for note in [*notes, *plan.notes]:
+        click.echo(visible(f"note: {note}"))
+
+
+def layer_table(plan: Forecast) -> ReportTable:
+    """A row for each kind of layer that is compressed."""
     rows = [
         (name, str(len(same)), f"{same[0].shape[0]} x {same[0].shape[1]}", same[0].scheme, *_size(same))
         for name, same in _alike(plan.layers).items()
     ]
-    show(ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0))
-    for line in [*outline_lines(plan)[1:], *fit_lines(plan), *_kernels(plan), *_engines(plan)]:
-        click.echo(visible(line))
-    for note in [*notes, *plan.notes]:
-        click.echo(visible(f"note: {note}"))
+    return ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0)
+
+
+def plan_lines(plan: Forecast) -> list[str]:
+    """Lines about what stays dense, and what the result takes and runs on."""
+    return [*outline_lines(plan)[1:], *fit_lines(plan), *_kernels(plan), *_engines(plan)]
 
 
 def outline_lines(outline: Outline) -> list[str]:

@@ -28,16 +28,14 @@ def show_result(result: Result, model: str, output: str) -> None:
     show(*lines_of(result.record, model, str(result.output)), verification_line(result.verification))
 
 
-def lines_of(record: RunRecord, model: str, output: str) -> Iterator[str]:
-    """A line for each fact. output: the directory."""
+def lines_of(record: RunRecord, model: str | None = None, output: str | None = None) -> Iterator[str]:
+    """A line for each fact. model, output: directories, whose bits are measured."""
     if record.structure is not None:
         yield structure_line(record.structure)
     if record.coverage is not None:
         yield f"compressed: {record.coverage}"
-        before, after = (measure_size(find_source(name)) for name in (model, output))
-        if after.compressed_weights:
-            bits = before.bits_per_weight if before.compressed_weights else before.bits_per_parameter
-            yield f"bits per compressed weight: {bits:.2f} -> {after.bits_per_weight:.2f}"
+        if model is not None and output is not None:
+            yield from bits_line(model, output)
     for key, baseline in BASELINES.items():
         losses = [(r.figures["loss"], r.figures[key]) for r in record.layers if key in r.figures]
         if losses:
@@ -56,6 +54,14 @@ def lines_of(record: RunRecord, model: str, output: str) -> Iterator[str]:
         alone = ", ".join(f"{count} {reason}" for reason, count in reasons)
         done = "trained" if record.coverage is None else "compressed"
         yield f"{layers} layers {done} in {time_words(record)}; left alone: {alone or 'none'}"
+
+
+def bits_line(model: str, output: str) -> Iterator[str]:
+    """A line about the bits of a weight before and after, where any is compressed."""
+    before, after = (measure_size(find_source(name)) for name in (model, output))
+    if after.compressed_weights:
+        bits = before.bits_per_weight if before.compressed_weights else before.bits_per_parameter
+        yield f"bits per compressed weight: {bits:.2f} -> {after.bits_per_weight:.2f}"
 
 
 def expert_lines(layers: Sequence[LayerRecord]) -> Iterator[str]:

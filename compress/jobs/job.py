@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from compress.base.errors import CompressError
 from compress.base.progress import tell
+from compress.base.shown import Shown, plain
 from compress.checkpoint.companions import companions_of
 from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.unplaced_tensors import matrices
 from compress.checkpoint.write import coverage
-from compress.checkpoint.write.manifest import manifest
+from compress.checkpoint.write.manifest import manifest, read_record
 from compress.checkpoint.write.quantization_config import configuration, quantization_config
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory, Writer
@@ -40,8 +41,8 @@ from compress.weights.decision import Decision
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
 
 
-@dataclass
-class Result:
+@dataclass(repr=False)
+class Result(Shown):
     """The result of `quantize`. model: the compressed model, where one is in memory. output: its directory. codes:
     {layer: its decision}, where `keep_codes` asked for them."""
 
@@ -50,6 +51,15 @@ class Result:
     output: Path | None = None
     verification: dict[str, Any] | None = None
     codes: Mapping[str, Decision] | None = None
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row for each layer and pass that compressed it, with the figures that the pass measured."""
+        found = ((layer.figures, asdict(layer)) for layer in self.record.layers)
+        return [{key: value for key, value in layer.items() if key != "figures"} | figures for figures, layer in found]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record of the run: all of `compress.json`, where there is an output."""
+        return read_record(self.output) if self.output is not None else plain(asdict(self.record))
 
 
 @dataclass

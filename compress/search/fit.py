@@ -25,10 +25,11 @@ from torch import Tensor
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
+from compress.base.shown import Shown, plain
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, marked_text
 from compress.checkpoint.write.directory import Directory, claim
-from compress.evaluation.document import Evaluation
+from compress.evaluation.document import Evaluation, flat
 from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.jobs.request import Request
 from compress.passes.protocol.recipe import describe
@@ -46,8 +47,8 @@ from compress.search.sweep import write_reports
 RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
 
 
-@dataclass(frozen=True)
-class FitResult:
+@dataclass(frozen=True, repr=False)
+class FitResult(Shown):
     """The result of `fit`. output: the checkpoint; beside: the folder of proof and recipe. With recipe_only output is
     the recipe, and there is nothing else but the choice with its predicted KL."""
 
@@ -56,6 +57,26 @@ class FitResult:
     beside: Path | None = None
     proof: FitProof | None = None
     evaluation: Evaluation | None = None
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row for each recipe that was run; with recipe_only for each layer, or layers of one kind, its scheme."""
+        if self.proof is None:
+            return [{"layers": name, "scheme": scheme} for name, scheme in self.choice.allocation.chosen.items()]
+        sizes = ("name", "bytes", "bits_per_weight")
+        return [{**{key: getattr(run, key) for key in sizes}, **flat(run.figures)} for run in self.proof.runs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The proof; with recipe_only the choice."""
+        if self.proof is not None:
+            return plain(asdict(self.proof))
+        return {
+            "recipe": str(self.output),
+            "bytes": self.choice.bytes,
+            "bits_per_weight": self.choice.allocation.bits_per_weight,
+            "predicted_kl": self.choice.predicted_kl,
+            "embedding": self.choice.table.name,
+            "chosen": self.choice.allocation.chosen,
+        }
 
 
 def fit(

@@ -1,9 +1,10 @@
 """Results of a sweep: a row for each recipe, with the Pareto front of size and KL marked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from compress.base.shown import Shown
 from compress.evaluation.document import Evaluation, TaskResult
 from compress.evaluation.report.pareto import undominated
 
@@ -33,8 +34,8 @@ class SweepRow:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, repr=False)
+class Sweep(Shown):
     """All rows, ordered by bytes; rows without figures come last."""
 
     model: str
@@ -46,6 +47,11 @@ class Sweep:
     def failed(self) -> list[SweepRow]:
         """Rows of recipes that failed."""
         return [row for row in self.rows if row.problem is not None]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row for each recipe; each task's accuracy has a column of its name."""
+        found = ((row.tasks, asdict(row)) for row in self.rows)
+        return [row | {name: task["accuracy"] for name, task in tasks.items()} for tasks, row in found]
 
 
 def row_of(name: str, recipe: dict[str, Any], found: Evaluation, place: str) -> SweepRow:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import rich.table
 
-from compress.base.terminal import console
+from compress.base.terminal import console, lines_printed
 from compress.evaluation.report.content import ReportTable
 
 SHORT = 32  # characters: where a table is too wide, a column of such names stays whole and others are folded
@@ -15,6 +15,11 @@ def show(*blocks: ReportTable | str) -> None:
     out = console()
     for block in blocks:
         out.print(rich_table(block) if isinstance(block, ReportTable) else block)
+
+
+def as_lines(*blocks: ReportTable | str) -> list[str]:
+    """The lines that `show` prints where no terminal is."""
+    return lines_printed(*(rich_table(block) if isinstance(block, ReportTable) else block for block in blocks))
 
 
 def rich_table(block: ReportTable) -> rich.table.Table:

@@ -3,9 +3,9 @@
 import copy
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -169,13 +169,14 @@ def from_pretrained(
         arguments.setdefault("config", read_config(source))
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
-        model, info = _model_class(source, notes).from_pretrained(
-            path,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=source.trusted,
-            **arguments,
-        )
+        with without_progress_bar():
+            model, info = _model_class(source, notes).from_pretrained(
+                path,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=source.trusted,
+                **arguments,
+            )
     except CompressError:
         raise
     except Exception as error:
@@ -204,6 +205,18 @@ def from_pretrained(
                 f"{source.path} holds {lost[0]}, which is no part of {type(model).__name__} ({len(lost)} such tensors)"
             )
     return model.eval()
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Keeps transformers from drawing a bar on standard error, which a notebook shows in red."""
+    logging: Any = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging._tqdm_active = False  # `disable_progress_bar` would change the hub's bars, too
+    try:
+        yield
+    finally:
+        logging._tqdm_active = shown
 
 
 @once

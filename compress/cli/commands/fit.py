@@ -1,6 +1,5 @@
 """`compress fit`: a size or a loss that is asked for, met by the best recipe, with the proof beside it."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -115,39 +114,24 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
 
     with reporting("fit", quiet) as reporter:
         fitted = compress.fit(model, output=output, reporter=reporter, **options)
-    write_report(json_file, asdict(fitted.proof) if fitted.proof is not None else prediction(fitted))
+    write_report(json_file, fitted.to_dict())
     if not quiet and json_file != "-":
-        show(fitted)
+        for line in fit_lines(fitted):
+            click.echo(visible(line))
     if fitted.proof is not None and not fitted.proof.met:
         fail(f"the target, {fitted.proof.target}, is missed; {output} is the nearest to it", 1)
 
 
-def prediction(fitted: "FitResult") -> dict[str, Any]:
-    """The content of `--json` for a recipe that was not run."""
-    choice = fitted.choice
-    return {
-        "recipe": str(fitted.output),
-        "bytes": choice.bytes,
-        "bits_per_weight": choice.allocation.bits_per_weight,
-        "predicted_kl": choice.predicted_kl,
-        "embedding": choice.table.name,
-        "chosen": choice.allocation.chosen,
-    }
-
-
-def show(fitted: "FitResult") -> None:
-    """Print the result in words, and where everything lies."""
+def fit_lines(fitted: "FitResult") -> list[str]:
+    """The result in words, and where everything lies."""
     if fitted.proof is None:
         choice = fitted.choice
-        click.echo(
+        return [
             f"{choice.allocation.bits_per_weight:.4g} bits per weight, weight files of {choice.bytes:,} bytes; "
-            f"predicted KL {choice.predicted_kl:.4g}, without what layers make up for"
-        )
-        click.echo(visible(f"{fitted.output}: run it with compress quantize MODEL --recipe {fitted.output} ..."))
-        return
+            f"predicted KL {choice.predicted_kl:.4g}, without what layers make up for",
+            f"{fitted.output}: run it with compress quantize MODEL --recipe {fitted.output} ...",
+        ]
     from compress.search.fitting.prove import paragraph_of
 
-    click.echo(visible(paragraph_of(fitted.proof)))
-    click.echo(
-        visible(f"{fitted.beside}: proof (fit.md), report.html, and recipe.yaml, which makes {fitted.output} again")
-    )
+    where = f"{fitted.beside}: proof (fit.md), report.html, and recipe.yaml, which makes {fitted.output} again"
+    return [paragraph_of(fitted.proof), where]

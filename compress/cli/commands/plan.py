@@ -1,6 +1,5 @@
 """`compress plan`: what `compress quantize` will do, told before it begins."""
 
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -84,7 +83,7 @@ def plan(
     forecast = compress.plan(model, passes, **options)
     if engine is not None and (why := forecast.engines[engine]) is not None:
         raise InputError(why)
-    write_report(json_file, asdict(forecast))
+    write_report(json_file, forecast.to_dict())
     if not quiet and json_file != "-":
         from compress.cli.forecasts import show_plan
 

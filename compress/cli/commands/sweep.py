@@ -1,6 +1,5 @@
 """`compress sweep`: many recipes on one model, and which of them are worth their bytes."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +19,7 @@ from compress.cli.option_groups import (
 from compress.cli.options import begin, write_report
 
 if TYPE_CHECKING:
+    from compress.evaluation.report.content import ReportTable
     from compress.search.sweep_rows import Sweep
 
 
@@ -66,21 +66,25 @@ def sweep(
 
     with reporting("sweep", quiet) as reporter:
         swept = compress.sweep(model, recipes, output=output, reporter=reporter, **options)
-    write_report(json_file, asdict(swept))
+    write_report(json_file, swept.to_dict())
     if not quiet and json_file != "-":
-        show_rows(swept, output)
+        from compress.evaluation.report.terminal import show
+        from compress.search.sweep import INDEX, PAGE, TEXT
+
+        lines = [f"{output}/{INDEX} has these rows; each recipe has its checkpoint and evaluation beside it"]
+        if len(swept.failed) < len(swept.rows):
+            lines.append(f"{output}/{PAGE} and {TEXT} compare all that have figures")
+        show(sweep_table(swept), *lines)
     for row in swept.failed:
         click.echo(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", err=True)
     if swept.failed:
         leave(1)
 
 
-def show_rows(swept: "Sweep", output: str) -> None:
-    """Print a line for each recipe, by bytes; a star where no other has fewer bytes and a lower KL."""
+def sweep_table(swept: "Sweep") -> "ReportTable":
+    """A row for each recipe, by bytes; a star where no other has fewer bytes and a lower KL."""
     from compress.cli.evaluation_tables import MIB, number
     from compress.evaluation.report.content import ReportTable
-    from compress.evaluation.report.terminal import show
-    from compress.search.sweep import INDEX, PAGE, TEXT
 
     tasks = list(dict.fromkeys(name for row in swept.rows for name in row.tasks))
     timed = any(row.decode is not None for row in swept.rows)
@@ -103,7 +107,4 @@ def show_rows(swept: "Sweep", output: str) -> None:
                 "*" if row.front else "",
             )
         )
-    lines = [f"{output}/{INDEX} has these rows; each recipe has its checkpoint and evaluation beside it"]
-    if len(swept.failed) < len(swept.rows):
-        lines.append(f"{output}/{PAGE} and {TEXT} compare all that have figures")
-    show(ReportTable(("recipe", *headings), shown, f"{swept.model}, evaluated on {swept.text}"), *lines)
+    return ReportTable(("recipe", *headings), shown, f"{swept.model}, evaluated on {swept.text}")

@@ -3,8 +3,9 @@
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from compress.base.byte_sizes import parse_bytes
 from compress.base.device import find_device, is_absent, planned_device
 from compress.base.errors import InputError
 from compress.base.memory import available_bytes
+from compress.base.shown import Shown
 from compress.checkpoint.byte_savings import Saving, bytes_before
 from compress.checkpoint.read.pretrained import meta_model
 from compress.checkpoint.read.source import Source
@@ -105,8 +107,8 @@ class CheaperRun:
     memory: int
 
 
-@dataclass(frozen=True)
-class Forecast(Outline):
+@dataclass(frozen=True, repr=False)
+class Forecast(Shown, Outline):
     """A run, before it begins, and what its result runs on.
 
     engines: {name: the reason why it does not run the result, None where it does}. kernels: of `compress.load` on the
@@ -120,6 +122,10 @@ class Forecast(Outline):
     run: RunMemory | None = None
     device_memory: int | None = None
     cheaper: Sequence[CheaperRun] = ()
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row for each layer that is compressed."""
+        return [asdict(layer) for layer in self.layers]
 
 
 def plan(
