@@ -8,13 +8,15 @@ GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel read. README 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from compress.base.errors import InputError, one_of
 from compress.checkpoint.export.limits import LIMITS, Limits
 from compress.model.patterns import ignoring
+from compress.passes.k_quants import OF_GPTQ
 from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import ROUNDINGS
 from compress.weights.compressed_tensors import why_not as why_not_told
 from compress.weights.formats.levels import LevelCodes
 from compress.weights.formats.sparse import SparseRows
@@ -45,7 +47,9 @@ class Engine:
     of their own that it runs, too, and the multiples in which their groups are (0: they settle that). to: the word of
     the export that it opens (None: the checkpoint itself). tables: compressed embeddings fit in it. table_groups: of
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
-    merges: what it makes one layer of as it loads (`jobs.fused_layers`).
+    merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
+    gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
+    prefer to it, a phrase.
     """
 
     scheme: str
@@ -59,6 +63,18 @@ class Engine:
     table_groups: int | None = None
     several: bool = False
     merges: Merges = "nothing"
+    mix: str | None = None
+    table_scheme: str | None = None
+    other: str = ""
+
+
+class Picked(NamedTuple):
+    """options: of a method, those that the engine needs among them. lines: for a person about these. embeddings: the
+    scheme of the embedding, None where the engine asks for none."""
+
+    options: dict[str, Any]
+    lines: list[str]
+    embeddings: str | None = None
 
 
 BUILDER = replace(LIMITS["gptq"], bits=(4, 8), groups=(16, 32, 64, 128, 256))
@@ -66,12 +82,15 @@ ENGINES: Mapping[str, Engine] = {
     "llama.cpp": Engine(
         "w4a16",
         32,
-        "groups of 32 are blocks of its Q4_0, byte for byte (--scheme q4_k_m: its K-quants)",
+        "groups of 32 are blocks of its Q4_0, byte for byte",
         [*_integers(LIMITS["gguf"]), *_schemes(lambda name, numbers: numbers.blocks is not None)],
         LIMITS["gguf"],
         methods={"k-quants": 0, "ternary": 256, "binary": 128},
         to="gguf",
         table_groups=32,  # in one scale per token each block would repeat it
+        mix="q4_k_m",
+        table_scheme="w8a16",  # Q8_0; llama.cpp's own mix has Q6_K for a head, and Q8_0 where that does not fit
+        other="smaller: --scheme w4a16 (Q4_0); closer to the original: --scheme q5_k_m",
     ),
     "vllm": Engine(
         "w4a16",
@@ -125,11 +144,15 @@ def engine_named(name: str) -> Engine:
 
 
 def pick_options(
-    name: str, method: str, options: Mapping[str, Any], known: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """(Options of a method, those that the engine needs among them; a line for a person about these). options: those
-    that the person gave, which stay. known: the options that the method has."""
+    name: str, method: str, options: Mapping[str, Any], known: Sequence[str], trained: bool = False
+) -> Picked:
+    """The options of a method for an engine. options: those that the person gave, which stay. known: the options that
+    the method has. trained: what it decides is trained afterwards, which K-quants are not."""
     engine = engine_named(name)
+    opens = f"it opens {'the checkpoint' if engine.to is None else f'its export to {engine.to}'}"
+    if engine.mix is not None and method in ROUNDINGS and not trained and set(options) <= {*OF_GPTQ}:
+        mix = f"{engine.mix}, and {engine.table_scheme} for the embedding; {engine.other}"
+        return Picked({**options, "scheme": engine.mix}, [f"--for {name} picks {mix}; {opens}"], engine.table_scheme)
     size = "group_up_to" if engine.several and "group_size" not in options else "group_size"
     wanted = {"scheme": engine.scheme, size: engine.group_size}
     if method in engine.methods:
@@ -137,9 +160,9 @@ def pick_options(
     elif "scheme" in options and not _has_groups(engine, str(options["scheme"])):
         wanted = {}  # a type with groups of its own, or one that `check_engine` refuses
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
-    form = "the checkpoint" if engine.to is None else f"its export to {engine.to}"
-    said = ", ".join(f"{key} {value}" for key, value in added.items()) or "nothing: the method settles it"
-    return {**options, **added}, [f"--for {name} picks {said}; it opens {form}: {engine.why}"]
+    words = ", ".join(f"{key} {value}" for key, value in added.items())
+    why = f": {engine.why}" if words else ""
+    return Picked({**options, **added}, [f"--for {name} picks {words or 'nothing'}; {opens}{why}"])
 
 
 def with_float16_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:

@@ -12,6 +12,7 @@ from compress.cli.options import given, import_plugins
 from compress.cli.run_command import check_processes, run, run_options, split_settings
 
 if TYPE_CHECKING:
+    from compress.jobs.target_engines import Picked
     from compress.passes.protocol.base import Pass
 
 EFFORTS = ("fast", "default", "best")
@@ -88,8 +89,12 @@ def quantize(
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
-    passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
-    passes = with_recovery(passes, recover)
+    remarks: list[str] = []
+    if engine is not None and not (given("method") or any((recipe, effort, recover, settings, options["calibration"]))):
+        method, remarks = method_without_text(engine, method)
+    asked = (method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
+    passes, notes = passes_asked(*asked, trained=recover is not None)
+    passes, notes = with_recovery(passes, recover), [*notes, *remarks]
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
     run("quantize", model, passes, who, notes, engine, fsdp=fsdp, **options)
 
@@ -103,9 +108,15 @@ def passes_asked(
     chosen: dict[str, Any],
     embeddings: str | None,
     kv_cache: str | None,
+    trained: bool = False,
 ) -> tuple[tuple["Pass", ...], list[str]]:
-    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
-    chosen, picks = (chosen, []) if engine is None else for_engine(engine, method, chosen, recipe)
+    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method.
+    trained: --recover follows."""
+    picks: list[str] = []
+    if engine is not None:
+        trained = trained or effort == "best"
+        chosen, picks, tables = for_engine(engine, method, chosen, recipe, trained)
+        embeddings = embeddings or tables
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     rotation, remarks = rotation_asked(rotate, method)
     passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
@@ -116,17 +127,24 @@ def passes_asked(
     return passes, [*picks, *remarks, *notes]
 
 
-def for_engine(
-    engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None
-) -> tuple[dict[str, Any], list[str]]:
+def for_engine(engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None, trained: bool) -> "Picked":
     """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
-    from compress.jobs.target_engines import engine_named, pick_options
+    from compress.jobs.target_engines import Picked, engine_named, pick_options
     from compress.passes.protocol.recipe import options_of, pass_class
 
     engine_named(engine)
     if recipe is not None:
-        return dict(chosen), []
-    return pick_options(engine, method, chosen, list(options_of(pass_class(method))))
+        return Picked(dict(chosen), [])
+    return pick_options(engine, method, chosen, list(options_of(pass_class(method))), trained)
+
+
+def method_without_text(engine: str, method: str) -> tuple[str, list[str]]:
+    """Rounding to nearest, and a remark, for an engine whose types lose little by it; else the method as it is."""
+    from compress.jobs.target_engines import engine_named
+
+    if engine_named(engine).mix is None:
+        return method, []
+    return "rtn", [f"no --calibration: rounded to nearest; with a text, {method} is closer to the original"]
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

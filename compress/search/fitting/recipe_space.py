@@ -147,7 +147,7 @@ def _schemes(engine: str | None) -> list[Candidate]:
                 f"transformers (for {engine}: compress quantize --for {engine}; K-quants: --method k-quants)"
             )
         schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
-        options, _ = pick_options(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)])
+        options = pick_options(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)]).options
         del options["scheme"]
     full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, **options),)) for s in schemes]
     if engine is not None:

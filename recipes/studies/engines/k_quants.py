@@ -1,19 +1,20 @@
 """llama.cpp's types by llama.cpp's own quantizers, and by ours: KL to the original at equal bytes.
 
-    python recipes/studies/engines/k_quants.py MODEL --calibration TEXT --text TEXT --ggml LIBRARY --json OUT.json
-        [--schemes q4_k_m q4_0 ...] [--ways llama imatrix rtn gptq] [--samples N] [--calibration-length N]
+    python recipes/studies/engines/k_quants.py MODEL --calibration TEXT --text TEXT --json OUT.json [--ggml LIBRARY]
+        [--schemes q4_k_m q4_0 ...] [--ways llama imatrix rtn gptq for] [--samples N] [--calibration-length N]
         [--windows N] [--length N]
 
     llama      `quantize_q4_K` and the like of ggml, called in LIBRARY: a shared library that exports them, as the
                extension module of the package xllamacpp does. gguf-py reads what they write.
     imatrix    the same, with the mean square of each layer's inputs over the calibration text, as llama-imatrix has it
     rtn, gptq  `compress quantize --method rtn` or `gptq` of the same scheme
+    for        the passes of `compress quantize --for llama.cpp`, of its scheme alone, and of the embedding
 
 Every way gives every layer the same type (`passes.options.k_mixes`, llama.cpp's rule; where super-blocks do not fit,
-llama.cpp's own fallback), so all have the same bytes. Embedding and head stay as they are. All models are evaluated as
-dense weights in float32, by one evaluator. Where there is an imatrix, llama-quantize gives down_proj of the first
-eighth of the blocks Q4_1 in the place of Q4_0; here it has Q4_0 in every way. q5_k of sizes that are no multiple of 256
-is left out: ours is Q5_0, llama.cpp's Q5_1.
+llama.cpp's own fallback), so all have the same bytes. Embedding and head stay as they are, but for `for`. All models
+are evaluated as dense weights in float32, by one evaluator. Where there is an imatrix, llama-quantize gives down_proj
+of the first eighth of the blocks Q4_1 in the place of Q4_0; here it has Q4_0 in every way. q5_k of sizes that are no
+multiple of 256 is left out: ours is Q5_0, llama.cpp's Q5_1.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
+from compress.cli.commands.quantize import passes_asked
 from compress.data.text import load_tokens
 from compress.engine.plan.candidate_layers import treatable
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS
@@ -42,6 +44,7 @@ from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
 
 SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
 WAYS = ("llama", "imatrix", "rtn", "gptq")
+OF_LLAMA_CPP = WAYS[:2]
 # llama.cpp's names of the schemes that stand in where super-blocks do not fit.
 FALLBACK_TYPES = {"w4a16": "q4_0", "w5a16": "q5_0", "w8a16": "q8_0"}
 
@@ -100,16 +103,19 @@ def mean_squares(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, T
 
 
 def made(
-    model: nn.Module, scheme: str, way: str, ids: Tensor, ggml: ctypes.CDLL, importance: Mapping[str, Tensor]
+    model: nn.Module, scheme: str, way: str, ids: Tensor, ggml: ctypes.CDLL | None, importance: Mapping[str, Tensor]
 ) -> nn.Module:
     """A copy of the model with the values that one way gives its layers."""
-    if way in ("llama", "imatrix"):
+    if way in OF_LLAMA_CPP:
+        assert ggml is not None
         found = copy.deepcopy(model)
         for name, kind in types_of_layers(model, scheme).items():
             weight = found.get_parameter(f"{name}.weight")
             weight.data = quantized_by(ggml, weight.data, kind, importance[name] if way == "imatrix" else None)
         return found
-    if scheme == "q4_0":
+    if way == "for":
+        one, _ = passes_asked("gptq", None, None, None, "llama.cpp", {}, None, None)
+    elif scheme == "q4_0":
         one = make_pass(way, {"scheme": "w4a16", "group_size": 32, "clip": True, "scales": "float16"})
     else:
         one = make_pass(way, {"scheme": scheme})
@@ -130,7 +136,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True, help="a .pt file of token ids [samples, length], or a text")
     parser.add_argument("--text", required=True)
-    parser.add_argument("--ggml", required=True, help="a shared library that exports quantize_q4_K and the like")
+    parser.add_argument(
+        "--ggml", help="for llama and imatrix: a shared library that exports quantize_q4_K and the like"
+    )
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--samples", type=int, help="of the calibration")
@@ -143,8 +151,11 @@ def main() -> None:
     limits = {"samples": arguments.samples, "length": arguments.calibration_length}
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     ids = load_tokens(arguments.calibration, tokenizer, model.config, what="calibration", **limits).ids
-    ggml = ctypes.CDLL(arguments.ggml)
-    importance = mean_squares(model, list(types_of_layers(model, "q4_0")), ids)
+    theirs = {*OF_LLAMA_CPP} & {*arguments.ways}
+    if theirs and arguments.ggml is None:
+        parser.error(f"{', '.join(theirs)} need --ggml")
+    ggml = ctypes.CDLL(arguments.ggml) if theirs else None
+    importance = mean_squares(model, list(types_of_layers(model, "q4_0")), ids) if theirs else {}
     rows: list[dict[str, Any]] = []
     for scheme in arguments.schemes:
         types = types_of_layers(model, scheme)
@@ -163,7 +174,7 @@ def main() -> None:
                 flush=True,
             )
             more = {"calibration_tokens": ids.numel(), "gguf": metadata.version("gguf")}
-            more["ggml"] = Path(arguments.ggml).name
+            more |= {"ggml": Path(arguments.ggml).name} if theirs else {}
             keep_evaluated(arguments.json, __file__, arguments.model, found, rows, **more)
 
 
