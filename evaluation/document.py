@@ -5,12 +5,14 @@ Results that were not measured are None or absent, never zero; `missing` has the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
-from compress.base.shown import Shown
+from compress.base.shown import Shown, plain
 from compress.checkpoint.write.record import LayerRecord
 
-FORMAT = 1
+FORMAT = 2
+DOCUMENT = "compress.evaluation.json_document"  # lies above all that it describes
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,10 @@ class Evaluation(Shown):
             measured.append((task.name, {"accuracy": task.accuracy, **against}))
         about = {"model": self.model.name, "bytes": self.bytes, "bits_per_weight": self.bits_per_weight}
         return [{**about, "measured_on": name, **flat(figures)} for name, figures in measured or [("", {})]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `compress evaluate --json`: `summary` first, `gates` empty."""
+        return plain(import_module(DOCUMENT).as_document(self))
 
     def figure(self, name: str) -> float | None:
         """A figure of the first text; None where it was not measured."""

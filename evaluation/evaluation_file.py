@@ -9,6 +9,7 @@ from compress.base.regular_files import parse_json, regular
 from compress.base.schema import built, fits
 from compress.evaluation.document import FORMAT, Evaluation
 
+MADE = ("summary", "gates")  # by `json_document` of the rest
 LARGEST = 1e30  # perplexities of models that say nothing are below it, and so are bytes
 
 
@@ -24,6 +25,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
         raise CheckpointError(
             f"{file}: format is {given!r}; it must be {FORMAT}, as `compress evaluate --json` of this version writes it"
         )
+    content = {key: value for key, value in content.items() if key not in MADE}
     fits(content, Evaluation, file)
     if (far := next(_impossible(content), None)) is not None:
         raise CheckpointError(f"{file}: {far}, which no evaluation finds; measure anew with `compress evaluate --json`")

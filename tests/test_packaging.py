@@ -77,6 +77,7 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         "kernels/tuning/tuned.json",
         "evaluation/report/page.html",
         "evaluation/report/page.css",
+        "evaluation/schemas/evaluation.json",
     ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:
@@ -223,7 +224,8 @@ def test_what_is_declared_is_imported() -> None:
     extras = project["optional-dependencies"]
     # transformers imports compressed-tensors for what we write; `dev` is what the tests need.
     # `docs`, `notebooks` and `release` have what the targets of `make` of these names run.
-    assert set(extras) == {"hf", "eval", "gguf", "images", "onnx", "docs", "notebooks", "release", "dev"}
+    assert set(extras) == {"hf", "eval", "gguf", "images", "onnx", "all", "docs", "notebooks", "release", "dev"}
+    assert extras["all"] == ["compress-models[eval,gguf,hf,images,onnx]"]
     lines = [*project["dependencies"], *extras["eval"], *extras["gguf"], *extras["images"], *extras["onnx"]]
     declared = {re.split(r"[><=;\s]", line)[0].replace("-", "_") for line in lines}
     imported = {target.split(".")[0] for targets in graph().values() for target in targets}

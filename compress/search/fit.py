@@ -30,6 +30,7 @@ from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, marked_text
 from compress.checkpoint.write.directory import Directory, claim
 from compress.evaluation.document import Evaluation, flat
+from compress.evaluation.json_document import as_document
 from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.jobs.request import Request
 from compress.passes.protocol.recipe import describe
@@ -186,7 +187,7 @@ def _run(runs: RecipeRuns, training: Train | None, place: Directory, overwrite: 
     proof, chosen = prove(runs, name), runs.done[name]
     for name, run in runs.done.items():
         (beside / name).mkdir(exist_ok=True)
-        write_json(beside / name / EVALUATION, asdict(run.evaluation))
+        write_json(beside / name / EVALUATION, as_document(run.evaluation))
     by_bytes = sorted(runs.done, key=lambda name: runs.done[name].evaluation.bytes or 0)
     write_reports(beside, open_runs([str(beside / name / EVALUATION) for name in by_bytes]))
     chosen.checkpoint.rename(place.model)

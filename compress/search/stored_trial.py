@@ -1,7 +1,7 @@
 """One recipe of a sweep in its directory: an earlier result is found by a hash of all that it depends on."""
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from compress.base.progress import Reporter
 from compress.checkpoint.files import read_json, write_json
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluation_file import read_evaluation
+from compress.evaluation.json_document import as_document
 from compress.evaluation.report.runs import EVALUATION
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
@@ -72,7 +73,7 @@ class StoredTrial:
         about = {"identity": self.identity, "recipe": describe(self.passes), "asked": self.asked}
         write_json(self.place / RUN, about)
         evaluation = trial(self.settings, self.passes, target, self.reporter, resume=before is not None)
-        write_json(file, asdict(evaluation))
+        write_json(file, as_document(evaluation))
         if not self.keep:
             shutil.rmtree(target)
         return evaluation

@@ -43,6 +43,19 @@ OF_TASKS = (
 
 
 @dataclass(frozen=True)
+class GateResult:
+    """A gate held against an evaluation. expression: the condition that fails it. value: the figure; limit: what it was
+    compared with, a multiple of the noise floor multiplied out; both None where they were not measured. reason: why it
+    failed."""
+
+    expression: str
+    value: float | None
+    limit: float | None
+    passed: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class Gate:
     """text: the gate as written, which is its name. of_noise: True where the limit is a multiple of the noise floor."""
 
@@ -52,23 +65,38 @@ class Gate:
     limit: float
     of_noise: bool = False
 
-    def broken(self, evaluation: Evaluation) -> str | None:
-        """The reason why an evaluation fails the gate, in a few words; None where it passes."""
-        seen = False
+    def check(self, evaluation: Evaluation) -> GateResult:
+        """Hold an evaluation against the gate: the first text or task that fails it, or the one nearest to failing."""
+        nearest: tuple[float, GateResult] | None = None
         for value, floor, where in _values(evaluation, self.figure):
-            seen = True
-            if value is None:
-                return f"{self.figure} was not measured{where}: {_why_not(evaluation, self.figure)}"
-            if self.of_noise and floor is None:
-                why = evaluation.missing.get("noise", "it was not asked for (--noise-floor)")
-                return f"the noise floor of {self.figure} was not measured{where}: {why}"
-            limit = self.limit * floor if self.of_noise and floor is not None else self.limit
-            if math.isnan(value) or math.isnan(limit):
-                return f"{self.figure} is not a number{where}"
-            if COMPARISONS[self.comparison](value, limit):
-                beside = f", the noise floor {floor:.6g}" if self.of_noise else ""
-                return f"{self.figure} is {value:.6g}{where}{beside}"
-        return None if seen else f"{self.figure} was not measured: {_why_not(evaluation, self.figure)}"
+            result = self._against(value, floor, where, evaluation)
+            if not result.passed:
+                return result
+            assert result.value is not None
+            assert result.limit is not None
+            beyond = result.value - result.limit
+            if nearest is None or COMPARISONS[self.comparison](beyond, nearest[0]):
+                nearest = beyond, result
+        if nearest is not None:
+            return nearest[1]
+        reason = f"{self.figure} was not measured: {_why_not(evaluation, self.figure)}"
+        return GateResult(self.text, None, None if self.of_noise else self.limit, False, reason)
+
+    def _against(self, value: float | None, floor: float | None, where: str, evaluation: Evaluation) -> GateResult:
+        """One value against its limit. where: the text or task, for the reason."""
+        limit = self.limit if not self.of_noise else None if floor is None else self.limit * floor
+        reason = None
+        if value is None:
+            reason = f"{self.figure} was not measured{where}: {_why_not(evaluation, self.figure)}"
+        elif limit is None:
+            why = evaluation.missing.get("noise", "it was not asked for (--noise-floor)")
+            reason = f"the noise floor of {self.figure} was not measured{where}: {why}"
+        elif math.isnan(value) or math.isnan(limit):
+            reason = f"{self.figure} is not a number{where}"
+        elif COMPARISONS[self.comparison](value, limit):
+            beside = f", the noise floor {floor:.6g}" if self.of_noise else ""
+            reason = f"{self.figure} is {value:.6g}{where}{beside}"
+        return GateResult(self.text, value, limit, reason is None, reason)
 
 
 def parse_gate(text: str) -> Gate:
@@ -91,10 +119,9 @@ def parse_gate(text: str) -> Gate:
     return Gate(text.strip(), match[1], match[2], limit, noise is not None)
 
 
-def broken_gates(evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
-    """A line for each gate that an evaluation fails."""
-    reasons = ((gate, gate.broken(evaluation)) for gate in gates)
-    return [f"gate {gate.text!r} failed: {reason}" for gate, reason in reasons if reason is not None]
+def broken_gates(results: Sequence[GateResult]) -> list[str]:
+    """A line for each gate that failed."""
+    return [f"gate {each.expression!r} failed: {each.reason}" for each in results if not each.passed]
 
 
 def _number(word: str) -> float | None:

@@ -1,10 +1,9 @@
 """The runs in a report: directories that runs wrote, and files that `compress evaluate --json` wrote."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from compress.base.errors import CheckpointError, InputError
 from compress.base.regular_files import special
@@ -122,8 +121,3 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(short)) == len(short):
             return short
     return [str(path) for path in paths]
-
-
-def as_json(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    """The data of a report."""
-    return [{"name": run.name, "evaluation": asdict(run.evaluation)} for run in runs]

@@ -97,7 +97,7 @@ def test_the_command_shows_an_encoder_and_holds_it_to_its_gate(encoders: tuple[P
     found = read_evaluation(tmp_path / "found.json")
     figures = found.embeddings[0].figures
     assert f"{figures['spearman'].value:.4f} ± {figures['spearman'].error:.4f}" in outcome.out
-    assert broken_gates(found, [parse_gate("kl_mean > 1")]) == [
+    assert broken_gates([parse_gate("kl_mean > 1").check(found)]) == [
         "gate 'kl_mean > 1' failed: kl_mean was not measured: no text was given"
     ]
 

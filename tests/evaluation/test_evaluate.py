@@ -369,8 +369,8 @@ def test_an_evaluation_says_what_was_measured(llama: Path, llama_w4: Path, ids: 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda d: d.pop("format"), "format is None; it must be 1"),
-        (lambda d: d.update(format=2), "format is 2; it must be 1"),
+        (lambda d: d.pop("format"), "format is None; it must be 2"),
+        (lambda d: d.update(format=1), "format is 1; it must be 2"),
         (lambda d: d["texts"][0].pop("tokens"), r"texts\[0\].tokens is missing; it must be a whole number"),
         (lambda d: d["texts"][0]["figures"].update(kl_mean=0.5), r"figures.kl_mean is 0.5; it must be a mapping"),
         (lambda d: d["model"].update(colour="red"), "model.colour is 'red'; it must be left out"),

@@ -8,7 +8,13 @@ from commands import Desk, command
 
 from compress.base.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, Named, SizeResult, TaskResult, TextResult
-from compress.evaluation.quality.gates import broken_gates, parse_gate
+from compress.evaluation.quality.gates import Gate, parse_gate
+from compress.evaluation.quality.gates import broken_gates as lines_of
+
+
+def broken_gates(evaluation: Evaluation, gates: list[Gate]) -> list[str]:
+    return lines_of([gate.check(evaluation) for gate in gates])
+
 
 MODEL = Named("model", "Llama", 10, "float32")
 

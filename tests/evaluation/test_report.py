@@ -19,6 +19,7 @@ from evaluations import hostile, runs
 
 from compress.checkpoint.write.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named
+from compress.evaluation.json_document import as_document
 from compress.evaluation.quality.exact_intervals import difference_of
 from compress.evaluation.quality.kl_and_perplexity import of_few_windows
 from compress.evaluation.report import wording
@@ -295,7 +296,7 @@ def test_the_end_of_a_name_says_what_is_written(written: Callable[..., Path], tm
     assert (tmp_path / "r.md").read_text("utf-8").startswith("# 3 runs compared\n")
     data = json.loads((tmp_path / "r.json").read_text("utf-8"))
     assert [each["name"] for each in data["runs"]] == ["smollm2-w4", "rtn-w4", "awq-w4"]
-    assert data["runs"][0]["evaluation"] == json.loads(given[0].read_text("utf-8"))
+    assert data["runs"][0]["evaluation"] == json.loads(json.dumps(as_document(evaluations.sweep()[0])))
     picture = Page((tmp_path / "r.svg").read_text("utf-8"))
     assert picture.tags[:2] == ["svg", "style"]
     assert command(given[0]).out.startswith("# smollm2-w4: gptq w4a16 g64\n")
@@ -318,7 +319,7 @@ def test_broken_and_partial_runs_are_named(
     other = copy_of(llama_w4, "other")
     shutil.copy(written(evaluations.whole()), other / "evaluation.json")
     half = copy_of(llama_w4, "half")
-    (half / "evaluation.json").write_text('{"format": 1, "model": {"na', encoding="utf-8")
+    (half / "evaluation.json").write_text('{"format": 2, "model": {"na', encoding="utf-8")
     strange = written(replace(evaluations.whole(), texts=[{"name": 3}]), "strange.json")  # type: ignore[list-item]
     text = evaluations.text_result()
     uneven = written(

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -26,6 +25,7 @@ from compress.cli.options import begin, write_report
 def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json_file: str | None, quiet: bool) -> None:
     """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
     from compress.cli.progress import reporting
+    from compress.evaluation.json_document import as_document
 
     if overwrite and output is None and json_file in (None, "-"):
         raise InputError("--overwrite needs --output or --json FILE; without them the demo keeps nothing")
@@ -49,7 +49,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json
             with reporting(f"{method.name} evaluate", quiet) as reporter:
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{method.name.upper()} {scheme} g{group_size}", found))
-    write_report(json_file, {name: asdict(found) for name, found in rows})
+    write_report(json_file, {name: as_document(found) for name, found in rows})
     if not quiet and json_file != "-":
         from compress.cli.evaluation_tables import show_evaluations
 

@@ -1,7 +1,7 @@
 """`compress evaluate`: how good a model is beside its original, and what it costs."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,9 @@ def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None
     return Asked(speed, memory, continuations or prompts is not None, given)
 
 
-def leave_beside(model: str, evaluation: "Evaluation") -> None:
-    """Leave an evaluation in the directory of its run, as JSON, as a page and as text. A directory that no run wrote is
-    left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
+def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, Any]) -> None:
+    """Leave an evaluation in the directory of its run, as JSON (document), as a page and as text. A directory that no
+    run wrote is left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
     from compress.checkpoint.write.directory import is_checkpoint
     from compress.checkpoint.write.late_files import put_beside
     from compress.evaluation.report.compose import compose
@@ -61,7 +61,7 @@ def leave_beside(model: str, evaluation: "Evaluation") -> None:
     if not is_checkpoint(path):
         return
     made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
-    content = (json.dumps(asdict(evaluation), indent=2) + "\n", as_html(made), as_markdown(made))
+    content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
     try:
         put_beside(path, dict(zip(KEPT, content, strict=True)))
     except InputError as error:
@@ -149,6 +149,7 @@ def evaluate(
     _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
     begin()
     from compress.cli.progress import reporting
+    from compress.evaluation.json_document import as_document
     from compress.evaluation.quality.gates import broken_gates, parse_gate
 
     conditions = [parse_gate(gate) for gate in gates]
@@ -170,16 +171,18 @@ def evaluate(
                 model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
             )
             evaluation = with_asked(evaluation, model, asked=asked, text=texts[0] if texts else "demo", **words)
+    results = [gate.check(evaluation) for gate in conditions]
+    document = as_document(evaluation, results)
     if keep:
-        leave_beside(model, evaluation)
-    write_report(json_file, asdict(evaluation))
+        leave_beside(model, evaluation, document)
+    write_report(json_file, document)
     if not quiet and json_file != "-":
         from compress.cli.evaluation_tables import show_details, show_evaluations, show_tasks
 
         show_evaluations([(model, evaluation)], reference)
         show_details(evaluation, model)
         show_tasks(evaluation.tasks)
-    if broken := broken_gates(evaluation, conditions):
+    if broken := broken_gates(results):
         fail("; ".join(broken), GATE)
 
 

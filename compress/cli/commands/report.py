@@ -55,10 +55,11 @@ def report(
     _check(runs, output, markdown, json_file, diff, card, overwrite)
     begin()
     from compress.checkpoint.ownership import marked_text
+    from compress.evaluation.json_document import documents
     from compress.evaluation.report.compose import compose
     from compress.evaluation.report.difference import differences
     from compress.evaluation.report.markdown import as_markdown
-    from compress.evaluation.report.runs import as_json, open_runs
+    from compress.evaluation.report.runs import open_runs
 
     opened = open_runs(runs)
     if card:
@@ -66,7 +67,7 @@ def report(
         if not quiet:
             click.echo(visible(f"{opened[0].path / 'README.md'} written"))
     content = differences(*opened) if diff else compose(opened)
-    data: dict[str, Any] = {"verdict": content.verdict, "runs": as_json(opened)}
+    data: dict[str, Any] = {"verdict": content.verdict, "runs": documents(opened)}
     if output is not None:
         write_file(output, render(Path(output).suffix.lower(), content, opened, data))
     if markdown is not None:
