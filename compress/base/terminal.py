@@ -11,7 +11,8 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -78,7 +79,7 @@ class PlainConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         shown: list[Any] = []
         for each in objects:
-            shown += fit_to_width(each, self) if self.is_terminal and isinstance(each, Table) else [each]
+            shown += fit_to_width(each, self) if isinstance(each, Table) else [each]
         super().print(*shown, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -101,6 +102,48 @@ def lines_printed(*shown: RenderableType) -> list[str]:
     return [line.rstrip() for line in written.getvalue().splitlines()]
 
 
+def say(text: str, stderr: bool = False) -> None:
+    """Print a line of text, of unprintable characters escapes. A terminal breaks it between words; elsewhere it stays
+    one line."""
+    out = console(stderr)
+    out.print(text, soft_wrap=not out.is_terminal, highlight=False)
+
+
+def say_list(rows: Mapping[str, str]) -> None:
+    """Print names, and beside each its text. A terminal breaks texts between words, below each other."""
+    out = console()
+    width, names = out.width if out.is_terminal else UNBOUNDED, max(map(len, rows)) + INDENT
+    for name, text in rows.items():
+        for line in wrap(f"{name:{names}}{text}", width, subsequent_indent=" " * names, break_on_hyphens=False):
+            say(line)
+
+
+def fill(text: str, width: int) -> str:
+    """A docstring in lines of this width: paragraphs anew, what is indented (equations, lists) line by line."""
+    return "\n\n".join(_paragraph(each, width) for each in text.split("\n\n"))
+
+
+def _paragraph(text: str, width: int) -> str:
+    items: list[str] = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if items and indent < EQUATION and indent == _hang(items[-1]) and not line.lstrip().startswith("- "):
+            items[-1] += f" {line.strip()}"
+        else:
+            items.append(line)
+    lines: list[str] = []
+    for item in items:
+        start, hang = item[: len(item) - len(item.lstrip())], " " * _hang(item)
+        lines += wrap(item.lstrip(), width, initial_indent=start, subsequent_indent=hang, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _hang(item: str) -> int:
+    """The indent of the lines of an item below its first."""
+    return len(item) - len(item.lstrip()) + (INDENT if item.lstrip().startswith("- ") else 0)
+
+
+EQUATION = 4  # columns of indent
 INDENT = 2
 UNBOUNDED = 1 << 16  # columns
 
@@ -112,7 +155,7 @@ def fit_to_width(table: Table, console: Console) -> Iterator[RenderableType]:
     if title is not None and len(str(title)) > min(natural_width(table, console), console.width):
         table.title = None
         yield title
-    if natural_width(table, console) <= console.width:
+    if natural_width(table, console) <= console.width or not console.is_terminal:
         yield table
         return
     if table.title is not None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from compress.base.terminal import fill
 from compress.passes.protocol.recipe import PASSES
 from compress.weights.number_formats import BY_NAME
 
@@ -48,8 +49,15 @@ class Card:
 
     def __str__(self) -> str:
         """The text, then an option a line: name, default, allowed values and meaning; what is longer is indented."""
+        return f"{self.about}\n\n{self._table(WIDTH)}"
+
+    def in_columns(self, width: int) -> str:
+        """The same on a terminal of this width."""
+        return f"{fill(self.about, width)}\n\n{self._table(min(WIDTH, width))}"
+
+    def _table(self, width: int) -> str:
         if not self.options:
-            return f"{self.about}\n\nno options"
+            return "no options"
         names = max(len(option.name) for option in self.options)
         defaults = max(len(option.shown) for option in self.options)
         indent = " " * (names + defaults + 4)
@@ -57,8 +65,8 @@ class Card:
         for option in self.options:
             head = f"{option.name:{names}}  {option.shown:{defaults}}  "
             words = ": ".join(filter(None, (option.allowed, option.meaning)))
-            lines += wrap(head + words, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-        return "\n".join((self.about, "", *lines))
+            lines += wrap(head + words, width, subsequent_indent=indent, break_on_hyphens=False)
+        return "\n".join(lines)
 
 
 def summary_of(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from compress.base.errors import CompressError, InputError, Terminated, first_line, why_not_written
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.start_line import announce
 
 GATE = 3  # an evaluation that fails a gate
@@ -128,7 +128,7 @@ def message_of(error: BaseException) -> str:
 def fail(message: str, code: int) -> None:
     """Say why in one line and leave."""
     with suppress(OSError):  # the terminal is closed
-        click.echo(f"compress: {visible(' '.join(message.split()))}", err=True)
+        say(f"compress: {' '.join(message.split())}", stderr=True)
     leave(code)
 
 

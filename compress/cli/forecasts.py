@@ -4,10 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-import click
 import torch
 
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, count_reasons, working_bytes
@@ -20,9 +19,9 @@ def show_plan(plan: Forecast, notes: Sequence[str] = ()) -> None:
     """Show a plan: layers by kind, what stays dense, and what the result takes and runs on."""
     show(layer_table(plan))
     for line in plan_lines(plan):
-        click.echo(visible(line))
+        say(line)
     for note in [*notes, *plan.notes]:
-        click.echo(visible(f"note: {note}"))
+        say(f"note: {note}")
 
 
 def layer_table(plan: Forecast) -> ReportTable:

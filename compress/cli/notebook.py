@@ -11,7 +11,7 @@ from compress.checkpoint.write.record import LayerRecord, RunRecord
 from compress.cli.byte_savings import change
 from compress.cli.commands.fit import fit_lines
 from compress.cli.commands.sweep import sweep_table
-from compress.cli.evaluation_tables import classifier_table, encoder_table, task_table, text_table
+from compress.cli.evaluation_tables import tables_of
 from compress.cli.forecasts import brief_lines, layer_table, plan_lines
 from compress.cli.run_results import BASELINES, lines_of, time_words, verification_line
 from compress.evaluation.document import Evaluation
@@ -76,11 +76,7 @@ def _in_words(value: Any) -> InWords:
 
 def _evaluation(found: Evaluation) -> InWords:
     name, reference = found.model.name, None if found.reference is None else found.reference.name
-    tables = [text_table([(name, found)], reference, i) for i in range(len(found.texts))]
-    tables += [encoder_table(found, pairs, name) for pairs in found.embeddings]
-    tables += [classifier_table(found, inputs, name) for inputs in found.classifications]
-    tables += [task_table(found.tasks)] if found.tasks else []
-    return InWords(f"{name}: {verdict(found)}", tables)
+    return InWords(f"{name}: {verdict(found)}", tables_of([(name, found)], reference))
 
 
 def _forecast(plan: Forecast) -> InWords:

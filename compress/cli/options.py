@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from compress.base.errors import InputError, WriteError
 from compress.base.regular_files import LOOP, special
-from compress.base.terminal import is_closed, visible
+from compress.base.terminal import is_closed, say
 
 OVERWRITE = "compress.overwrite"
 
@@ -34,8 +34,10 @@ def writable(context: click.Context, parameter: click.Parameter, value: str | No
     path = Path(value)
     if path.is_dir() or special(path) == LOOP:
         raise click.BadParameter(f"{value!r} is {special(path)}; give a file, or '-' for standard output")
-    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"{value!r} cannot be written: there is no folder {path.parent}; give another, or '-'")
+    if not os.access(held := path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{value!r} cannot be written: {held} is not yours to change; give another, or '-'")
     if path.exists() and not context.meta.get(OVERWRITE):
         from compress.checkpoint.ownership import check_replaceable
 
@@ -66,7 +68,7 @@ def begin() -> None:
     chosen = click.get_current_context().params
     _check_files_apart(chosen)
     if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
-        click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
+        say("warning: Python code that comes with the model is run, with all your rights", stderr=True)
     warnings.filterwarnings("ignore")
     import_plugins()
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # of transformers: nothing is fetched that nobody named
@@ -104,7 +106,7 @@ class _Notes(logging.Handler):
     """Shows what the kernels (`compress.kernels.notes`) and `compress.data.text` have to say as notes of a command."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"note: {visible(record.getMessage())}", err=True)
+        say(f"note: {record.getMessage()}", stderr=True)
 
 
 _NOTES = _Notes()

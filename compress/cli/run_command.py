@@ -13,7 +13,7 @@ import click
 
 import compress
 from compress.base.errors import InputError
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.byte_savings import check_allowed, end, promises
 from compress.cli.exit_codes import leave
 from compress.cli.option_groups import (
@@ -114,7 +114,7 @@ def run(
 
             show_result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
             if left is not None and left.exported is not None:
-                click.echo(visible(f"{engine} opens {output}: {', '.join(weight_files(left.output))}"))
+                say(f"{engine} opens {output}: {', '.join(weight_files(left.output))}")
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
     if fsdp:
         leave(0)

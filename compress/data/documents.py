@@ -13,10 +13,12 @@ import torch
 
 from compress.base.errors import InputError, first_line
 from compress.base.regular_files import json_line, regular
-from compress.checkpoint.read.source import DEMO, path_of
+from compress.checkpoint.read.source import DEMO, looks_like_path, path_of, why_not_had
 from compress.data.rows import CHATS, COLUMNS, KNOWN, Row, row_of
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".json", ".parquet"), (".pt", ".npy")
+PLAIN = (".txt", ".raw", ".md", "")  # endings of files that are one text; in a folder .txt alone
+ALLOWED = f"text ({', '.join(filter(None, PLAIN))} or no ending), {', '.join(TEXT_FORMATS[1:] + TOKEN_FORMATS)}"
 HOW = "; give an array of rows, or a row on each line"
 MOST_EXPANDED = 100  # times the size of a file that what it stands for may have ...
 SPARE_BYTES = 2**22  # ... and so many bytes more
@@ -75,7 +77,7 @@ class Documents:
 
 
 def read_documents(source: str, what: str) -> Documents:
-    """The rows (`data.rows`) of a .txt, .jsonl, .json or .parquet file, a `datasets` id, or `demo`. what: `calibration`
+    """The rows (`data.rows`) of a text, .jsonl, .json or .parquet file, a `datasets` id, or `demo`. what: `calibration`
     or `held-out`, which chooses the demo text. Raises InputError."""
     if source == "demo":
         path = DEMO / ("calibration.txt" if what == "calibration" else "heldout.txt")
@@ -83,20 +85,16 @@ def read_documents(source: str, what: str) -> Documents:
     path = path_of(source, "text")
     if not path.is_dir():
         regular(path, "text")
-    if path.is_dir() or path.suffix not in TEXT_FORMATS:
-        if path.is_dir():
-            raise InputError(
-                f"text {source!r} is a directory; give a file ({', '.join(TEXT_FORMATS + TOKEN_FORMATS)}), a datasets "
-                "id or 'demo'"
-            )
-        if path.exists():
-            raise InputError(
-                f"text {source!r} has the ending {path.suffix!r}; allowed: "
-                f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id or 'demo'"
-            )
+    if path.is_dir():
+        raise InputError(f"text {source!r} is a directory; give a file: {ALLOWED}; or a datasets id, or 'demo'")
+    if not path.exists():
+        if path.suffix in (*TEXT_FORMATS, *filter(None, PLAIN)) or looks_like_path(source):
+            raise InputError(f"text file {source!r} does not exist")
         return _from_hub(source)
-    if not path.is_file():
-        raise InputError(f"text file {source!r} does not exist")
+    if path.suffix not in (*TEXT_FORMATS, *PLAIN):
+        raise InputError(
+            f"text {source!r} has the ending {path.suffix!r}; allowed: {ALLOWED}; or a datasets id, or 'demo'"
+        )
     try:
         if path.suffix == ".parquet":
             return _documents(source, _parquet(path))
@@ -105,7 +103,7 @@ def read_documents(source: str, what: str) -> Documents:
         raise InputError(f"{source} is not UTF-8 (byte {error.start}); convert it first") from None
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}") from None
-    if path.suffix == ".txt":
+    if path.suffix in PLAIN:
         return Documents(source, [(source, text)])
     return _documents(
         source, _array(text, source) if path.suffix == ".json" and _is_array(text) else _jsonl(text, source)
@@ -233,8 +231,8 @@ def _from_hub(source: str) -> Documents:
         loaded: Any = datasets.load_dataset(name, configuration or None, split="train")  # runs no scripts since 4.0
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
         raise InputError(
-            f"text {source!r} is no file and no datasets id that can be had ({first_line(error)}); allowed: "
-            f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id (name or name:configuration), 'demo'"
+            f"text {source!r} is no file here, and {why_not_had(error, 'dataset')}; allowed: {ALLOWED}; or a datasets "
+            "id (name or name:configuration), or 'demo'"
         ) from None
     names = [name for name in loaded.column_names if name in COLUMNS]
     if "text" in loaded.column_names:

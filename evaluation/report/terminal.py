@@ -4,7 +4,7 @@ from typing import Literal
 
 import rich.table
 
-from compress.base.terminal import console, lines_printed
+from compress.base.terminal import console, lines_printed, say
 from compress.evaluation.report.content import ReportTable
 
 SHORT = 32  # characters: where a table is too wide, a column of such names stays whole and others are folded
@@ -14,7 +14,10 @@ def show(*blocks: ReportTable | str) -> None:
     """Print tables and sentences on standard output, from top to bottom."""
     out = console()
     for block in blocks:
-        out.print(rich_table(block) if isinstance(block, ReportTable) else block)
+        if isinstance(block, ReportTable):
+            out.print(rich_table(block))
+        else:
+            say(block)
 
 
 def as_lines(*blocks: ReportTable | str) -> list[str]:

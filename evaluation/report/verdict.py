@@ -90,6 +90,8 @@ def _size(evaluation: Evaluation) -> list[str]:
             else f"{evaluation.size.bits_per_parameter:.2f} bits per parameter"
         )
         return [f"{wording.data(evaluation.size.bytes)} on disk, {bits}."]
+    if times == 1:
+        return [f"As large as the original ({wording.data(evaluation.size.bytes)})."]
     if times < 1:
         return [f"{1 / times:.2f} times as large as the original ({wording.data(evaluation.size.bytes)})."]
     assert evaluation.reference_size is not None

@@ -32,8 +32,8 @@ LABELS = {
     "kl_median": "KL, median",
     "kl_p99": "KL, 99 % are below",
     "kl_max": "KL, largest",
-    "delta_p_mean": "change of p of the text's token, mean",
-    "delta_p_rms": "change of p, root mean square",
+    "delta_p_mean": "change of p(token), mean",
+    "delta_p_rms": "change of p(token), RMS",
     "same_top": "same first choice",
 }
 

@@ -259,7 +259,7 @@ MODELS: dict[str, Case] = {
     ),
     "no tokenizer for text": (
         lambda d: d.gptq("demo", model=d.copy(tokenizer__json=Path.unlink, tokenizer_config__json=Path.unlink)),
-        ("no usable tokenizer", ".pt or .npy"),
+        ("model has no tokenizer; copy that of the original model into it", ".pt or .npy"),
     ),
 }
 
@@ -288,12 +288,16 @@ TEXTS: dict[str, Case] = {
     ),
     "unknown ending": (
         lambda d: d.gptq(d.file("t.docx", "x")),
-        ("'.docx'", ".txt, .jsonl, .json, .parquet, .pt, .npy"),
+        ("'.docx'", "text (.txt, .raw, .md or no ending), .jsonl, .json, .parquet, .pt, .npy"),
     ),
     "directory": (lambda d: d.gptq(d.here), ("is a directory", ".txt, .jsonl, .json, .parquet")),
     "unreachable dataset": (
         lambda d: d.gptq("nosuch/dataset"),
-        ("'nosuch/dataset'", "datasets id", ".txt, .jsonl, .json, .parquet, .pt, .npy", "'demo'"),
+        ("'nosuch/dataset' is no file here, and the hub ", "datasets id", ".jsonl, .json, .parquet, .pt", "'demo'"),
+    ),
+    "text in a folder that is there": (
+        lambda d: d.gptq(d.file("t.jsonl", "").parent / "nosuch"),
+        ("text file ", "nosuch' does not exist"),
     ),
     "bad line of jsonl": (
         lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n\n{"text": \n')),
@@ -753,7 +757,7 @@ OPTIONS: dict[str, Case] = {
     "output without a name": (lambda d: d.rtn(d.model, "--output", "/"), ("output '/'", "give a path")),
     "output below a file": (
         lambda d: d.rtn(d.model, "--output", d.model / "config.json" / "out"),
-        ("cannot write to", "config.json/out.partial", "Not a directory"),
+        ("cannot write", "no folder can be made in", "config.json (Not a directory)"),
     ),
 }
 
@@ -1426,15 +1430,23 @@ def test_a_pattern_that_stands_still_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["quantize", "demo", "--ouptut", "x"], "Did you mean one of: '--output'"),
-        (["quantize", "demo"], "Missing option '--output'"),
-        (["quantize"], "Missing argument 'MODEL'"),
-        (["quantize", "demo", "--output", "x", "--batch-size", "many"], "'many' is not a valid integer"),
+        (["quantize", "demo", "--ouptut", "x"], "'--ouptut'; did you mean '--output'"),
+        (["quantize", "demo"], "missing option '--output'; see `compress quantize --help`"),
+        (["quantize"], "missing argument 'MODEL'; see `compress quantize --help`"),
+        (
+            ["quantize", "demo", "--output", "x", "--batch-size", "many"],
+            "'--batch-size': 'many' is not a valid integer",
+        ),
+        (["evaluate", "demo", "--dtype", "int3"], "'--dtype': 'int3' is not one of 'stored', 'float32', "),
         (["evaluate", "demo"], "nothing to measure on; give --text TEXT, --task FILE, or both"),
-        (["evaluate", "demo", "--text", "demo", "--json", "no/such/file"], "'no/such/file' cannot be written"),
+        (
+            ["evaluate", "demo", "--json", "no/such/file"],
+            "'no/such/file' cannot be written: there is no folder no/such",
+        ),
         (["inspect", "demo", "--json", "/"], "'/' is a directory"),
-        (["generate", "demo", "--prompt", "a", "--tokens", "0"], "0 is not in the range"),
-        (["quantise", "demo"], "Did you mean 'quantize'?"),
+        (["generate", "demo", "--prompt", "a", "--tokens", "0"], "'--tokens': 0 is not in the range"),
+        (["quantise", "demo"], "unknown command 'quantise'; did you mean 'quantize'? allowed: quantize, plan, "),
+        (["--ouptut"], "no such option"),
     ],
 )
 def test_wrong_usage_is_explained_with_exit_code_2(arguments: list[str], says: str) -> None:
@@ -1442,4 +1454,6 @@ def test_wrong_usage_is_explained_with_exit_code_2(arguments: list[str], says: s
     assert outcome.code == 2
     assert says in outcome.err
     assert "Traceback" not in outcome.err
+    assert outcome.err.startswith("compress: ")
+    assert outcome.err.count("\n") == 1
     assert not outcome.out

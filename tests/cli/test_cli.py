@@ -34,10 +34,12 @@ import compress
 from compress.base.errors import InputError
 from compress.checkpoint.read import source
 from compress.checkpoint.write.directory import Directory
-from compress.cli import progress, start_line
+from compress.cli import progress
 from compress.data import text as data
 from compress.evaluation.cost import size as sizes
 from compress.evaluation.evaluation_file import read_evaluation
+from compress.evaluation.report.verdict import verdict
+from compress.evaluation.report.wording import with_error
 from compress.jobs import verify as verification
 from compress.kernels.notes import note_once
 
@@ -708,8 +710,8 @@ def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> No
     # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
     assert all(value is not None for name, value in facts.items() if name not in ("commit", "modified", "cuda"))
     assert found.bytes < found.reference_size.bytes
-    for name, form in (("perplexity", ".4f"), ("log_perplexity_ratio", ".4f"), ("kl_mean", ".5f")):
-        assert f"{found.figure(name):{form}} ± {found.error(name):{form}}" in table.out
+    assert table.out.startswith(f"{verdict(found)}\n")
+    assert with_error(text.figures["kl_mean"]) in table.out
     command("evaluate", desk.model, "--text", desk.tokens, "--json", file)
     plain = read_evaluation(file)
     assert plain.recipe is plain.reference is plain.log_perplexity_ratio is None
@@ -917,9 +919,8 @@ def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: D
     written = (desk.output / "compress.json").read_text()
     assert json.loads(written)["verification"] == record["verification"]
     assert str(desk.here) not in written
-    first, *lines = outcome.err.splitlines()
-    assert first == start_line.LINE
-    assert all(line.startswith(("plan: ", "quantize: ", "note: verifying")) for line in lines), outcome.err
+    lines = outcome.err.splitlines()
+    assert all(line.startswith(("plan: ", "quantize: ", "verify: ")) for line in lines), outcome.err
 
 
 def test_several_processes_without_fsdp_are_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from compress.base.terminal import PlainConsole, visible
 from compress.checkpoint.write.record import RangeRecord
 from compress.cli.commands.inspect import kernel_lines, layer_lines
-from compress.cli.evaluation_tables import show_evaluations, show_tasks
+from compress.cli.evaluation_tables import show_evaluation, tables_of
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
 from compress.evaluation.cost.routes import KernelRow, LibraryRow
@@ -52,6 +52,10 @@ def evaluation() -> Evaluation:
     return Evaluation(Named(NASTY, NASTY, 1, "float32"), [text])
 
 
+def answers() -> Evaluation:
+    return Evaluation(Named(NASTY, NASTY, 1, "float32"), [], tasks=[TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0))])
+
+
 def ranges() -> list[RangeRecord]:
     return [RangeRecord(NASTY, "input", NASTY, 0.0, 1.0, 0.0, 1.0, 0.5, 1, also=[NASTY])]
 
@@ -69,8 +73,8 @@ def bench() -> SpeedReport:
 SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
 # Every table and the sentences around it: what prints it, and how often the name is in it.
 PRINTED = {
-    "evaluations": (lambda: show_evaluations([(NASTY, evaluation())], NASTY), 3),
-    "tasks": (lambda: show_tasks([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
+    "evaluations": (lambda: show_evaluation(evaluation(), NASTY, NASTY, details=False), 3),
+    "tasks": (lambda: render(*tables_of([(NASTY, answers())], None)), 1),
     "kernels": (
         lambda: render(
             *kernel_lines(

@@ -259,7 +259,7 @@ def test_files_of_one_name_are_called_by_their_paths(write, tmp_path: Path) -> N
 def test_the_command_writes_reads_back_and_shows_what_was_answered(write, llama: Path, tmp_path: Path) -> None:
     paths = [write(ROWS[name], f"{name}.jsonl") for name in ("piqa", "cloze")]
     words = ["--task", paths[0], "--task", paths[1], "--questions", 4, "--reference", llama]
-    outcome = command("evaluate", llama, *words, "--json", tmp_path / "found.json")
+    outcome = command("evaluate", llama, *words, "--details", "--json", tmp_path / "found.json")
     assert outcome.code == 0, outcome.err
     found = read_evaluation(tmp_path / "found.json")
     assert [(each.name, each.questions, each.available, each.p_adjusted) for each in found.tasks] == [
@@ -268,13 +268,12 @@ def test_the_command_writes_reads_back_and_shows_what_was_answered(write, llama:
     ]
     same = pytest.approx((-0.7341, 0.7341), abs=1e-4)  # of 4 questions with the same answers, 1 - 0.005^(1/4) at most
     assert found.tasks[0].interval == found.tasks[1].interval == same
-    assert "-73.41 .. 73.41" in outcome.out
-    assert "0.00 % (0.00 .. 60.24)" in outcome.out
+    assert "-73.41 to +73.41" in outcome.out
+    assert "0 (0 to 60.2) %" in outcome.out
     assert "± 0.00" not in outcome.out
     assert "Too few questions to tell: piqa (4), cloze (4)." in verdict(found)
-    assert "4 of 9" in outcome.out
-    assert "0 / 0" in outcome.out
-    assert "ln ratio 0" in outcome.out
+    assert "+0 / -0" in outcome.out
+    assert "cloze: perplexity" in outcome.out
     assert asdict(found)["texts"] == []
 
 

@@ -39,6 +39,7 @@ from compress.model.experts import Experts
 from compress.model.split_experts import join_experts, joins_experts, loading_steps, split_experts
 from compress.model.tensors import stored_buffers
 
+TOKENIZERS = ("tokenizer*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every kind has
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second one of transformers before 5
 # A model may have this many values beyond those of the files. Below that the loader, which takes memory for them, names
 # the missing tensor.
@@ -320,9 +321,10 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         code = own.get("AutoTokenizer")
         if code is not None and not source.trusted:
             raise needs_code(source, "tokenizer", code) from None
+        there = any(any(source.path.glob(pattern)) for pattern in TOKENIZERS)
         raise InputError(
-            f"{source.path} has no usable tokenizer ({first_line(error)}); "
-            "give token ids ([samples, length], .pt or .npy) instead of text"
+            f"{source.path} has no {f'usable tokenizer ({first_line(error)})' if there else 'tokenizer'}; copy that of "
+            "the original model into it, or give token ids ([samples, length], .pt or .npy) instead of text"
         ) from None
 
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from compress.base.errors import CheckpointError, InputError, first_line
+from compress.base.errors import CheckpointError, InputError
 from compress.base.regular_files import special
 from compress.checkpoint.files import read_json
 from compress.checkpoint.leftovers import COMPANIONS
@@ -32,6 +33,7 @@ FOREIGN = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), PICKLE),
 }
 SHOWN = 60  # characters of a name in a message
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")  # and the configuration of a dataset
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,26 @@ def _check_entries(path: Path) -> None:
             raise CheckpointError(f"{entry} is {kind}; a model directory holds regular files: move it away")
 
 
+def looks_like_path(name: str) -> bool:
+    """True for the name of a file or folder that is not there and can be no id of the hub (name or owner/name), or
+    whose folder is there."""
+    folder = Path(name).parent
+    return HUB_ID.fullmatch(name) is None or (folder != Path() and folder.is_dir())
+
+
+def why_not_had(error: Exception, what: str) -> str:
+    """A clause about a model or a dataset that the hub did not give."""
+    chain = [type(each).__name__ for each in (error, error.__cause__, error.__context__) if each is not None]
+    if "GatedRepoError" in chain:
+        return f"the {what} of that name on the hub is gated: ask for access there, and log in with `hf auth login`"
+    if {"RepositoryNotFoundError", "DatasetNotFoundError", "HFValidationError"} & {*chain}:
+        return f"the hub has no {what} of that name"
+    return "the hub cannot be reached"
+
+
 def _download(name: str) -> Path:
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name.strip():
-        raise InputError(f"model {name!r} does not exist; give a directory, a hub id (owner/name) or 'demo'")
+    if looks_like_path(name):
+        raise InputError(f"model folder {name!r} does not exist; give a directory, a hub id (owner/name) or 'demo'")
     from huggingface_hub import snapshot_download
 
     try:
@@ -192,8 +211,8 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
         raise InputError(
-            f"model {name!r} is no local directory and cannot be had from the hub ({first_line(error)}); give a "
-            "directory, a hub id (owner/name) or 'demo'"
+            f"model {name!r} is no folder here, and {why_not_had(error, 'model')}; give a directory, a hub id "
+            "(owner/name) or 'demo'"
         ) from None
 
 

@@ -15,6 +15,7 @@ names are removed with it. Whenever a run is killed, OUT is absent, the former o
 former OUT that was set aside, and cleans up after a finished one.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -39,6 +40,7 @@ from compress.checkpoint.write.manifest import read_record
 
 LOCK, REPLACED = "lock", "replaced"
 ATTEMPTS = 10  # to take a lock whose file its former holder keeps removing
+OF_FOLDERS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 SHOWN = 200  # characters of a command
 
 
@@ -326,8 +328,10 @@ def claim(
     except InputError as error:
         problem = str(error)
     except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
-        where = output if directory is None else directory.partial
-        problem = f"cannot write to {where}: {getattr(error, 'strerror', None) or error}"
+        problem = f"cannot write {output}: {getattr(error, 'strerror', None) or error}"
+        if isinstance(error, OSError) and error.errno in OF_FOLDERS:
+            there = next(path for path in Path(output).absolute().parents if path.exists())
+            problem = f"cannot write {output}: no folder can be made in {there} ({error.strerror}); give another"
     problem = comm.gather_objects(problem)[0]
     if problem is not None:
         raise InputError(problem)

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 import compress
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import (
     batch_size_option,
@@ -58,4 +58,4 @@ def cache_logits(
         figures = (
             f"{cached.top_k} log-probabilities for each of {cached.tokens:,} tokens, {cached.mass:.2%} of the mass"
         )
-        click.echo(visible(f"{output}: {figures}"))
+        say(f"{output}: {figures}")

@@ -51,9 +51,10 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json
             rows.append((f"{method.name.upper()} {scheme} g{group_size}", found))
     write_report(json_file, {name: as_document(found) for name, found in rows})
     if not quiet and json_file != "-":
-        from compress.cli.evaluation_tables import show_evaluations
+        from compress.cli.evaluation_tables import tables_of
+        from compress.evaluation.report.terminal import show
 
-        show_evaluations(rows, "fp16 (original)")
+        show(*tables_of(rows, "fp16 (original)"))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import click
 
 import compress
 from compress.base.errors import InputError
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import GATE, exits_cleanly, fail
 from compress.cli.option_groups import bos_option, group, reading_options, task_options
 from compress.cli.options import begin, given, write_report
@@ -35,6 +35,7 @@ asked_options = group(
         show_default=True,
         help=f"Write {', '.join(KEPT)} into MODEL, if compress wrote that directory.",
     ),
+    click.option("--details", is_flag=True, help="Print every figure: percentiles, intervals, KL by confidence."),
 )
 
 
@@ -47,9 +48,10 @@ def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None
     return Asked(speed, memory, continuations or prompts is not None, given)
 
 
-def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, Any]) -> None:
-    """Leave an evaluation in the directory of its run, as JSON (document), as a page and as text. A directory that no
-    run wrote is left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
+def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, Any]) -> Path | None:
+    """Leave an evaluation in the directory of its run, as JSON (document), as a page and as text; returns the page. A
+    directory that no run wrote is left as it is; where a file of somebody else is in the way, or nothing can be
+    written, that is said."""
     from compress.checkpoint.write.directory import is_checkpoint
     from compress.checkpoint.write.late_files import put_beside
     from compress.evaluation.report.compose import compose
@@ -59,13 +61,15 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
 
     path = Path(model)
     if not is_checkpoint(path):
-        return
+        return None
     made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
     content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
     try:
         put_beside(path, dict(zip(KEPT, content, strict=True)))
     except InputError as error:
-        click.echo(visible(f"compress: the evaluation is not kept in {path}: {error}"), err=True)
+        say(f"compress: the evaluation is not kept in {path}: {error}", stderr=True)
+        return None
+    return path / KEPT[1]
 
 
 OF_TEXT = ("calibration", "length", "stride", "bos", "samples", "noise_floor", "no_cache")
@@ -137,6 +141,7 @@ def evaluate(
     json_file: str | None,
     quiet: bool,
     keep: bool,
+    details: bool,
     **options: Any,
 ) -> None:
     """Measure perplexity, KL divergence to the original, answers to questions, and true size.
@@ -173,15 +178,17 @@ def evaluate(
             evaluation = with_asked(evaluation, model, asked=asked, text=texts[0] if texts else "demo", **words)
     results = [gate.check(evaluation) for gate in conditions]
     document = as_document(evaluation, results)
-    if keep:
-        leave_beside(model, evaluation, document)
+    page = leave_beside(model, evaluation, document) if keep else None
     write_report(json_file, document)
     if not quiet and json_file != "-":
-        from compress.cli.evaluation_tables import show_details, show_evaluations, show_tasks
+        from compress.cli.evaluation_tables import show_evaluation
 
-        show_evaluations([(model, evaluation)], reference)
-        show_details(evaluation, model)
-        show_tasks(evaluation.tasks)
+        show_evaluation(evaluation, model, reference, details)
+        for result in results:
+            if result.passed:
+                say(f"gate {result.expression!r} passed: {result.value:.6g}")
+        if not details:
+            say(f"more figures: --details{f', or {page}' if page is not None else ''}")
     if broken := broken_gates(results):
         fail("; ".join(broken), GATE)
 

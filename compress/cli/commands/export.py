@@ -7,7 +7,7 @@ import click
 
 import compress
 from compress.base.errors import InputError, one_of
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.cli.byte_savings import change, end_of_export
 from compress.cli.exit_codes import exits_cleanly
@@ -87,7 +87,7 @@ def export(
     write_report(json_file, asdict(exported))
     if not silent:
         said = change(Saving(exported.bytes_before, exported.bytes))
-        click.echo(visible(f"{model} -> {folder}: {said}; {exported.layers} layers {exporter.kind}"))
+        say(f"{model} -> {folder}: {said}; {exported.layers} layers {exporter.kind}")
     if exporter.smaller and not allow_little:
         end_of_export(exported, exporter.kind, folder)
 

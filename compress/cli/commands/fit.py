@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly, fail
 from compress.cli.option_groups import (
     calibration_option,
@@ -117,7 +117,7 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
     write_report(json_file, fitted.to_dict())
     if not quiet and json_file != "-":
         for line in fit_lines(fitted):
-            click.echo(visible(line))
+            say(line)
     if fitted.proof is not None and not fitted.proof.met:
         fail(f"the target, {fitted.proof.target}, is missed; {output} is the nearest to it", 1)
 

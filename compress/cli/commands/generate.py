@@ -7,7 +7,7 @@ import click
 
 import compress
 from compress.base.errors import InputError
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.checkpoint.read.tokenizer_check import tokenizing
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import reading_options
@@ -96,7 +96,7 @@ def generate(
 def tell(notes: Sequence[str], quiet: bool) -> None:
     """Print notes on standard error."""
     for note in notes if not quiet else ():
-        click.echo(f"compress: {visible(note)}", err=True)
+        say(f"compress: {note}", stderr=True)
 
 
 def tokenize(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:

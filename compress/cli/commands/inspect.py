@@ -8,7 +8,7 @@ import click
 
 import compress
 from compress.base.errors import InputError
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import answer_options, plugin_option, reading_options, trust_option
 from compress.cli.options import begin, write_report
@@ -60,7 +60,7 @@ def inspect(
     if not quiet and json_file != "-":
         show(*blocks)
         for remark in content.get("remarks", ()):
-            click.echo(visible(remark))
+            say(remark)
 
 
 def of_kernels(model: str, device: str | None, trust_remote_code: bool) -> tuple[dict[str, Any], list["Line"]]:
@@ -156,6 +156,6 @@ def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bo
     write_report(json_file, found)
     if not quiet and json_file != "-":
         compared = f"transformers {found['transformers']}" if "transformers" in found else f"read by {found['reader']}"
-        click.echo(visible(f"{found['layers']} layers bit for bit; {compared}"))
+        say(f"{found['layers']} layers bit for bit; {compared}")
         for remark in found.get("remarks", ()):
-            click.echo(visible(remark))
+            say(remark)

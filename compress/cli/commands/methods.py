@@ -5,6 +5,7 @@ from dataclasses import asdict
 import click
 
 from compress.base.errors import one_of
+from compress.base.terminal import console, say_list
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import answer_options
 from compress.cli.options import write_report
@@ -26,13 +27,14 @@ def methods(name: str | None, json_file: str | None, quiet: bool) -> None:
     if name is None:
         summaries = {key: summary_of(key) for key in PASSES}
         write_report(json_file, {"methods": summaries})
-        for key, summary in summaries.items() if not silent else ():
-            click.echo(f"{key:12} {summary}")
+        if not silent:
+            say_list(summaries)
         return
     card = card_of_class(pass_class(name)) if ":" in name else card_of(method_named(name))
     write_report(json_file, {"method": name, **asdict(card)})
     if not silent:
-        click.echo(str(card))
+        out = console()
+        click.echo(card.in_columns(out.width) if out.is_terminal else str(card))
 
 
 @click.command(short_help="List the built-in recipes, or print one.")
@@ -53,5 +55,5 @@ def recipes(name: str | None, json_file: str | None, quiet: bool) -> None:
         return
     summaries = {key: about(text) for key, text in texts.items()}
     write_report(json_file, {"recipes": summaries})
-    for key, summary in summaries.items() if not silent else ():
-        click.echo(f"{key:16} {summary}")
+    if not silent:
+        say_list(summaries)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import click
 
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import json_option, overwrite_option, quiet_option
 from compress.cli.options import begin, write_report
@@ -60,15 +60,15 @@ def push(
     if quiet or json_file == "-":
         return
     for name, size in pushed.files.items():
-        click.echo(visible(f"{size:>15,}  {name}"))
+        say(f"{size:>15,}  {name}")
     for name in pushed.left:
-        click.echo(visible(f"not uploaded: {name}, which compress did not write"))
+        say(f"not uploaded: {name}, which compress did not write")
     for name in pushed.removed:
-        click.echo(visible(f"removed from {repo}: {name}"))
+        say(f"removed from {repo}: {name}")
     total = sum(pushed.files.values())
     if pushed.url is None:
         for line in ["", *pushed.card.splitlines(), ""]:
-            click.echo(visible(line))
-        click.echo(visible(f"nothing was uploaded: {total:,} bytes would go to {repo}"))
+            say(line)
+        say(f"nothing was uploaded: {total:,} bytes would go to {repo}")
     else:
-        click.echo(visible(f"{total:,} bytes are in {repo}: {pushed.url}"))
+        say(f"{total:,} bytes are in {repo}: {pushed.url}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.base.errors import InputError
-from compress.base.terminal import visible
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly
 from compress.cli.option_groups import json_option, overwrite_option, plugin_option, quiet_option
 from compress.cli.options import begin, writable, write_file, write_report
@@ -65,7 +65,7 @@ def report(
     if card:
         _card(opened[0], overwrite)
         if not quiet:
-            click.echo(visible(f"{opened[0].path / 'README.md'} written"))
+            say(f"{opened[0].path / 'README.md'} written")
     content = differences(*opened) if diff else compose(opened)
     data: dict[str, Any] = {"verdict": content.verdict, "runs": documents(opened)}
     if output is not None:
@@ -75,9 +75,9 @@ def report(
     write_report(json_file, data)
     if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
         for line in as_markdown(content).splitlines():
-            click.echo(visible(line))
+            say(line)
     elif not quiet and json_file != "-":
-        click.echo(visible(content.verdict))
+        say(content.verdict)
 
 
 def _check(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import compress
+from compress.base.terminal import say
 from compress.cli.exit_codes import exits_cleanly, leave
 from compress.cli.option_groups import (
     answer_options,
@@ -76,7 +77,7 @@ def sweep(
             lines.append(f"{output}/{PAGE} and {TEXT} compare all that have figures")
         show(sweep_table(swept), *lines)
     for row in swept.failed:
-        click.echo(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", err=True)
+        say(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", stderr=True)
     if swept.failed:
         leave(1)
 
