@@ -101,7 +101,7 @@ class Article:
 @dataclass(frozen=True)
 class Report:
     """overview: of all runs together, where there are several. articles: one for each run. command: of `compress`, that
-    wrote the report. footnote: how to read its figures."""
+    wrote the report. footnote: how to read its figures. about: what was measured and when, in a line."""
 
     title: str
     verdict: str
@@ -109,3 +109,4 @@ class Report:
     overview: list[Section] = field(default_factory=list)
     command: str = "report"
     footnote: str = FOOTNOTE
+    about: str = ""

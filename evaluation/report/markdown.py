@@ -11,7 +11,8 @@ SPECIAL = re.compile(r"([\\`*\[\]<>|~&$])|(?<!\w)_|_(?!\w)")
 
 def as_markdown(report: Report) -> str:
     """The whole text."""
-    lines = [f"# {plain(report.title)}", "", plain(report.verdict), ""]
+    lines = [f"# {plain(report.title)}", "", *([plain(report.about), ""] if report.about else [])]
+    lines += [plain(report.verdict), ""]
     for part in report.overview:
         lines += section(part, 2)
     for article in report.articles:

@@ -15,11 +15,12 @@ from markupsafe import Markup, escape
 
 from compress.base.version import VERSION
 from compress.checkpoint.files import write_named
-from compress.evaluation.report.content import Block, Picture, Report
+from compress.evaluation.report.content import Block, Picture, Report, ReportTable
 from compress.evaluation.report.drawing import COLOURS, DARK, INK
-from compress.evaluation.report.wording import CODE, clean
+from compress.evaluation.report.wording import CODE, NONE, clean
 
 HOME = Path(__file__).parent
+BESIDE = 5  # columns, at most, of a table beside a picture
 TEMPLATE, SHEET = "page.html", "page.css"
 
 
@@ -37,9 +38,9 @@ def as_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable, "coded": with_code}
+    environment.filters |= {"rows": rows_of, "drawn": Markup, "breakable": breakable, "coded": with_code}
     template = environment.get_template(TEMPLATE)
-    return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"
+    return template.render(report=report, style=Markup(modes + rules), version=VERSION, none_word=NONE) + "\n"
 
 
 def write_page(path: Path, report: Report) -> None:
@@ -62,7 +63,14 @@ def with_code(text: str) -> Markup:
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(clean(text)))))
 
 
-def picture_runs(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
-    """Blocks in order, pictures that follow each other together: they stand side by side where there is room."""
-    for pictures, found in groupby(blocks, key=lambda block: isinstance(block, Picture)):
-        yield pictures, list(found)
+def rows_of(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
+    """Blocks in order; (True, those that stand side by side where there is room): pictures, and small tables among
+    them."""
+    for small, found in groupby(blocks, key=_is_small):
+        together = list(found)
+        yield small and any(isinstance(block, Picture) for block in together), together
+
+
+def _is_small(block: Block) -> bool:
+    table = isinstance(block, ReportTable) and not block.folded and len(block.columns) <= BESIDE
+    return table or isinstance(block, Picture)

@@ -94,7 +94,7 @@ def test_a_page_is_quiet_and_whole(seen: browser.Browser, pages: dict[str, Path]
         assert [each for each in seen.events if each.get("method") in COMPLAINTS] == []
         boxes = seen.value(BOXES)
         assert len(boxes) >= (3 if name == "model" else 4)
-        assert all(w > 200 and h > 40 and inside > 5 for w, h, inside in boxes), boxes
+        assert all(w > 200 and h > 30 and inside > 3 for w, h, inside in boxes), boxes
         assert seen.value(BEYOND) == 0, f"wider than a screen of {width}"
         assert seen.value("document.querySelectorAll('script, img, iframe').length") == 0
 

@@ -18,7 +18,7 @@ from commands import Outcome
 from evaluations import hostile, runs
 
 from compress.checkpoint.write.directory import stranger_in
-from compress.evaluation.document import Evaluation, Figure, Histogram, Named
+from compress.evaluation.document import Evaluation, Figure, Histogram, Named, TextResult
 from compress.evaluation.json_document import as_document
 from compress.evaluation.quality.exact_intervals import difference_of
 from compress.evaluation.quality.kl_and_perplexity import of_few_windows
@@ -65,6 +65,9 @@ class Page(HTMLParser):
         self.text += data
         if {"td", "th"} & {*self._open}:
             self.rows[-1][-1] += data
+
+
+NONE, RTN = wording.NONE, "rtn w4a16 g64"
 
 
 def page(*found: Evaluation) -> Page:
@@ -123,16 +126,38 @@ def test_a_page_needs_nothing_but_itself() -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_several_runs_are_held_against_each_other() -> None:
+def test_several_runs_are_held_against_each_other_and_their_original() -> None:
     found = page(*evaluations.sweep())
-    by_name = {row[0]: row for row in found.rows[:8]}
-    assert list(by_name)[1:] == ["gptq-w3", "mixed-3.5", "smollm2-w4", "rtn-w4", "awq-w4", "w8a8", "rtn-w8"]
-    assert {name for name, row in by_name.items() if row[7] == "yes"} == {
-        *("gptq-w3", "mixed-3.5", "smollm2-w4", "w8a8", "rtn-w8")
-    }
-    assert by_name["rtn-w4"][8] == "rtn w4a16 g64"
+    begin = next(i for i, row in enumerate(found.rows) if row[0] == "run")
+    by_name = {row[0]: row for row in found.rows[begin : begin + 9]}
+    original = "HuggingFaceTB/SmolLM2-135M (original)"
+    named = ["gptq-w3", "mixed-3.5", "smollm2-w4", "rtn-w4", "awq-w4", "w8a8", "rtn-w8", original]
+    assert list(by_name)[1:] == named
+    at = found.rows[begin].index("front")
+    marks = dict.fromkeys(("gptq-w3", "mixed-3.5", "w8a8", "rtn-w8"), "yes") | {"smollm2-w4": "pick"}
+    assert {name: row[at] for name, row in by_name.items() if row[at]} == {"run": "front", **marks}
+    assert by_name["rtn-w4"][2:] == ["57.9 %", "0.350 ± 0.017", "27.69", "+29.43 ± 0.53 %", "31.2", "4.25", "", RTN]
+    assert by_name[original][1:] == ["256.57 MiB", NONE, NONE, "21.39", NONE, "19.8", "16.00", "", ""]
+    assert "original: HuggingFaceTB/SmolLM2-135M; text: wiki.txt (10,200 tokens); evaluated 2026-11-22" in found.text
     dull = [value for tag, key, value in found.attributes if (tag, key) == ("circle", "class")]
     assert sorted(dull) == ["main"] * 5 + ["other"] * 2
+
+
+def test_the_pick_is_the_smallest_that_is_surely_close_or_else_the_closest() -> None:
+    one, rtn, awq, small = evaluations.sweep()[:4]
+    said = "Pick: smollm2-w4 (smallest with a KL below 0.05): 107.93 MiB, 57.9 % less than the original, KL 0.0450 ± 0."
+    assert compose(runs(one, rtn, awq, small)).verdict.startswith(said)
+    text = one.texts[0]
+    unsure = replace(text, figures={**text.figures, "kl_mean": Figure(0.045, 0.003)})  # its interval ends at 0.0509
+    far = compose(runs(replace(one, texts=[unsure]), rtn))
+    assert far.verdict.startswith("Pick: smollm2-w4 (closest to the original, none has a KL surely below 0.05): 107.93")
+    alone = [replace(each, reference=None, texts=[_without_reference(each)]) for each in (rtn, awq)]
+    assert compose(runs(*alone)).verdict.startswith("Pick: awq-w4 (lowest perplexity): 107.93 MiB")
+
+
+def _without_reference(found: Evaluation) -> TextResult:
+    text = found.texts[0]
+    return replace(text, figures={"perplexity": text.figures["perplexity"]})
 
 
 def test_the_front_is_what_nothing_beats() -> None:

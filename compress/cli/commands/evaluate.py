@@ -155,6 +155,8 @@ def evaluate(
     begin()
     from compress.cli.progress import reporting
     from compress.evaluation.json_document import as_document
+    from compress.evaluation.optional_measurements import with_asked
+    from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.evaluation.quality.gates import broken_gates, parse_gate
 
     conditions = [parse_gate(gate) for gate in gates]
@@ -164,14 +166,10 @@ def evaluate(
     with reporting("evaluate", quiet) as reporter:
         words = {"reference": reference, "reporter": reporter, **options}
         if pairs is not None:
-            from compress.evaluation.quality.encoders import evaluate_encoder
-
             evaluation = evaluate_encoder(model, pairs, **words)
         elif labelled is not None:
             evaluation = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
-            from compress.evaluation.optional_measurements import with_asked
-
             evaluation = compress.evaluate(
                 model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
             )

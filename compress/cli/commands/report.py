@@ -118,7 +118,7 @@ def render(suffix: str, content: "Report", runs: Sequence["ReportedRun"], data: 
     if suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     if suffix == ".svg":
-        from compress.evaluation.report.compose import picture
+        from compress.evaluation.report.comparison import picture
 
         return marked_text(picture(runs))
     from compress.evaluation.report.page import as_html
