@@ -3,15 +3,18 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from compress.base.terminal import say
+from compress.evaluation.cost.size import SizeRow
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, count_reasons, working_bytes
 
 MIB = 2**20
+Row = TypeVar("Row", LayerForecast, SizeRow)
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
@@ -28,7 +31,7 @@ def layer_table(plan: Forecast) -> ReportTable:
     """A row for each kind of layer that is compressed."""
     rows = [
         (name, str(len(same)), f"{same[0].shape[0]} x {same[0].shape[1]}", same[0].scheme, *_size(same))
-        for name, same in _alike(plan.layers).items()
+        for name, same in alike(plan.layers)
     ]
     return ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0)
 
@@ -137,16 +140,12 @@ def memory_line(outline: Outline) -> str:
     return f"{line}; forwards are repeated, for to keep them would take {memory.kept / MIB:,.0f} MiB"
 
 
-def _alike(layers: Sequence[LayerForecast]) -> dict[str, list[LayerForecast]]:
-    """{name with * for numbers: layers of one shape and scheme}."""
-    groups: dict[tuple[str, tuple[int, int], str], list[LayerForecast]] = {}
+def alike(layers: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """(Name with * for numbers, layers of one such name, shape and scheme), in the order of the first of each."""
+    groups: dict[tuple[str, tuple[int, ...], str], list[Row]] = {}
     for layer in layers:
         groups.setdefault((NUMBER.sub("*", layer.name), layer.shape, layer.scheme), []).append(layer)
-    names = [key[0] for key in groups]
-    return {
-        name if names.count(name) == 1 else f"{name} ({i})": same
-        for i, ((name, _, _), same) in enumerate(groups.items())
-    }
+    return [(name, same) for (name, _, _), same in groups.items()]
 
 
 def _size(same: Sequence[LayerForecast]) -> tuple[str, str]:

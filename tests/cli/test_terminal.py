@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.base.terminal import PlainConsole, visible
 from compress.checkpoint.write.record import RangeRecord
-from compress.cli.commands.inspect import kernel_lines, layer_lines
+from compress.cli.commands.inspect import kernel_lines, layer_table, size_lines, table_of_groups
 from compress.cli.evaluation_tables import show_evaluation, tables_of
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
@@ -71,6 +71,7 @@ def bench() -> SpeedReport:
 
 
 SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
+ROWS = [SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)]
 # Every table and the sentences around it: what prints it, and how often the name is in it.
 PRINTED = {
     "evaluations": (lambda: show_evaluation(evaluation(), NASTY, NASTY, details=False), 3),
@@ -86,7 +87,7 @@ PRINTED = {
         9,
     ),
     "calibration": (lambda: render(table(ranges()), clipping_line(ranges())), 4),
-    "inspection": (lambda: render(*layer_lines([SizeRow(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE)), 2),
+    "inspection": (lambda: render(layer_table(ROWS), table_of_groups(ROWS), *size_lines(SIZE)), 4),
     "bench": (lambda: render(*tables(bench())), 6),
 }
 

@@ -77,7 +77,7 @@ def test_records_configurations_and_older_files_go_with_the_names_of_the_hub(tmp
     assert f"{block}.experts.1.down_proj" not in fours
     assert any("have several schemes" in note for note in made_of.record.notes)
     assert "by one scheme" in made_of.verification["transformers"]
-    shown = command("inspect", tmp_path / "out")
+    shown = command("inspect", tmp_path / "out", "--all")
     (line,) = (line for line in shown.out.splitlines() if f"{block}.experts.3.w1" in line)
     assert "rtn" in line
     # Files of earlier versions have the names of the model.

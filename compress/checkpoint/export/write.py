@@ -21,7 +21,7 @@ from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import stored_in
-from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.source import OF_TENSORS, Source, find_source, tensors_of
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import manifest
@@ -155,7 +155,7 @@ def _record(source: Source, exporter: Exporter, place: Place) -> dict[str, objec
     return manifest(
         RunRecord(notes=place.lost),
         model=portable(source.name),
-        identity={"export": exporter.kind, "model": source.fingerprint()},
+        identity={"export": exporter.kind, "model": source.fingerprint(), OF_TENSORS: tensors_of(source.path)},
         calibration=None,
         ranks=1,
     )

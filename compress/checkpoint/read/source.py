@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from compress.base.errors import CheckpointError, InputError
 from compress.base.regular_files import special
-from compress.checkpoint.files import read_json
+from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read import bitsandbytes, gpt_oss, gptq_awq, modelopt, narrow_bytes
 from compress.checkpoint.read.configuration import AWQ, GPTQ, Header, check_config
@@ -20,6 +20,7 @@ from compress.checkpoint.read.content import Stamp, content_of, contents_of, sta
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
 
 ADAPTER = "adapter_config.json"
+OF_TENSORS = "tensors"  # in the identity of an export: `tensors_of` its checkpoint
 DEMO = Path(__file__).parents[2] / "demo"
 T = TypeVar("T")
 PICKLE = (
@@ -152,6 +153,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         kind = kind or FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
         raise InputError(f"model {name!r} is {kind}")
     _check_entries(path)
+    path = checkpoint_of(path)
     if not (path / "config.json").exists() and (path / ADAPTER).exists():
         raise InputError(
             f"{path} holds an adapter of peft alone; load it beside its model, merge_and_unload(), save_pretrained and "
@@ -169,6 +171,28 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     named = config.pop(NAMING, None)
     weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that an export without weights of ours was written from, if it lies beside it and has the same
+    tensors still; else the directory as it is."""
+    record = _record_of(path)
+    of = record.get("identity")
+    if not isinstance(of, dict) or of.get(OF_TENSORS) is None or any(path.glob("*.safetensors")):
+        return path
+    beside = (path if path.name else path.absolute()).parent / Path(str(record.get("model"))).name
+    return beside if tensors_of(beside) == of[OF_TENSORS] else path
+
+
+def tensors_of(path: Path) -> str | None:
+    """The SHA-256 that a record has of all tensors; None without one."""
+    checksums = _record_of(path).get("checksums")
+    return checksums.get("tensors") if isinstance(checksums, dict) else None
+
+
+def _record_of(path: Path) -> dict[str, Any]:
+    found = read_json(path / RECORD) if (path / RECORD).is_file() else None
+    return found if isinstance(found, dict) else {}
 
 
 def _check_entries(path: Path) -> None:

@@ -1,7 +1,9 @@
 """`compress inspect` and `verify`: what a checkpoint holds, and whether it is right."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-@click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
+@click.command(short_help="Show the layers: scheme, bits, bytes, why some were left alone.")
 @click.argument("model")
+@click.option("--all", "every", is_flag=True, help="Show every layer.  [default: layers that are alike in one row]")
 @click.option("--kernels", is_flag=True, help="Show which kernel each compressed layer gets, and why not a faster one.")
 @click.option("--calibration", is_flag=True, help="Show the ranges that calibration fixed, and what they clip.")
 @click.option("--training", is_flag=True, help="Show how the model was trained: steps, losses, speed.")
@@ -32,6 +35,7 @@ MIB = 2**20
 @exits_cleanly
 def inspect(
     model: str,
+    every: bool,
     kernels: bool,
     calibration: bool,
     training: bool,
@@ -40,8 +44,9 @@ def inspect(
     json_file: str | None,
     quiet: bool,
 ) -> None:
-    """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
-    wanted = {"--kernels": kernels, "--calibration": calibration, "--training": training}
+    """Show the layers of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why. Of a directory that
+    an engine opens, those of its checkpoint beside it."""
+    wanted = {"--all": every, "--kernels": kernels, "--calibration": calibration, "--training": training}
     reports = [name for name, asked in wanted.items() if asked]
     if len(reports) > 1:
         raise InputError(f"{reports[0]} and {reports[1]} are two reports; ask for one")
@@ -54,8 +59,10 @@ def inspect(
 
     if kernels:
         content, blocks = of_kernels(model, device, trust_remote_code)
+    elif calibration or training:
+        content, blocks = (of_calibration if calibration else of_training)(model)
     else:
-        content, blocks = (of_calibration if calibration else of_training if training else of_layers)(model)
+        content, blocks = of_layers(model, every)
     write_report(json_file, content)
     if not quiet and json_file != "-":
         show(*blocks)
@@ -113,23 +120,48 @@ def of_training(model: str) -> tuple[dict[str, Any], list["Line"]]:
     return {"model": model, "trainings": content(trainings)}, [table(trainings)]
 
 
-def of_layers(model: str) -> tuple[dict[str, Any], list["Line"]]:
-    """(JSON, a row for each layer, and lines about the whole)."""
+def of_layers(model: str, every: bool) -> tuple[dict[str, Any], list["Line"]]:
+    """(JSON of each layer; a row for each layer, or for those that are alike, and lines about the whole)."""
     from compress.checkpoint.read.fused import unlike_numbers
-    from compress.checkpoint.read.source import find_source
+    from compress.checkpoint.read.source import checkpoint_of, find_source
     from compress.evaluation.cost.size import inspect_checkpoint
 
+    held = checkpoint_of(Path(model))
+    followed = [] if held == Path(model) else [f"{model} is an export of {held}, whose layers these are"]
     rows, size = inspect_checkpoint(model)
     content = {"layers": [asdict(row) for row in rows], "size": asdict(size)}
-    return content | {"remarks": unlike_numbers(find_source(model))}, layer_lines(rows, size)
+    table = (layer_table if every else table_of_groups)(rows)
+    return content | {"remarks": unlike_numbers(find_source(model))}, [*followed, table, *size_lines(size)]
 
 
-def layer_lines(rows: Sequence["SizeRow"], size: "Size") -> list["Line"]:
-    """The table of layers, and a sentence about the whole."""
+def layer_table(rows: Sequence["SizeRow"]) -> "ReportTable":
+    """A row for each layer."""
     from compress.evaluation.report.content import ReportTable
 
     columns = ("layer", "shape", "scheme", "bits/weight", "bytes", "remark")
     cells = [(row.name, by(row.shape), row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark) for row in rows]
+    return ReportTable(columns, cells, names=3, left=frozenset({5}))
+
+
+def table_of_groups(rows: Sequence["SizeRow"]) -> "ReportTable":
+    """A row for layers of one kind, shape and scheme; of remarks that differ, what is before their figures."""
+    from compress.cli.forecasts import alike
+    from compress.evaluation.report.content import ReportTable
+
+    cells = []
+    for name, same in alike(rows):
+        remarks = {row.remark for row in same}
+        if len(remarks) > 1:
+            remarks = {remark.partition(": ")[0] for remark in remarks}
+        size, weights = sum(row.bytes for row in same), sum(math.prod(row.shape) for row in same)
+        figures = f"{8 * size / max(1, weights):.2f}", f"{size / MIB:.2f}"
+        cells.append((name, str(len(same)), by(same[0].shape), same[0].scheme, *figures, "; ".join(sorted(remarks))))
+    columns = ("layers", "number", "shape", "scheme", "bits/weight", "MiB", "remark")
+    return ReportTable(columns, cells, left=frozenset({3, 6}))
+
+
+def size_lines(size: "Size") -> list["Line"]:
+    """A sentence about the whole, and one about a rounded cache."""
     whole = f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files"
     if size.compressed_weights:
         whole += (
@@ -139,7 +171,7 @@ def layer_lines(rows: Sequence["SizeRow"], size: "Size") -> list["Line"]:
     else:
         whole += ", not compressed"
     cache = [] if size.cache is None else [f"keys and values: {size.cache}"]
-    return [ReportTable(columns, cells, names=3, left=frozenset({5})), whole, *cache]
+    return [whole, *cache]
 
 
 @click.command(short_help="Check that a checkpoint holds what its run decided.")
