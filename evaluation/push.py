@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line
 from compress.base.regular_files import lies_in
 from compress.checkpoint import seal
@@ -17,13 +15,11 @@ from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
-from compress.evaluation.report.card import HUB_ID, card_of_run
-from compress.evaluation.report.markdown import plain
+from compress.evaluation.report.card import HUB_ID, card_of_export, card_of_run
 from compress.evaluation.report.runs import open_runs
 
 CARD = "README.md"
 HINTS = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "use a token that may write there"}
-LIBRARIES = {"gguf": "gguf", "onnx": "onnx"}  # of exports, by the end of their main file
 
 
 @dataclass(frozen=True)
@@ -97,28 +93,16 @@ def check_output(folder: Path) -> dict[str, Any]:
 
 def _card(folder: Path, record: dict[str, Any], repo: str, base_model: str | None) -> str:
     """README.md of the directory, or one that is made of the run or the export."""
-    if (folder / CARD).is_file() and not seal.is_as_written(folder, record, CARD):
+    exported = "export" in record["identity"]
+    theirs = not seal.is_as_written(folder, record, CARD)
+    if (folder / CARD).is_file() and (theirs or (exported and base_model is None)):
         if base_model is not None:
             raise InputError(f"{folder / CARD} is yours and goes as it is; name the base model in it, or move it away")
         return (folder / CARD).read_text(encoding="utf-8", errors="replace")
-    if "export" in record["identity"]:
-        return _card_of_export(record, repo, base_model)
+    if exported:
+        return card_of_export(record, repo.partition("/")[2], base_model)
     (run,) = open_runs([str(folder)])
     return card_of_run(run, name=repo.partition("/")[2], place=repo, base_model=base_model)
-
-
-def _card_of_export(record: dict[str, Any], repo: str, base_model: str | None) -> str:
-    """A short card: which file other programs open, how it was made, and what it lacks."""
-    kind = record["identity"]["export"]
-    main = next((name for name in record["files"] if name.rpartition(".")[2] in LIBRARIES), None)
-    front: dict[str, Any] = {"library_name": LIBRARIES.get((main or "").rpartition(".")[2], "transformers")}
-    if base_model is not None:
-        front |= {"base_model": base_model, "base_model_relation": "quantized"}
-    front["tags"] = ["compress", kind]
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip("\n"), "---", "", f"# {repo.partition('/')[2]}", ""]
-    lines += ["", f"{f'`{main}`' if main else 'This checkpoint'} was exported by compress {record['compress']}.", ""]
-    lines += [f"- {plain(note)}" for note in record["notes"]]
-    return "\n".join(lines) + "\n"
 
 
 def _upload(folder: Path, upload: Push, private: bool, message: str, overwrite: bool) -> Push:

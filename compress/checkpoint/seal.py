@@ -25,7 +25,7 @@ CONFIG = "config.json"
 ABSENT = ""
 LENGTH = 8  # bytes at the beginning of a weight file that hold the length of its header
 # Files for people, which no loader reads. They may be written, edited and deleted by hand.
-DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "*.md", "*.html", "*.png", "*.svg", "*.pdf", ".*")
+DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "Modelfile", "*.md", "*.html", "*.png", "*.svg", "*.pdf", ".*")
 # Folders that transformers looks into: chat templates beside the default, and code that generates.
 TEMPLATES, CODE = "additional_chat_templates", "custom_generate"
 WHOLE = "quantization_config"  # has one entry as a whole, not one for each of its keys

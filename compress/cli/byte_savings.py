@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LEAST = 0.05  # of the bytes before
 MOST = 0.5  # of the parameters
+LARGE = 0.2  # of the bytes after
 MIB = 2**20
 EMBEDDINGS = "--embeddings w8a16 rounds the token embedding and the output head"
 ELSEWHERE = "`compress prune --structure` or `compress distill` makes a smaller model of it"
@@ -71,6 +72,18 @@ def change(saving: "Saving") -> str:
         return f"{before} MiB of weights, as before"
     size = "smaller" if saving.share > 0 else "larger"
     return f"{before} -> {after} MiB of weights, {abs(saving.share):.{digits(saving.share)}%} {size}"
+
+
+def embedding_line(tables: int, after: int, engine: str | None) -> Iterator[str]:
+    """A line about an embedding and head that stay as they were and are much of the result, with the option that
+    shrinks them, if the engine reads what it writes. tables, after: bytes of these and of the result."""
+    from compress.jobs.target_engines import engine_named
+
+    if tables < LARGE * after:
+        return
+    shrunk = engine is None or engine_named(engine).tables
+    way = "--embeddings w8a16 rounds it to 8 bits" if shrunk else f"{engine} reads no smaller one"
+    yield f"embedding as it was: {tables / MIB:,.2f} of {after / MIB:,.2f} MiB ({tables / after:.0%}); {way}"
 
 
 def as_before(record: "RunRecord") -> str:

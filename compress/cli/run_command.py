@@ -6,14 +6,12 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import compress
 from compress.base.errors import InputError
-from compress.base.terminal import say
 from compress.cli.byte_savings import check_allowed, end, promises
 from compress.cli.exit_codes import leave
 from compress.cli.option_groups import (
@@ -108,21 +106,18 @@ def run(
         result = compress.quantize(model, passes, **how) if left is None else left.result
     if rank == 0:
         assert result.output is not None
+        if engine is not None and left is not None and left.exported is not None:
+            from compress.cli.run_results import leave_card
+
+            leave_card(left, engine, model)
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
             from compress.cli.run_results import show_result
 
-            show_result(result, model, output if result.output.name == Path(output).name else f"{output}.checkpoint")
-            if left is not None and left.exported is not None:
-                say(f"{engine} opens {output}: {', '.join(weight_files(left.output))}")
+            show_result(result, model, output, left, engine)
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
     if fsdp:
         leave(0)
-
-
-def weight_files(output: Path) -> list[str]:
-    """The files with weights in a directory."""
-    return sorted(path.name for path in output.iterdir() if path.suffix in (".gguf", ".onnx", ".safetensors"))
 
 
 def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:

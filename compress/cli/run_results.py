@@ -1,31 +1,100 @@
 """The result of a run as text: a line for each fact of its record."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from compress.base.terminal import console
-from compress.checkpoint.read.source import find_source
+import click
+
+from compress.base.terminal import console, say, visible
+from compress.checkpoint.portable_names import portable
+from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.pretrained import stored_name
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.write.late_files import put_beside
+from compress.checkpoint.write.manifest import read_record
 from compress.checkpoint.write.record import LayerRecord, RunRecord
-from compress.cli.byte_savings import headline
-from compress.evaluation.cost.size import measure_size
+from compress.cli.byte_savings import embedding_line, headline
+from compress.evaluation.cost.size import measure_size, tensor_sizes
+from compress.evaluation.push import CARD
 from compress.evaluation.report.calibration import clipping_line
+from compress.evaluation.report.card import HUB_ID, card_of_export
 from compress.evaluation.report.terminal import show
 from compress.jobs.job import Result
+from compress.jobs.quantize_for import ForEngine
+from compress.jobs.target_engines import commands_to_run
+from compress.model.untreated_layers import EMBEDDING, HEAD
 from compress.train.loop.metrics import ends
+
+TABLES = (EMBEDDING, HEAD)
+WEIGHTS = (".gguf", ".onnx", ".safetensors")
 
 ROUTED = "routed_tokens"
 # The baseline of a method's loss, by the figure of the record.
 BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
 
 
-def show_result(result: Result, model: str, output: str) -> None:
-    """Print the bytes before and after, then what was compressed, and at what loss. model, output: as a person named
-    them."""
+def show_result(result: Result, model: str, output: str, left: ForEngine | None, engine: str | None) -> None:
+    """Print the bytes before and after, what was compressed, at what loss, and the next commands. model, output: as a
+    person named them. left: of a run for an engine."""
     assert result.output is not None
-    console().print(headline(result.record, model, output), soft_wrap=True)
-    show(*lines_of(result.record, model, str(result.output)), verification_line(result.verification))
+    checkpoint = output if result.output.name == Path(output).name else f"{output}.checkpoint"
+    console().print(headline(result.record, model, checkpoint), soft_wrap=True)
+    source = find_source(str(result.output))
+    lines = [*lines_of(result.record, model, str(result.output)), *dense_tables(result.record, source, engine)]
+    show(*lines, verification_line(result.verification))
+    if left is not None and left.exported is not None:
+        files = ", ".join(sorted(path.name for path in left.output.iterdir() if path.suffix in WEIGHTS))
+        say(f"{engine} opens {output}: {files}")
+    say("next:")
+    for line in next_commands(source, model, output, engine):
+        click.echo(visible(line))
+
+
+def leave_card(left: ForEngine, engine: str, model: str) -> None:
+    """Write a model card into the directory that an engine opens, unless the model has left one. model: as a person
+    named it."""
+    output, checkpoint = left.output, left.result.output
+    if checkpoint is None or (output / CARD).exists():
+        return
+    source = find_source(str(checkpoint))
+    kinds = Counter(str(layer.scheme) for layer in stored_in(source).layers.values() if layer.shares is None)
+    schemes = ", ".join(f"{count} layers in {scheme}" for scheme, count in kinds.most_common())
+    methods = " and ".join(dict.fromkeys(layer.method for layer in left.result.record.layers))
+    words = [
+        f"Made of {portable(model)} for {engine} by {methods}: {schemes}.",
+        "How close it is to the original is not measured; `compress evaluate` does that.",
+    ]
+    base = model if HUB_ID.fullmatch(model) and not Path(model).exists() else None
+    run = commands_to_run(engine, shlex.quote(output.name), _architecture(source))
+    put_beside(output, {CARD: card_of_export(read_record(output), output.name, base, words, run)})
+
+
+def _architecture(source: Source) -> str:
+    return str(next(iter(source.config.get("architectures") or ()), ""))
+
+
+def dense_tables(record: RunRecord, output: Source, engine: str | None) -> Iterator[str]:
+    """A line about an embedding and head that are much of the output, as they were."""
+    names = {f"{stored_name(output, name)}.weight" for name, why in record.left_alone.items() if why in TABLES}
+    sizes = {tensor.name: tensor.bytes for tensor in tensor_sizes(output)}
+    dense = sum(size for name, size in sizes.items() if name in names)
+    return embedding_line(dense, sum(sizes.values()), engine)
+
+
+def next_commands(source: Source, model: str, output: str, engine: str | None) -> list[str]:
+    """Up to three command lines: they run the result, measure it and report on it. source: the checkpoint."""
+    architecture, out = _architecture(source), shlex.quote(output)
+    writes = architecture.endswith("ForCausalLM")
+    run = [f'compress generate {out} --prompt "Once upon a time"'] if writes else []
+    if engine is not None:
+        run = commands_to_run(engine, out, architecture)
+    text = "demo" if model == "demo" else "TEXT"
+    measure = [f"compress evaluate {out} --reference {shlex.quote(model)} --text {text}"] if writes else []
+    return [*run, *measure, f"compress report {out} --output {out}.html"][:3]
 
 
 def lines_of(record: RunRecord, model: str | None = None, output: str | None = None) -> Iterator[str]:

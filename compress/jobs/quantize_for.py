@@ -30,7 +30,12 @@ from compress.jobs.job import Result
 from compress.jobs.model_source import find_model
 from compress.jobs.quantize import quantize
 from compress.jobs.request import check_apart, several
-from compress.jobs.target_engines import check_engine, check_inputs, engine_named, with_float16_scales
+from compress.jobs.target_engines import (
+    check_engine,
+    check_inputs,
+    engine_named,
+    with_float16_scales,
+)
 from compress.passes.protocol.base import Pass
 from compress.passes.rtn import RTN
 

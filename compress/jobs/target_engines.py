@@ -8,6 +8,7 @@ GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel read. README 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from compress.base.errors import InputError, one_of
@@ -49,7 +50,7 @@ class Engine:
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
     merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase.
+    prefer to it, a phrase. run: command lines that run the result, of {out}, its {name} and the model's {architecture}.
     """
 
     scheme: str
@@ -66,6 +67,7 @@ class Engine:
     mix: str | None = None
     table_scheme: str | None = None
     other: str = ""
+    run: Sequence[str] = ()
 
 
 class Picked(NamedTuple):
@@ -91,6 +93,7 @@ ENGINES: Mapping[str, Engine] = {
         mix="q4_k_m",
         table_scheme="w8a16",  # Q8_0; llama.cpp's own mix has Q6_K for a head, and Q8_0 where that does not fit
         other="smaller: --scheme w4a16 (Q4_0); closer to the original: --scheme q5_k_m",
+        run=("llama-cli -m {out}/model.gguf", "ollama create {name} -f {out}/Modelfile"),
     ),
     "vllm": Engine(
         "w4a16",
@@ -99,6 +102,7 @@ ENGINES: Mapping[str, Engine] = {
         _schemes(lambda name, numbers: numbers.vllm),
         Limits(groups=(-1, 32, 64, 128), asymmetric=False),
         merges="inputs",
+        run=("vllm serve {out}",),
     ),
     "transformers": Engine(
         "w4a16",
@@ -106,6 +110,7 @@ ENGINES: Mapping[str, Engine] = {
         "it decompresses every scheme of compressed-tensors as it loads",
         _schemes(lambda name, numbers: why_not_told(scheme_named(name)) is None),
         merges="experts",
+        run=("python -c \"import transformers as t; t.{architecture}.from_pretrained('{out}')\"",),
     ),
     "ort": Engine(
         "w4a16",
@@ -116,6 +121,7 @@ ENGINES: Mapping[str, Engine] = {
         to="onnx",
         tables=False,
         several=True,
+        run=("python -c \"import onnxruntime as o; o.InferenceSession('{out}/model.onnx')\"",),
     ),
     "ort-genai": Engine(
         "w4a16",
@@ -125,6 +131,7 @@ ENGINES: Mapping[str, Engine] = {
         BUILDER,
         to="gptq",
         tables=False,
+        run=("python -m onnxruntime_genai.models.builder -i {out} -o {out}.onnx -p int4 -e cpu",),
     ),
     "gptqmodel": Engine(
         "w4a16",
@@ -134,6 +141,7 @@ ENGINES: Mapping[str, Engine] = {
         LIMITS["gptq"],
         to="gptq",
         tables=False,
+        run=("python -c \"from gptqmodel import GPTQModel; GPTQModel.load('{out}')\"",),
     ),
 }
 
@@ -141,6 +149,12 @@ ENGINES: Mapping[str, Engine] = {
 def engine_named(name: str) -> Engine:
     """The engine of a name. Raises InputError for an unknown one; the message names the likeliest."""
     return ENGINES[one_of("engine", name, ENGINES)]
+
+
+def commands_to_run(name: str, output: str, architecture: str) -> list[str]:
+    """Command lines that run the result of an engine. output: the directory that it opens, as a shell takes it."""
+    words = {"out": output, "name": Path(output).name.lower(), "architecture": architecture}
+    return [line.format(**words) for line in engine_named(name).run]
 
 
 def pick_options(

@@ -9,6 +9,7 @@ from compress.model.experts import GATE, gates
 from compress.model.layers import is_fused, is_linear, output_head
 from compress.model.splitting.split_layers import ADVICE, is_whole
 
+EMBEDDING, HEAD = "embedding", "output head"
 UNASKED_CONVOLUTION = "convolution; --convolutions includes it (in Python convolutions=True)"
 UNASKED_EXPERTS = "fused experts: compress.split_experts(model) makes linear layers of those that transformers marks"
 
@@ -27,12 +28,12 @@ def untreated_weights(
         if name in reasons:
             continue
         if is_linear(module) and name not in treated:
-            reasons[name] = "output head" if module is head else "outside the blocks"
+            reasons[name] = HEAD if module is head else "outside the blocks"
         elif is_convolution(module):
             if name not in treated:
                 reasons[name] = "outside the blocks" if convolutions else UNASKED_CONVOLUTION
         elif isinstance(module, nn.Embedding):
-            reasons[name] = "embedding"
+            reasons[name] = EMBEDDING
         elif not is_linear(module):
             for key, parameter in module.named_parameters(recurse=False):
                 full = f"{name}.{key}" if name else key

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,36 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 METRICS = {"perplexity": "perplexity", "kl_mean": "kl_divergence", "same_top": "same_top_token"}
 PIPELINES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
 OPTIONS = ("scheme", "pattern")
+LIBRARIES = {"gguf": "gguf", "onnx": "onnx"}  # of exports, by the end of their main file
 
 
 def card_of_run(run: ReportedRun, name: str | None = None, place: str = "PATH", base_model: str | None = None) -> str:
     """The card of a run with a directory. name: by default that of the run; place, base_model: as in `as_card`."""
     about, own = article_of(run), is_own(find_source(str(run.directory)).quantization)
     return as_card(about if name is None else replace(about, name=name), run.evaluation, own, place, base_model)
+
+
+def card_of_export(
+    record: Mapping[str, Any],
+    name: str,
+    base_model: str | None = None,
+    made: Sequence[str] = (),
+    commands: Sequence[str] = (),
+) -> str:
+    """A short card: which file other programs open, how it was made, how it is run, and what it lacks. record: of the
+    export. made: sentences on the run before it. commands: lines for a shell."""
+    kind = record["identity"]["export"]
+    main = next((file for file in record["files"] if file.rpartition(".")[2] in LIBRARIES), None)
+    front: dict[str, Any] = {"library_name": LIBRARIES.get((main or "").rpartition(".")[2], "transformers")}
+    if base_model is not None:
+        front |= {"base_model": base_model, "base_model_relation": "quantized"}
+    front["tags"] = ["compress", kind]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip("\n"), "---", "", f"# {plain(name)}", ""]
+    lines += [f"{f'`{main}`' if main else 'This checkpoint'} was exported by compress {record['compress']}.", ""]
+    lines += [*map(plain, made), ""] if made else []
+    lines += ["## Use", "", "```", *commands, "```", ""] if commands else []
+    lines += [f"- {plain(note)}" for note in record["notes"]]
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def as_card(

@@ -1,11 +1,15 @@
 """What is picked for an engine, and that the forecast and the file agree about it."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import command, make_llama, save
+from commands import Outcome, command, make_llama, save
 
-from compress.jobs.target_engines import pick_options
+import compress
+from compress.evaluation.push import push
+from compress.jobs.target_engines import ENGINES, pick_options
 
 # {options of gptq: what is picked of scheme, group size and the embedding's scheme for llama.cpp}
 PICKED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
@@ -34,19 +38,74 @@ def test_what_is_trained_or_of_another_method_gets_groups() -> None:
         assert found.options == {"scheme": "w4a16", "group_size": 32}
 
 
-def test_the_forecast_is_of_what_is_written(tmp_path) -> None:
-    """Without a text, too: rounded to nearest, which is said. The MLP's inputs fill no super-block."""
-    gguf = pytest.importorskip("gguf")
-    model = save(make_llama(hidden_size=256, intermediate_size=288).half(), tmp_path / "model")
-    told = command("plan", model, "--for", "llama.cpp", "--json", "-").json()
-    ran = command("quantize", model, "--for", "llama.cpp", "--output", tmp_path / "out")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A folder for llama.cpp, without a text: rounded to nearest. The MLP's inputs fill no super-block."""
+    pytest.importorskip("gguf")
+    here = tmp_path_factory.mktemp("llama")
+    model = save(make_llama(hidden_size=256, intermediate_size=288).half(), here / "model")
+    return here, command("quantize", model, "--for", "llama.cpp", "--output", here / "out")
+
+
+def test_the_forecast_is_of_what_is_written(written: tuple[Path, Outcome]) -> None:
+    import gguf
+
+    here, ran = written
     assert ran.code == 0, ran
     assert "no --calibration: rounded to nearest; with a text, gptq is closer" in ran.err
-    written = command("inspect", tmp_path / "out.checkpoint", "--json", "-").json()["layers"]
-    schemes = {each["name"]: each["scheme"] for each in written}
+    told = command("plan", here / "model", "--for", "llama.cpp", "--json", "-").json()
+    schemes = {
+        each["name"]: each["scheme"] for each in command("inspect", here / "out", "--json", "-").json()["layers"]
+    }
     assert {each["name"]: each["scheme"] for each in told["layers"]}.items() <= schemes.items()
-    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(here / "out" / "model.gguf").tensors}
     assert types["token_embd.weight"] == types["blk.1.ffn_down.weight"] == "Q8_0"
     assert (types["blk.1.attn_v.weight"], types["blk.0.attn_q.weight"], types["blk.0.ffn_down.weight"]) == (
         *("Q6_K", "Q4_K", "Q5_0"),
     )
+
+
+def test_the_next_commands_are_told_and_the_folder_is_ready_for_ollama(written: tuple[Path, Outcome]) -> None:
+    here, ran = written
+    out = here / "out"
+    assert ran.out.splitlines()[-4:] == [
+        "next:",
+        f"llama-cli -m {out}/model.gguf",
+        f"ollama create out -f {out}/Modelfile",
+        f"compress evaluate {out} --reference {here / 'model'} --text TEXT",
+    ]
+    assert (out / "Modelfile").read_text().splitlines()[-1] == "FROM ./model.gguf"
+    card = (out / "README.md").read_text()
+    assert "ollama create out -f out/Modelfile" in card
+    assert "in q4_k" in card
+    (out / "Modelfile").write_text("FROM ./model.gguf\nSYSTEM short\n")  # a person's own from here on
+    assert compress.verify(out)["layers"] == 16
+    pushed = push(out, "me/model", dry_run=True)
+    assert pushed.card == card
+
+
+def test_an_export_is_followed_to_its_checkpoint_while_that_is_the_same(written: tuple[Path, Outcome]) -> None:
+    here, _ = written
+    shown = command("inspect", here / "out")
+    assert f"{here / 'out'} is an export of {here / 'out.checkpoint'}, whose layers these are" in shown.out
+    assert "model.layers.*.self_attn.q_proj" in shown.out
+    assert "model.layers.1.self_attn.q_proj" in command("inspect", here / "out", "--all").out
+    assert compress.load(here / "out").config.hidden_size == 256
+    shutil.copytree(here / "out", here / "else" / "out")
+    other = ("quantize", here / "model", "--method", "rtn", "--output", here / "else" / "out.checkpoint", "--no-verify")
+    assert command(*other).code == 0
+    assert "its model.gguf is a GGUF file" in command("inspect", here / "else" / "out").err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ort"])
+def test_an_embedding_that_is_much_of_a_result_is_said(engine: str, tmp_path: Path) -> None:
+    """By the forecast, with the option that shrinks it, where the engine reads what it writes."""
+    model = save(make_llama(vocab_size=2048).half(), tmp_path / "model")
+    (line,) = [
+        each
+        for each in command("plan", model, "--for", engine, "--bits", 4).out.splitlines()
+        if each.startswith("note: embedding as it was")
+    ]
+    assert ("--embeddings w8a16 rounds it" in line) == ENGINES[engine].tables
+    small = command("plan", model, "--method", "rtn", "--embeddings", "w8a16")
+    assert "embedding as it was" not in small.out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.checkpoint.read.unplaced_tensors import KeptTensor
+from compress.model.untreated_layers import EMBEDDING, HEAD
 
 SMALL = 0.5  # warn below this share
 OTHERS = "norms and biases"
@@ -101,6 +102,6 @@ def _dense_kind(module: nn.Module) -> str:
 def remark(found: Coverage) -> str | None:
     """A warning, before the work, when most of the model would stay uncompressed; None otherwise. Embeddings and the
     output head, which stay so by default, are not counted."""
-    inside = found.parameters - sum(found.rest.get(why, 0) for why in ("embedding", "output head"))
+    inside = found.parameters - sum(found.rest.get(why, 0) for why in (EMBEDDING, HEAD))
     little = found.compressed_parameters < SMALL * inside
     return f"little of the model will be compressed: {found}" if little else None

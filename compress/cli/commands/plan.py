@@ -85,6 +85,7 @@ def plan(
         raise InputError(why)
     write_report(json_file, forecast.to_dict())
     if not quiet and json_file != "-":
+        from compress.cli.byte_savings import embedding_line
         from compress.cli.forecasts import show_plan
 
-        show_plan(forecast, notes)
+        show_plan(forecast, [*notes, *embedding_line(forecast.tables, forecast.saving.after, engine)])

@@ -43,6 +43,7 @@ from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
 from compress.model.split_experts import split_experts
 from compress.model.tensors import without_values
+from compress.model.untreated_layers import EMBEDDING, HEAD
 from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import options_of
@@ -80,9 +81,9 @@ class Outline:
     """The layers, bytes, memory and time of a run, before it begins.
 
     layers: those stored as codes. dense: {name: the reason why it stays as it is, or is stored dense}. saving: bytes of
-    all tensors before and after. exact: whether those after are known before the work. memory: at the peak. seconds: of
-    the work on a CPU, without verification and files. Both are None where they are not known before. tokens: the
-    calibration data that they are told for.
+    all tensors before and after. exact: whether those after are known before the work. tables: bytes of an embedding
+    and head that stay as they are. memory: at the peak. seconds: of the work on a CPU, without verification and files.
+    Both are None where they are not known before. tokens: the calibration data that they are told for.
     """
 
     model: str
@@ -91,6 +92,7 @@ class Outline:
     dense: dict[str, str]
     saving: Saving
     exact: bool
+    tables: int
     bits_per_weight: float | None
     disk: Disk
     memory: PeakMemory | None
@@ -272,7 +274,10 @@ def outline(
     layers = _written_layers(plan, request.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
-    after = bytes_of_tensors(stored_tensors(model, plan, layers)) + sum(t.bytes for t in plan.beside.values())
+    tensors = stored_tensors(model, plan, layers)
+    after = bytes_of_tensors(tensors) + sum(t.bytes for t in plan.beside.values())
+    dense = {**plan.left_alone(model), **_dense(layers, plan)}
+    tables = {f"{name}.weight" for name, why in dense.items() if why in (EMBEDDING, HEAD)}
     counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
@@ -284,9 +289,10 @@ def outline(
         type(model).__name__ if source is None else source.name,
         str(device),
         [_layer_forecast(layer) for layer in coded],
-        {**plan.left_alone(model), **_dense(layers, plan)},
+        dense,
         Saving(bytes_before(source, model), after),
         all(layer.exact for layer in layers),
+        bytes_of_tensors({name: tensor for name, tensor in tensors.items() if name in tables}),
         8 * sum(layer.bytes for layer in coded) / weights if weights else None,
         Disk(after + min(after, SHARD_BYTES), free_at(Path(request.output or "."))),
         memory,

@@ -1,5 +1,6 @@
 """Writes a checkpoint as one GGUF file, for llama.cpp, Ollama, LM Studio and what else reads it.
 
+    Modelfile     for `ollama create`
     model.gguf    metadata, tokenizer and all tensors: the codes of compressed layers in blocks of the same values
                   (`holding`), the others in float16, bfloat16 or float32 as they are stored, and float32 where they
                   have one dimension
@@ -42,6 +43,11 @@ FILE_TYPES = {"F32": "ALL_F32", **{f: f"MOSTLY_{f}" for f in ("F16", "BF16")}}
 FILE_TYPES["MXFP4"] = "MOSTLY_MXFP4_MOE"  # the only word there is
 FILE_TYPES |= {f"Q{bits}_K": f"MOSTLY_Q{bits}_K_M" for bits in (3, 4, 5)}  # mixes of these; Q2_K and Q6_K are words
 
+MODELFILE = f"""# ollama create NAME -f Modelfile
+# {FILE} holds the chat template. Where Ollama does not know it, add TEMPLATE; see its documentation of Modelfiles.
+FROM ./{FILE}
+"""
+
 
 @dataclass(frozen=True)
 class GGUFLayout(Exporter):
@@ -73,6 +79,7 @@ class GGUFLayout(Exporter):
             held = _grafted(checkpoint, place, Template(Path(self.template)))
         else:
             held = _built(checkpoint, place)
+        place.text("Modelfile", MODELFILE)
         layers = sum(1 for layer in stored_in(checkpoint).layers.values() if layer.shares is None)
         return Written(layers, {"gguf": {"file": FILE, "layers": layers, "tensors": held}})
 
