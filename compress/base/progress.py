@@ -19,13 +19,17 @@ class Reporter(Protocol):
         ...
 
 
-def tell(reporter: Reporter, method: Literal["tokens", "verifies", "outline"], *given: Any) -> None:
+def tell(reporter: Reporter, method: Literal["tokens", "verifies", "outline", "phase"], *given: Any) -> None:
     """Call a method that a reporter may have beside those of `Reporter`. given: its arguments, or functions that make
     them, which are called only where there is the method.
 
     tokens(each)     From now on every step takes `each` tokens through the model, or a part of it; 0: nobody knows.
     verifies()       After the last step a fresh process loads the libraries and the output, and checks it.
     outline(told)    The outline of a run (`jobs.forecast`), before it begins.
+    phase(name, rest, words)
+                     Work of another kind begins, called `name` ("": the last one that was no part). rest: what comes
+                     behind it, "nothing" that takes long or "unknown", or "part", where the phase is a small part of
+                     the work, whose time tells nothing. words: said as it begins.
     """
     listens = getattr(reporter, method, None)
     if listens is not None:

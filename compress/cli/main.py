@@ -134,4 +134,4 @@ def main() -> None:
     open_closed_streams()
     spell_what_streams_lack()
     with terminating():
-        cli()
+        cli(prog_name="compress")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most
 BAR = 16  # columns
+VERIFY = "verify"  # a phase without steps
 SLOW = 10  # tokens per second, below which a decimal is shown
 # What a fresh process takes to verify an output, in the time that came before the first step: it imports the same
 # libraries and compressed-tensors, and reads both models (`recipes/studies/cost/time_left.py`).
@@ -44,6 +45,7 @@ class Pace:
         self.before: float | None = None  # the first step, in seconds
         self.verifies = False
         self.done = 0
+        self.left_of: dict[str, tuple[tuple[int, float] | None, int]] = {}  # phases that may go on
         self.tokens = 0.0  # of a step; 0: nobody knows
         self.per_second: float | None = None  # tokens, where steps have been timed
 
@@ -60,6 +62,11 @@ class Pace:
         self.per_second = self.tokens * (done - first) / (now - since) if timed else None
         return (now - since) / (done - first) * (total - done) + self.after if done > first else None
 
+    def turn(self, before: str, now: str) -> None:
+        """Leave a phase for another, which goes on where it was left."""
+        self.left_of[before] = self.begun, self.done
+        self.begun, self.done = self.left_of.get(now, (None, 0))
+
     @property
     def after(self) -> float:
         """Seconds that follow the last step."""
@@ -71,11 +78,30 @@ class Pace:
         return "" if self.per_second is None else f"{self.per_second:,.{0 if self.per_second >= SLOW else 1}f} tokens/s"
 
 
-class PacedReporter:
-    """A reporter whose pace is known."""
+Rest = Literal["nothing", "unknown", "part"]
 
-    def __init__(self) -> None:
+
+class PacedReporter:
+    """A reporter whose pace is known. title: of the phase at hand; rest: as in `compress.base.progress.tell`."""
+
+    def __init__(self, title: str) -> None:
         self.pace = Pace()
+        self.command = self.title = title
+        self.rest: Rest = "nothing"
+        self.main: tuple[str, Rest] = title, "nothing"
+
+    def phase(self, name: str, rest: Rest = "nothing", words: str = "") -> None:
+        """Another phase begins. The time of a verification is over when it was left."""
+        self.pace.verifies &= self.title != VERIFY
+        name, rest = (name, rest) if name else self.main
+        self.main = self.main if rest == "part" else (name, rest)
+        self.pace.turn(self.title, name)
+        self.title, self.rest = name, rest
+
+    def time_left(self, done: int, total: int, what: str) -> float | None:
+        """Seconds left after a step: of all the work, or of the phase where what follows is unknown."""
+        left = self.pace.left(done, total, what)
+        return None if left is None or self.rest == "part" else left
 
     def tokens(self, each: float) -> None:
         self.pace.tokens = each
@@ -89,14 +115,21 @@ class Lines(PacedReporter):
     hundredth of the way behind the last that was said, and the final one."""
 
     def __init__(self, title: str) -> None:
-        super().__init__()
-        self.title, self.said = title, False
+        super().__init__(title)
+        self.said = False
         self.last = (0, 0.0)
 
+    def phase(self, name: str, rest: Rest = "nothing", words: str = "") -> None:
+        super().phase(name, rest)
+        self.said, self.last = False, (0, 0.0)
+        if words:
+            print(f"{self.title}: {visible(words)}", file=sys.stderr, flush=True)
+
     def step(self, done: int, total: int, what: str) -> None:
-        left = self.pace.left(done, total, what)
+        left = self.time_left(done, total, what)
         unfinished = done < total or self.pace.after > 0
-        remaining = f", {left:.0f} s left" if left is not None and unfinished else ""
+        of = f" to {self.title}" if self.rest == "unknown" else ""
+        remaining = f", {left:.0f} s left{of}" if left is not None and unfinished else ""
         speed = f", {self.pace.speed}" if self.pace.speed else ""
         if self._due(done, total) if what else not self.said:
             line = f"{self.title}: {done}/{total} {visible(what)}{speed}{remaining}"
@@ -142,12 +175,12 @@ class ProgressBar(PacedReporter):
     """A rich progress bar on standard error."""
 
     def __init__(self, title: str, progress: Progress) -> None:
-        super().__init__()
-        self.progress, self.task, self.title = progress, progress.add_task(title, total=None), title
+        super().__init__(title)
+        self.progress, self.task = progress, progress.add_task(title, total=None)
         self.at = (0, 0)
 
     def step(self, done: int, total: int, what: str) -> None:
-        left = self.pace.left(done, total, what)
+        left = self.time_left(done, total, what)
         end = None if left is None else time.monotonic() + left
         self.progress.update(self.task, completed=done, total=total, end=end, speed=self.pace.speed)
         if what:
@@ -164,11 +197,13 @@ class ProgressBar(PacedReporter):
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False)
-        if self.progress.finished:  # work of which nobody knows how long it takes
-            begun = self._row.start_time
-            end = time.monotonic() + self.pace.after if self.pace.after else None
-            self.progress.reset(self.task, description=f"{self.title} finishing", end=end)
-            self._row.total, self._row.start_time = None, begun
+
+    def phase(self, name: str, rest: Rest = "nothing", words: str = "") -> None:
+        super().phase(name, rest)
+        begun = self._row.start_time
+        end = time.monotonic() + self.pace.after if name == VERIFY and self.pace.after else None
+        self.progress.reset(self.task, description=self.title, end=end, speed="")
+        self._row.total, self._row.start_time = None, begun
 
     def finish(self) -> None:
         """Leave on the screen the steps and their time, or nothing where none were counted."""
@@ -176,7 +211,7 @@ class ProgressBar(PacedReporter):
         if total == 0:
             self.progress.update(self.task, visible=False)
         elif self._row.total is None:
-            self.progress.update(self.task, description=self.title, completed=done, total=total)
+            self.progress.update(self.task, description=self.command, completed=done, total=total)
 
     @property
     def _row(self) -> Task:

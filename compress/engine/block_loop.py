@@ -38,6 +38,9 @@ from compress.train.rounding.latents import places_of
 def run(this: Run) -> None:
     """Carry out a plan: a walk, or one before each training and one after the last."""
     started = time.monotonic()
+    tell(this.reporter, "phase", "")
+    if this.lessons is not None:
+        tell(this.reporter, "phase", "quantize", "unknown")
     this.steps.begin()
     with without_cache(this.model):
         _walk(this if this.lessons is None else _train(this))
@@ -53,6 +56,7 @@ def _train(this: Run) -> Run:
     left, teachers = this, teachers_of(this)
     while (at := next((i for i, p in enumerate(left.plan.passes) if p.stage(Learn)), None)) is not None:
         left = train_model(left, at, decide(left, left.plan.passes[:at]), teachers)
+        tell(this.reporter, "phase", "write")
     return left
 
 

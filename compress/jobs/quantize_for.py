@@ -14,7 +14,7 @@ from torch import nn
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
-from compress.base.progress import Reporter, Silent
+from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
 from compress.checkpoint.read.pretrained import empty_model
@@ -92,9 +92,10 @@ def quantize_for(
     if source is not None:
         check_model(source, engine, passes, options.get("ignore", ()))
     folder = None if source is None else source.path
+    tell(reporter, "phase", "quantize", "unknown")
     with claim(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
         result = quantize(model, passes, output=checkpoint, **how)
-    reporter.note(f"writing {output} for {engine} from {checkpoint}")
+    tell(reporter, "phase", "export", "nothing", f"{output} for {engine}, from {checkpoint}")
     try:
         asked = {"overwrite": overwrite, "trust_remote_code": trusted}
         made = export(checkpoint, output, exporter, **asked, reporter=reporter)

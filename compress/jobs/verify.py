@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line, install
 from compress.base.fresh_process import fresh
-from compress.base.progress import Reporter, without_bars
+from compress.base.progress import Reporter, tell, without_bars
 from compress.checkpoint.export.package_readback import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.read.checksums import check_tensors
@@ -294,7 +294,7 @@ def verify_output(place: Directory, comm: Comm, reporter: Reporter, trust_remote
     """Verify a run's checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
     verification, problem = None, None
     if comm.rank == 0:
-        reporter.note("verifying the output in a fresh process")
+        tell(reporter, "phase", "verify", "nothing", "the output, in a fresh process")
         try:
             verification = in_fresh_process(place, trust_remote_code)
             rewrite(place.model, {"verification": verification})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError, why_not_written
-from compress.base.progress import Reporter, Silent
+from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.export.package_readback import in_own_process
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.write import Exported
@@ -88,7 +88,7 @@ def export_onnx(
             about = manifest(notes, model=type(model).__name__, identity=identity, calibration=None, ranks=1)
             size = place.finish(None, {**about, "graph": entry})
             if verify and missing() is None:
-                reporter.note("reading the output back in a fresh process")
+                tell(reporter, "phase", "verify", "nothing", "the output, read back in a fresh process")
                 found = in_own_process(directory.model)
                 rewrite(directory.model, {"verification": found})
                 for line in found.get("remarks", ()):

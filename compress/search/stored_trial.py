@@ -72,7 +72,7 @@ class StoredTrial:
         file.unlink(missing_ok=True)
         about = {"identity": self.identity, "recipe": describe(self.passes), "asked": self.asked}
         write_json(self.place / RUN, about)
-        evaluation = trial(self.settings, self.passes, target, self.reporter, resume=before is not None)
+        evaluation = trial(self.settings, self.passes, target, self.reporter, name=self.name, resume=before is not None)
         write_json(file, as_document(evaluation))
         if not self.keep:
             shutil.rmtree(target)

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compress.base.errors import InputError
-from compress.base.progress import Reporter, Silent
+from compress.base.progress import Reporter, Silent, tell
 from compress.base.regular_files import special
 from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, marked_text
@@ -98,6 +98,7 @@ def sweep(
     for done, (name, passes) in enumerate(steps.items()):
         reporter.step(done, len(steps), "")
         rows.append(StoredTrial(name, passes, place / name, settings, asked, keep, reporter).row())
+        tell(reporter, "phase", "sweep")
         reporter.step(done + 1, len(steps), name)
         found = Sweep(portable(find_source(str(model), trust_remote_code).name), text_name, rank(rows))
         write_json(place / INDEX, asdict(found))

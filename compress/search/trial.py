@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.collectives import Comm
-from compress.base.progress import Reporter
+from compress.base.progress import Reporter, tell
 from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
 from compress.checkpoint.read.source import find_source
@@ -49,12 +49,14 @@ class TrialSettings:
 
 
 def trial(
-    settings: TrialSettings, passes: Sequence[Pass], output: Path, reporter: Reporter, *, resume: bool
+    settings: TrialSettings, passes: Sequence[Pass], output: Path, reporter: Reporter, *, name: str, resume: bool
 ) -> Evaluation:
-    """The evaluation of a recipe, whose checkpoint is written to output. resume: what lies there is of the same
-    identity, and goes on or stays."""
+    """The evaluation of a recipe of this name, whose checkpoint is written to output. resume: what lies there is of the
+    same identity, and goes on or stays."""
     if not (resume and output.exists()):
+        tell(reporter, "phase", "quantize", "unknown", name)
         _quantize(settings, passes, output, reporter, resume)
+    tell(reporter, "phase", "evaluate", "unknown", name)
     return _evaluate(settings, output, reporter)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from compress.base.errors import CheckpointError, CompressError, WriteError
+from compress.base.progress import tell
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.loop import Training, take_step, untouched
@@ -93,6 +94,7 @@ def range_test(this: Training) -> RangeTest:
     seen, _ = this.rows.split(options.held_out)
     samples = SampleOrder(len(seen), options.rows, options.seed).of_step(0)
     rates, losses = trial_rates(options.steps), list[float]()
+    tell(this.reporter, "phase", "learning rate", "part")
     with _as_before(this):
         adamw = optimizer(this.learned, options)
         for trial, rate in enumerate([*rates, HIGHEST]):  # a step's loss measures the effect of the step before
@@ -105,7 +107,7 @@ def range_test(this: Training) -> RangeTest:
                     raise
                 break
             losses.append(float(line["loss"]))
-            this.reporter.step(min(trial + 1, len(rates)), len(rates), f"range test, rate {rate:.1e}")
+            this.reporter.step(min(trial + 1, len(rates)), len(rates), f"tried {rate:.1e}")
             if losses[-1] > TOO_FAR * min(losses):
                 break
             if len(losses) > 1 and options.minutes and time.monotonic() - began > MOST * 60 * options.minutes:

@@ -735,7 +735,7 @@ def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
     assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, [\d,.]+ tokens/s, \d+ s left", lines[3])
     # A fresh process verifies what was written.
     assert re.fullmatch(r"quantize: 2/2 model\.layers\.1, [\d,.]+ tokens/s, \d+ s left", lines[4])
-    assert lines[5:] == ["note: verifying the output in a fresh process"]
+    assert lines[5:] == ["verify: the output, in a fresh process"]
     assert "\x1b" not in outcome.err + outcome.out
     assert "quantize: " not in outcome.out
 

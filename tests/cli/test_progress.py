@@ -33,6 +33,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "loading", lambda: 0.0)
     return clock
 
 
@@ -62,7 +63,7 @@ def test_verification_is_time_left_too(
         lines.step(done, 2, what)
         bar.step(done, 2, what)
     assert capsys.readouterr().err.splitlines() == ["work: 0/2", "work: 1/2 a, 24 s left", "work: 2/2 b, 14 s left"]
-    bar.note("verifying")
+    bar.phase("verify")
     clock.now += 4
     assert str(TimeLeft().render(shown.tasks[0])) == "0:00:10"
 
@@ -109,12 +110,13 @@ def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after(
     bar.step(2, 2, "b")
     assert shown.finished
     bar.note("what is said after the steps are done takes two lines here, and no word is broken")
+    bar.phase("verify")
     assert [line.rstrip() for line in out.getvalue().splitlines()] == [
         "note: what is said after the steps are",
         "done takes two lines here, and no word",
         "is broken",
     ]
-    assert (shown.tasks[0].total, shown.tasks[0].description) == (None, "work finishing")
+    assert (shown.tasks[0].total, shown.tasks[0].description) == (None, "verify")
 
 
 def test_a_row_of_a_bar_with_its_speed_fits_80_columns(clock: Clock) -> None:
@@ -182,12 +184,36 @@ def test_what_stays_of_a_bar_is_the_work_that_it_counted_and_its_time(
     for done, total in steps:
         bar.step(done, total, "a")
         clock.now += 3
-    bar.note("verifying")
+    if steps[-1] == (2, 2):
+        bar.phase("verify")
     bar.finish()
     out = io.StringIO()
     Console(file=out, width=80).print(shown)
     words = re.sub("━+", "━", " ".join(out.getvalue().split()))
     assert words.startswith(left) if left else not words
+
+
+def test_a_phase_says_whose_time_is_left_and_goes_on_where_it_was(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two recipes of a sweep: the second phase has more behind it, a part tells no time, and the sweep has its own."""
+    lines = Lines("sweep")
+    lines.step(0, 3, "")
+    for name in ("a", "b"):
+        lines.phase("quantize", "unknown", name)
+        for done in (0, 1, 2):
+            lines.step(done, 4, "block" if done else "")
+            clock.now += 5
+        lines.phase("learning rate", "part")
+        lines.step(1, 2, "tried")
+        lines.phase("sweep")
+        lines.step(1 + (name == "b"), 3, name)
+    quantized = ["quantize: 1/4 block, 15 s left to quantize", "quantize: 2/4 block, 10 s left to quantize"]
+    of_recipe = ["quantize: 0/4", *quantized, "learning rate: 1/2 tried"]
+    assert capsys.readouterr().err.splitlines() == [
+        *("sweep: 0/3", "quantize: a", *of_recipe, "sweep: 1/3 a, 30 s left"),
+        *("quantize: b", *of_recipe, "sweep: 2/3 b, 15 s left"),
+    ]
 
 
 def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) -> None:

@@ -182,7 +182,9 @@ def last_line(outcome: Outcome) -> str:
     """The one line that says why; everything before it is progress."""
     lines = outcome.err.splitlines()
     assert lines, outcome
-    assert all(re.match(r"(quantize|evaluate): \d+/\d+|note: |plan: ", line) for line in lines[:-1]), outcome.err
+    assert all(
+        re.match(r"(quantize|evaluate): \d+/\d+|(verify|export): |note: |plan: ", line) for line in lines[:-1]
+    ), outcome.err
     assert lines[-1].startswith("compress: "), outcome.err
     assert "Traceback" not in outcome.err
     assert not outcome.out, outcome.out

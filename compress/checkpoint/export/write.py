@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError, why_not_written
-from compress.base.progress import Reporter, Silent
+from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.companions import companions_of
 from compress.checkpoint.export.exporter import Exporter
 from compress.checkpoint.export.package_readback import in_own_process
@@ -81,6 +81,8 @@ def export(
         assert directory is not None
         try:
             place = Place(directory, reporter)
+            if verify and exporter.reads_back:
+                tell(reporter, "verifies")
             written = exporter.write(source, place)
             companions = companions_of(source, exporter.companions)
             for line in companions.told():
@@ -88,7 +90,7 @@ def export(
             record = {**_record(source, exporter, place), **written.record}
             size = place.finish(companions, record)
             if verify and exporter.reads_back:
-                reporter.note("reading the output back in a fresh process")
+                tell(reporter, "phase", "verify", "nothing", "the output, read back in a fresh process")
                 found = in_own_process(directory.model)
                 rewrite(directory.model, {"verification": found})
                 for line in found.get("remarks", ()):

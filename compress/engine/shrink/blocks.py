@@ -10,7 +10,7 @@ from torch import nn
 
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
-from compress.base.progress import Reporter
+from compress.base.progress import Reporter, tell
 from compress.engine.plan.batches import ChainBrokenError
 from compress.engine.plan.treatable_layers import Ignored, remarks_on_patterns
 from compress.engine.residency import Local, Residency
@@ -94,6 +94,7 @@ class WholeModel:
 
     def through(self, watch: WatchBlock) -> None:
         """Run this rank's micro-batches through all blocks, each call inside the context that `watch` makes."""
+        tell(self.reporter, "phase", "measure", "part")
         for stack in self.probed[0]:
             captured = self.calls_of(stack)
             streams = Streams(captured[0], [])

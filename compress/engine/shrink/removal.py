@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compress.base.errors import CompressError
+from compress.base.progress import tell
 from compress.engine.layer_versions import Versions
 from compress.engine.shrink.block_importance import Without
 from compress.engine.shrink.blocks import WholeModel
@@ -71,6 +72,7 @@ class Removal:
         without = Without(whole.model, stack, whole.batches, captured, whole.residency, whole.comm)
         gone: list[int] = []
         first: dict[int, float] = {}
+        tell(whole.reporter, "phase", "choose blocks", "part")
         for turn in range(self.p.layers):
             whole.reporter.step(turn, self.p.layers, "")
             losses = whole.comm.gather_objects(without.losses(gone))[0]
@@ -100,6 +102,7 @@ class Removal:
         """Cut every block behind those that are cut already."""
         captured = self.whole.calls_of(stack) if self.p.uses_data else [[] for _ in stack.blocks]
         streams = Streams(captured[0], captured[0] if self.p.compares else [])
+        tell(self.whole.reporter, "phase", "remove", "part")
         for i, (name, block) in enumerate(stack.blocks):
             self.whole.reporter.step(i, len(stack.blocks), "")
             streams = streams.called_as(captured[i])

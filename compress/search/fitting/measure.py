@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from compress.base.errors import InputError
-from compress.base.progress import Reporter
+from compress.base.progress import Reporter, tell
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.data.text import batches_of
 from compress.engine.restore import hooks_and_buffers, values
@@ -54,6 +54,7 @@ def as_measured(schemes: Sequence[Candidate]) -> list[Candidate]:
 
 def measure(request: FitRequest, space: RecipeSpace, reporter: Reporter) -> Measured:
     """Measure every layer under every scheme, of the model as it is best rotated or not, and the embedding."""
+    tell(reporter, "phase", "measure", "unknown")
     data, how = request.data, dict[str, Any](ignore=request.asked.ignore, batch_size=request.asked.batch_size)
     study = open_study(request.found, data.read, data.rows, reporter=reporter, **how)
     tables = table_options(study.model, data.rows, space.tables, reporter)

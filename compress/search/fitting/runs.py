@@ -69,7 +69,7 @@ class RecipeRuns:
         checkpoint = self.beside / CHECKPOINTS / settings.identity(passes)
         watched = Watched(reporter, self.watch) if self.done else reporter
         try:
-            evaluation = trial(settings, passes, checkpoint, watched, resume=True)
+            evaluation = trial(settings, passes, checkpoint, watched, name=name, resume=True)
         except OutOfTimeError:
             self.stopped = True
             return None

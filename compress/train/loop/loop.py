@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError
-from compress.base.progress import Reporter
+from compress.base.progress import Reporter, tell
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import Rows, SampleOrder, is_text, micro_batches
 from compress.train.loop import train_checkpoints
@@ -95,6 +95,7 @@ def train(this: Training) -> History:
     adamw = optimizer(this.learned, options)
     best = Best(this.learned.all, this.best_since if len(kept_out) else None)
     every = options.evaluate_every or (0 if best.since is None else interval(options, len(kept_out)))
+    tell(this.reporter, "phase", "train", "unknown")
     history, started = History(), time.monotonic()
     history.resumed = _resumed(this, adamw, best)
     if history.resumed:
