@@ -138,7 +138,7 @@ class Original:
         assert isinstance(self.model, Source)
         why_not = "it brings code of its own, which may change" if self.model.code else asked.why
         if why_not:
-            self.note(f"what the reference says is not kept: {why_not}")
+            self.note(f"predictions of the original are not cached: {why_not}")
             return [None for _ in self.texts]
         return [place_of(self.model, asked, text.windows) for text in self.texts]
 

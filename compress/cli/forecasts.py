@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,10 +12,13 @@ from compress.base.terminal import say
 from compress.evaluation.cost.size import SizeRow
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
+from compress.evaluation.report.wording import data
 from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, count_reasons, working_bytes
 
 MIB = 2**20
 Row = TypeVar("Row", LayerForecast, SizeRow)
+rough = partial(data, digits=3)
+UNCOMPILED = ("torch", "reference")  # kernels of `kernels.routes`
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
@@ -28,12 +32,18 @@ def show_plan(plan: Forecast, notes: Sequence[str] = ()) -> None:
 
 
 def layer_table(plan: Forecast) -> ReportTable:
-    """A row for each kind of layer that is compressed."""
+    """A row for each kind of layer that is compressed. What they all have is said once, above."""
     rows = [
         (name, str(len(same)), f"{same[0].shape[0]} x {same[0].shape[1]}", same[0].scheme, *_size(same))
         for name, same in alike(plan.layers)
     ]
-    return ReportTable(("layers", "number", "shape", "scheme", "bits/weight", "MiB"), rows, names=0)
+    schemes = {row[3:5] for row in rows}
+    columns = ("layers", "number", "shape", "scheme", "bits/weight", "MiB")
+    if len(schemes) != 1:
+        return ReportTable(columns, rows)
+    ((scheme, bits),) = schemes
+    title = f"{scheme}, {bits} bits per weight"
+    return ReportTable((*columns[:3], columns[5]), [(*row[:3], row[5]) for row in rows], title)
 
 
 def plan_lines(plan: Forecast) -> list[str]:
@@ -42,37 +52,47 @@ def plan_lines(plan: Forecast) -> list[str]:
 
 
 def outline_lines(outline: Outline) -> list[str]:
-    """Lines that tell what a run is about to do: layers, what stays dense and why, bytes, disk, memory."""
-    lines = [f"{len(outline.layers)} layers are compressed"]
-    lines += [f"dense: {count} like {name}: {why}" for why, count, name in count_reasons(outline.dense)]
+    """Lines that tell what a run is about to do: layers, what stays as it is and why, bytes, disk, memory, time."""
+    saving, disk = outline.saving, outline.disk
+    unchanged = "; ".join(
+        f"{count} {why} ({name}{' ...' if count > 1 else ''})" for why, count, name in count_reasons(outline.dense)
+    )
     about = "" if outline.exact else "about "
     bits = "" if outline.bits_per_weight is None else f", {outline.bits_per_weight:.2f} bits per compressed weight"
-    before, after = outline.saving.before, outline.saving.after
-    lines.append(f"bytes: {before:,} before, {about}{after:,} after ({outline.saving.share:.1%} saved){bits}")
-    lack = " TOO LITTLE" if outline.disk.free < outline.disk.needed else ""
-    lines.append(f"disk: {outline.disk.needed / MIB:,.0f} MiB needed, {outline.disk.free / MIB:,.0f} MiB free{lack}")
-    return [*lines, memory_line(outline), time_line(outline)]
+    share = f"{abs(saving.share):.1%} {'smaller' if saving.share >= 0 else 'larger'}"
+    lack = ", TOO LITTLE" if disk.free < disk.needed else ""
+    return [
+        f"{len(outline.layers)} layers are compressed",
+        *([f"unchanged: {unchanged}"] if unchanged else []),
+        f"size: {data(saving.before)} -> {about}{data(saving.after)}, {share}{bits}",
+        f"disk: {rough(disk.needed)} needed, {rough(disk.free)} free{lack}",
+        memory_line(outline),
+        time_line(outline),
+    ]
 
 
 def fit_lines(plan: Forecast) -> list[str]:
     """Lines about the memory that the result takes as it runs, and whether run and result fit in a device's memory."""
     lines, run, limit = [], plan.run, plan.device_memory
     if run is not None:
-        sizes = ", ".join(f"{size / MIB:,.0f} MiB at {tokens:,}" for tokens, size in run.contexts().items())
-        lines.append(f"to run it, by tokens of context: {sizes} (weights {run.weights / MIB:,.0f})")
+        sizes = ", ".join(f"{rough(size)} with {tokens:,}" for tokens, size in run.contexts().items())
+        lines.append(f"memory to run it: {sizes} tokens of context, of which weights take {rough(run.weights)}")
     if limit is None:
         return lines
-    place = f"on a device of {limit / MIB:,.0f} MiB"
+    place = f"a device of {rough(limit)}"
     if run is not None:
         context = run.context_within(limit)
-        runs = f"runs, with up to {context:,} tokens of context" if context else "does not fit"
-        lines.append(f"{place} the result {runs}")
+        lines.append(
+            f"{place} runs it, with up to {context:,} tokens of context"
+            if context
+            else f"{place} is too small to run it"
+        )
     if plan.memory is not None:
-        needed = working_bytes(plan)
-        lines.append(f"{place} quantizing {'fits' if needed <= limit else f'does not fit: {needed / MIB:,.0f} MiB'}")
+        fits = working_bytes(plan) <= limit
+        lines.append(f"{place} is {'large enough' if fits else 'too small'} to quantize it")
     for other in plan.cheaper:
-        fits = "fits" if other.memory <= limit else "does not fit"
-        lines.append(f"  {other.options}: {other.memory / MIB:,.0f} MiB, {fits}")
+        fits = other.memory <= limit
+        lines.append(f"- with {other.options}: {rough(other.memory)}, {'fits' if fits else 'does not fit'}")
     return lines
 
 
@@ -81,16 +101,16 @@ def brief_lines(outline: Outline) -> list[str]:
     schemes = Counter(layer.scheme for layer in outline.layers)
     dense = Counter(outline.dense.values())
     parts = [f"{count} layers in {scheme}" for scheme, count in schemes.most_common()]
-    rest = f"; dense: {', '.join(f'{count} {why}' for why, count in dense.most_common())}" if dense else ""
+    rest = f"; unchanged: {', '.join(f'{count} {why}' for why, count in dense.most_common())}" if dense else ""
     about = "" if outline.exact else "about "
-    before, after = (size / MIB for size in (outline.saving.before, outline.saving.after))
-    lack = ", TOO LITTLE" if outline.disk.free < outline.disk.needed else ""
+    saving, disk = outline.saving, outline.disk
+    lack = ", TOO LITTLE" if disk.free < disk.needed else ""
     takes = [
-        f"{before:,.2f} -> {about}{after:,.2f} MiB",
-        f"disk {outline.disk.needed / MIB:,.0f} of {outline.disk.free / MIB:,.0f} MiB free{lack}",
+        f"{data(saving.before)} -> {about}{data(saving.after)}",
+        f"{rough(disk.needed)} of disk ({rough(disk.free)} free{lack})",
     ]
     if outline.memory is not None:
-        takes.append(f"memory about {working_bytes(outline) / MIB:,.0f} MiB")
+        takes.append(f"about {rough(working_bytes(outline))} of memory")
     if outline.seconds is not None:
         takes.append(f"about {round_time(outline.seconds)}")
     return [f"plan: {', '.join(parts) or 'no layer'}{rest}", f"plan: {', '.join(takes)}"]
@@ -99,10 +119,12 @@ def brief_lines(outline: Outline) -> list[str]:
 def time_line(outline: Outline) -> str:
     """A line about the time."""
     if outline.device != "cpu":
-        return f"time: not known for {outline.device}"
+        return f"time to quantize: not known for {outline.device}"
     if outline.seconds is None:
-        return "time: not told for this recipe"
-    return f"time: about {round_time(outline.seconds)} on this CPU, threads: {torch.get_num_threads()}"
+        return "time to quantize: not known for this recipe"
+    threads = torch.get_num_threads()
+    many = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"time to quantize: about {round_time(outline.seconds)} on this CPU with {many}"
 
 
 def round_time(seconds: float) -> str:
@@ -114,30 +136,30 @@ def round_time(seconds: float) -> str:
 
 
 def memory_line(outline: Outline) -> str:
-    """A line about the memory at the peak, and its parts."""
-    memory = outline.memory
+    """A line about the memory at the peak, and its largest parts."""
+    memory, counts = outline.memory, outline.tokens
     if memory is None:
-        return "memory: not told for recipes that train, or look at the whole model first"
+        return "memory to quantize: not known for recipes that train, or look at the whole model first"
     parts = {
         "weights of a block": memory.block,
         "activations": memory.activations,
         "statistics": memory.statistics,
-        "solving": memory.solving,
-        "fragments": memory.fragments,
+        "the solver": memory.solving,
+        "freed memory in pieces": memory.fragments,
     }
     if outline.device == "cpu":
-        parts = {"program": memory.program, "experts": memory.loaded, **parts}
-    sizes = ", ".join(f"{words} {size / MIB:,.0f}" for words, size in parts.items() if size)
-    counts = outline.tokens
+        parts |= {"Python with its libraries": memory.program, "weights read ahead": memory.loaded}
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    words = " and ".join(f"{name} ({rough(parts[name])})" for name in largest if parts[name])
     of = (
         ""
         if counts is None or not memory.activations
-        else f", with {counts.samples} x {counts.length} calibration tokens"
+        else f" with {counts.samples} x {counts.length} calibration tokens"
     )
-    line = f"memory: about {working_bytes(outline) / MIB:,.0f} MiB on {outline.device} at {memory.site}{of} ({sizes})"
+    line = f"memory to quantize: about {rough(working_bytes(outline))} on {outline.device}{of}, most of it {words}"
     if memory.kept is None:
         return line
-    return f"{line}; forwards are repeated, for to keep them would take {memory.kept / MIB:,.0f} MiB"
+    return f"{line}; activations are computed again for each layer, to keep them would take {rough(memory.kept)}"
 
 
 def alike(layers: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -155,21 +177,23 @@ def _size(same: Sequence[LayerForecast]) -> tuple[str, str]:
 
 
 def _kernels(plan: Forecast) -> list[str]:
-    """Kernels of `compress.load`, by what they are, with the reasons against faster ones."""
-    if plan.layers and not plan.kernels:
-        return [f"kernels on {plan.device}: not told, for it is not here"]
-    lines: dict[tuple[str, str], int] = {}
-    for each in plan.kernels:
-        names = ", ".join(f"{kernel} at {tokens}" for tokens, kernel in each.kernels.items())
-        key = names, "; ".join(each.why_not)
-        lines[key] = lines.get(key, 0) + each.layers
+    """A line about the layers that `compress.load` runs with compiled kernels, and the reason against the others."""
+    if not plan.layers:
+        return []
+    if not plan.kernels:
+        return [f"kernels: not known for {plan.device}, which is not here"]
+    slow = [each for each in plan.kernels if any(kernel.startswith(UNCOMPILED) for kernel in each.kernels.values())]
+    count, layers = sum(each.layers for each in slow), sum(each.layers for each in plan.kernels)
+    if not slow:
+        return [f"kernels: compress.load runs all {layers} layers with compiled kernels on {plan.device}"]
+    why = next((each.why_not[0] for each in slow if each.why_not), "there is none")
     return [
-        f"kernels on {plan.device} (tokens): {names}, {count} layers{f'; no faster one: {why}' if why else ''}"
-        for (names, why), count in lines.items()
+        f"kernels: compress.load runs {layers - count} of {layers} layers with compiled kernels on {plan.device}, the "
+        f"others slower, in PyTorch: {why}"
     ]
 
 
 def _engines(plan: Forecast) -> list[str]:
     runs = [name for name, why in plan.engines.items() if why is None]
-    lines = [f"engines: compress.load{''.join(f', {name}' for name in runs)}"]
-    return lines + [f"not {name}: {why}" for name, why in plan.engines.items() if why is not None]
+    lines = [f"runs in: compress.load{''.join(f', {name}' for name in runs)}"]
+    return lines + [f"not in {name}: {why}" for name, why in plan.engines.items() if why is not None]

@@ -168,7 +168,7 @@ class StatesWriter:
             self.scratch.become()
             size = self.scratch.path.stat().st_size
             write_json(self.place, about)
-            self.note(f"what the reference says is kept in {self.place.parent} ({size / 2**20:.1f} MiB)")
+            self.note(f"predictions of the original are cached in {self.place.parent} ({size / 2**20:.1f} MiB)")
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class StatesWriter:
             yield
         except OSError as error:
             self.writing = False
-            self.note(f"what the reference says is not kept in {self.place.parent}: {error.strerror}")
+            self.note(f"predictions of the original are not cached in {self.place.parent}: {error.strerror}")
 
 
 @contextmanager

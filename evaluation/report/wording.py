@@ -117,8 +117,8 @@ def share(value: float | None, digits: int = 3) -> str:
     return NOT_MEASURED if value is None else f"{number(100 * value, digits)} %"
 
 
-def data(count: float | None) -> str:
-    """Bytes in the largest unit that leaves a whole number of them."""
+def data(count: float | None, digits: int | None = None) -> str:
+    """Bytes in the largest unit that leaves a whole number of them. digits: significant ones, of an estimate."""
     if count is None:
         return NOT_MEASURED
     value, unit = float(count), UNITS[0]
@@ -126,7 +126,9 @@ def data(count: float | None) -> str:
         if abs(value) < STEP or unit == UNITS[-1]:
             break
         value /= STEP
-    return f"{value:.0f} {unit}" if unit == UNITS[0] else f"{value:.2f} {unit}"
+    if unit == UNITS[0]:
+        return f"{value:.0f} {unit}"
+    return f"{value:.2f} {unit}" if digits is None else f"{number(value, digits)} {unit}"
 
 
 def count(value: int | None) -> str:

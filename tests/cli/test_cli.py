@@ -729,8 +729,10 @@ def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
 def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
     outcome = desk.gptq(desk.tokens, *FAST)
     lines = outcome.err.splitlines()
-    assert lines[0] == "plan: 14 layers in w4a16 g32 symmetric; dense: 1 embedding, 1 output head"
-    assert re.fullmatch(r"plan: 0.62 -> 0.53 MiB, disk 1 of [\d,]+ MiB free, memory about [\d,]+ MiB", lines[1])
+    assert lines[0] == "plan: 14 layers in w4a16 g32 symmetric; unchanged: 1 embedding, 1 output head"
+    assert re.fullmatch(
+        r"plan: 632.62 KiB -> [\d.]+ KiB, [\d.]+ [KM]iB of disk \(.* free\), about .* of memory", lines[1]
+    )
     assert lines[2] == "quantize: 0/2"
     assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, [\d,.]+ tokens/s, \d+ s left", lines[3])
     # A fresh process verifies what was written.

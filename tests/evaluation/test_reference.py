@@ -62,7 +62,7 @@ def test_a_reference_is_asked_once_and_says_the_same_again(
     first = compress.evaluate(llama_w4, reference=llama, text=ids, reporter=notes)
     assert asked == [4]
     assert len(notes.said) == 1
-    assert f"what the reference says is kept in {folder}" in notes.said[0]
+    assert f"predictions of the original are cached in {folder}" in notes.said[0]
     second = compress.evaluate(llama_w4, reference=llama, text=ids, reporter=notes)
     assert asked == [4]
     assert len(notes.said) == 1
@@ -167,7 +167,7 @@ def test_a_disk_that_takes_nothing_costs_a_note_and_nothing_else(
     folder.parent.write_text("no folder")
     notes = Notes()
     found = compress.evaluate(llama_w4, reference=llama, text=ids, reporter=notes)
-    assert notes.said == [f"what the reference says is not kept in {folder}: Not a directory"]
+    assert notes.said == [f"predictions of the original are not cached in {folder}: Not a directory"]
     assert found.texts == compress.evaluate(llama_w4, reference=llama, text=ids, cache=False).texts
 
 
@@ -198,7 +198,7 @@ def test_logits_of_a_head_that_cannot_be_told_are_taken_as_they_come(
     monkeypatch.setattr(predictor, "output_head", lambda model, inputs: (None, "somebody changed it", None))
     notes = Notes()
     found = compress.evaluate(llama_w4, reference=llama, text=ids, reporter=notes)
-    assert notes.said == ["what the reference says is not kept: somebody changed it"]
+    assert notes.said == ["predictions of the original are not cached: somebody changed it"]
     assert not folder.exists()
     assert found.kl_mean == pytest.approx(usual.kl_mean, rel=1e-5)
     monkeypatch.undo()

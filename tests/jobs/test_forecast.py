@@ -17,6 +17,7 @@ from compress.base import memory
 from compress.base.errors import InputError
 from compress.base.progress import Silent
 from compress.cli.forecasts import memory_line
+from compress.evaluation.report.wording import data
 from compress.jobs.forecast.forecast import Outline
 from compress.jobs.forecast.inference_memory import RunMemory
 from compress.jobs.forecast.known_models import known_models, model_from_configuration
@@ -140,7 +141,7 @@ def test_the_command_shows_what_python_tells(tmp_path):
     found = compress.plan("demo", [compress.RTN(), compress.Embeddings()])
     told = json.loads((tmp_path / "plan.json").read_text())
     assert told["saving"]["after"] == found.saving.after
-    assert f"{found.saving.after:,} after" in shown.out
+    assert f"size: {data(found.saving.before)} -> {data(found.saving.after)}, " in shown.out
 
 
 def test_memory_is_that_of_the_site_that_takes_most():
@@ -177,7 +178,7 @@ def test_forwards_are_told_to_be_repeated_where_they_do_not_fit(monkeypatch):
     assert short.memory.kept == enough.memory.working
     assert short.memory.working < enough.memory.working / 2
     assert short.seconds > enough.seconds
-    assert f"to keep them would take {short.memory.kept / 2**20:,.0f} MiB" in memory_line(short)
+    assert f"to keep them would take {short.memory.kept / 2**20:.0f} MiB" in memory_line(short)
     assert "repeated" not in memory_line(enough)
 
 
@@ -273,10 +274,10 @@ def test_a_card_of_12_gb_and_a_model_of_8_b(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran = command("plan", "llama-3.1-8b", "--method", "gptq", "--device", "cuda", "--device-memory", "12GB")
     assert ran.code == 0, ran.err
-    assert re.search(r"device of 11,444 MiB the result runs, with up to [0-9,]+ tokens", ran.out)
-    assert "quantizing does not fit" in ran.out
-    assert re.search(r"--samples 128 --length 512 --batch-size 1: [0-9,]+ MiB, fits", ran.out)
-    assert "kernels on cuda: not told" in ran.out
+    assert re.search(r"a device of 11.2 GiB runs it, with up to [0-9,]+ tokens of context", ran.out)
+    assert "a device of 11.2 GiB is too small to quantize it" in ran.out
+    assert re.search(r"- with --samples 128 --length 512 --batch-size 1: [0-9.]+ GiB, fits", ran.out)
+    assert "kernels: not known for cuda, which is not here" in ran.out
 
 
 def test_a_known_model_is_asked_for_an_engine_by_its_shapes():

@@ -58,10 +58,10 @@ def remark_on_less(layers: Sequence[LayerRecord]) -> str | None:
     if not less:
         return None
     asked = " and ".join(sorted({layer.method for layer in layers if "solution" in layer.figures}))
-    shares = ", ".join(f"{name} for {count}" for name, count in less.items())
+    shares = ", ".join(f"{count} by {name}" for name, count in less.items())
     return (
-        f"{sum(less.values())} of {len(solutions)} layers get less than all that was asked of {asked} ({shares}): "
-        "what one half of their calibration tokens suggests does not hold on the other; give more calibration data"
+        f"{sum(less.values())} of {len(solutions)} layers were solved by less than {asked} ({shares}): with so few "
+        f"calibration tokens, {asked} on one half of them did not hold on the other; more calibration text would help"
     )
 
 
