@@ -23,6 +23,7 @@ from compress.engine.plan.existing_zeros import remark_on_zeros
 from compress.engine.restore import hooks_and_buffers
 from compress.engine.walk.block import run_block
 from compress.engine.walk.capture import Passed, capture_stack
+from compress.engine.walk.curvature import curvature_of
 from compress.engine.walk.decide import decide as decide_site
 from compress.engine.walk.remarks import layer_record, remark_on_few_tokens, remark_on_less, remark_on_order
 from compress.engine.walk.state import Run, Streams
@@ -84,6 +85,7 @@ def _walk(this: Run) -> None:
     try:
         if any(p.stage(Survey) or p.stage(Gradients) for p in this.plan.passes):
             this = replace(this, plan=survey(this))
+        this = replace(this, curvature=curvature_of(this))
         if this.plan.decides:
             this.record.left_alone.update(this.plan.left_alone(this.model))
         embedded = this.plan.compares and this.plan.tables  # otherwise the original's calls are ours

@@ -21,7 +21,7 @@ from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_plan
 from compress.engine.plan.format_limits import caches_config, check_halved, check_storable
 from compress.engine.plan.plan import Plan, planned_coverage, restructuring_of
-from compress.engine.plan.task_loss import check_loss
+from compress.engine.plan.task_loss import check_loss, check_predictions
 from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
@@ -122,6 +122,8 @@ def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block
     for p in matched_plan.passes:
         if p.stage(Gradients):
             check_loss(model, data.batches, p.name)
+        if p.asks_curvature:
+            check_predictions(model, data.batches, p.name)
     if data.rows is not None:
         check_batches(model, [{name: each for name, each in data.rows.take([0]).items() if name != LABELS}])
     return matched_plan
@@ -131,7 +133,7 @@ def _chain(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Ru
     """A calibrated run with its stacks as the model runs them, or the model as one block; another run as it is."""
     if not run.plan.calibrated:
         return run
-    alone = any(p.stage(Gradients) for p in run.plan.passes)
+    alone = any(p.stage(Gradients) or p.asks_curvature for p in run.plan.passes)
     return chain(run, alone, partial(checked_plan, request, opened, data, one_block=True), run.record.notes.append)
 
 

@@ -175,7 +175,8 @@ class Arrival:
 
     Before a convolution a row holds the channels [C] of one element (position), and `samples` are the unchanged inputs
     [B, C, ...]. weight_M: of the rows, above 0 to 1; None: 1. elsewhere: the original gives the layer other tokens,
-    which cannot be paired; reference_MK is then x_MK.
+    which cannot be paired; reference_MK is then x_MK. importance_M: above 0, a further weight of each row in sums of
+    products; None: 1.
     """
 
     x_MK: Tensor
@@ -184,14 +185,23 @@ class Arrival:
     reference_samples: Tensor | None = None
     weight_M: Tensor | None = None
     elsewhere: bool = False
+    importance_M: Tensor | None = None
 
     @property
     def weighted(self) -> tuple[Tensor, Tensor | None]:
         """x_MK and reference_MK, times the roots of the weights: for sums of products."""
-        if self.weight_M is None:
+        weight_M = self.weight_M if self.importance_M is None else self.importance_M
+        if weight_M is None:
             return self.x_MK, self.reference_MK
-        root_M1 = self.weight_M.to(self.x_MK.dtype).sqrt()[:, None]
+        root_M1 = weight_M.to(self.x_MK.dtype).sqrt()[:, None]
         return self.x_MK * root_M1, None if self.reference_MK is None else self.reference_MK * root_M1
+
+    def important(self, importance_M: Tensor | None) -> "Arrival":
+        """This arrival with an importance of its tokens; as it is where that is of other tokens, or rows have weights
+        of their own."""
+        if importance_M is None or self.weight_M is not None or len(importance_M) != len(self.x_MK):
+            return self
+        return replace(self, importance_M=importance_M.to(self.x_MK.device))
 
     @property
     def own(self) -> Tensor:

@@ -52,6 +52,7 @@ class LQS(RankBudget, GPTQ):
     """Codes, a low rank and exact weights."""
 
     name: ClassVar[str] = "lqs"
+    objective: ClassVar[str] = "layer"  # type: ignore[misc]  # a low rank has no such curvature
     keeps_zeros: ClassVar[bool] = False
 
     rank: int = 8

@@ -25,6 +25,7 @@ from torch import Tensor
 from compress.base.threads import one_thread
 from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
 from compress.solvers.hessian_with_drift import Problem
+from compress.solvers.output_feedback import OutputCurvature, descend_coupled, sweep_coupled
 from compress.weights.matrix import Matrix
 
 BLOCK = 128
@@ -125,6 +126,12 @@ class CodeRule(ColumnRule):
     """A rule of codes. Its columns, once each is decided, may be decided again; `swept` is true from then on."""
 
     swept: bool
+    # The curvature of the loss by outputs that are decided together; None: outputs do not depend on each other.
+    outputs: OutputCurvature | None = None
+
+    def chosen_at(self, column: int) -> tuple[Tensor, ...]:
+        """The tensors of a column to which `decide` adds."""
+        return ()
 
     @abstractmethod
     def codes_at(self, column: int) -> tuple[Tensor, ...]:
@@ -144,10 +151,12 @@ class CodeRule(ColumnRule):
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
         compiled = self.compiled()
-        if compiled is None:
-            super().run(block, begin, end)
-        else:
+        if compiled is not None:
             sweep_columns(block, compiled, begin, end)
+        elif self.outputs is not None:
+            sweep_coupled(self, block, begin, end, self.outputs)
+        else:
+            super().run(block, begin, end)
 
     def descend(self, block: ColumnBlock) -> None:
         """Each column of a block moves to the grid point nearest its own optimum, one after another.
@@ -157,6 +166,9 @@ class CodeRule(ColumnRule):
         compiled = self.compiled()
         if compiled is not None:
             descend_columns(block, compiled)
+            return
+        if self.outputs is not None:
+            descend_coupled(self, block, self.outputs)
             return
         with one_thread(is_small(block.target)):
             for j, before in enumerate(block.value):
@@ -198,14 +210,18 @@ class Polish:
     """Refit and coordinate descent on the decisions of a finished sweep, in sweep order. Updates the rule's tensors.
 
     weight, values [N, K] as a sweep has them; kept as [K, N], outputs side by side, as the rule's tensors are.
-    gradient [K, N]: (E H)^T, kept up to date by whatever changes values.
+    gradient [K, N]: (E H)^T, or H E^T H_O of outputs that are coupled, kept up to date by whatever changes values.
     """
 
     def __init__(self, weight_NK: Tensor, values_NK: Tensor, rule: CodeRule, hessian: Tensor) -> None:
         self.weight, self.values = (x.t().contiguous() for x in (weight_NK, values_NK))
         self.rule, self.hessian = rule, hessian
-        self.gradient = hessian.t() @ (self.weight - self.values)
+        self.gradient = self.coupled(hessian.t() @ (self.weight - self.values))
         rule.swept = True
+
+    def coupled(self, x_BN: Tensor) -> Tensor:
+        """x H_O: x itself, where outputs do not depend on each other."""
+        return x_BN if self.rule.outputs is None else self.rule.outputs.times(x_BN)
 
     def loss(self) -> Tensor:
         return (self.gradient * (self.weight - self.values)).sum(0)
@@ -213,7 +229,7 @@ class Polish:
     def move(self, columns: Tensor | slice, change: Tensor) -> None:
         """Change the values of some columns by [g, N]."""
         self.values[columns] += change
-        self.gradient.addmm_(self.hessian[columns].t(), change, alpha=-1)
+        self.gradient.addmm_(self.hessian[columns].t(), self.coupled(change), alpha=-1)
 
     def run(self, refits: int, sweeps: int) -> Tensor:
         """So many rounds of a refit and of descent, in turns; returns the loss [N]."""
@@ -234,9 +250,10 @@ class Polish:
         loss = self.loss()
         for part in self.blocks():
             change = self.descend(part)
-            loss -= (change * (2 * self.gradient[part] - self.hessian[part, part] @ change)).sum(0)
+            joint = self.coupled(change)
+            loss -= (change * (2 * self.gradient[part] - self.hessian[part, part] @ joint)).sum(0)
             self.values[part] += change
-            self.gradient[part.stop :].addmm_(self.hessian[part, part.stop :].t(), change, alpha=-1)
+            self.gradient[part.stop :].addmm_(self.hessian[part, part.stop :].t(), joint, alpha=-1)
         return loss
 
     def blocks(self) -> Iterator[slice]:

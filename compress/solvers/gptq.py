@@ -19,7 +19,7 @@ Several weights with one Hessian share what is computed of it: `Problem.of` once
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,6 +29,7 @@ from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.outliers import costs, exact_places, grouped_costs, places_at, price_by_trial, sampled_rows
+from compress.solvers.output_feedback import OutputCurvature
 from compress.solvers.sparsegpt import fit_survivors
 from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, stored_scale, to_quantized
@@ -52,15 +53,17 @@ def gptq(
     steps: int = 0,
     outliers: float = 0.0,
     polish_damp: float = POLISH_DAMP,
+    outputs_NS: Tensor | None = None,
 ) -> Solved:
-    """Quantize a weight for the least tr(E H E^T). Pure: no rank, no device, no state.
+    """Quantize a weight for the least tr(E H E^T), or tr(H_O E H E^T). Pure: no rank, no device, no state.
 
     H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
     sweeps: rounds of each once the sweep is over. scale_dtype: that of the stored scales (the weight's own, if not
     given). kept: bool, which weights are not pruned; the others become exactly 0, whatever they were, and those that
     are kept make up for it as they do for rounding, or in so many steps before (`sparsegpt.fit_survivors`). outliers:
     the share of weights that keep values of their own. polish_damp: of H once the sweep is over, as a share of its mean
-    diagonal; K / T more where T tokens are few. Raises CompressError where H is not finite.
+    diagonal; K / T more where T tokens are few. outputs: H_O in runs of S outputs (`solvers.output_feedback`), S = N
+    for all of it; not with `kept`. Raises CompressError where H is not finite.
     """
     work = weight_NK.to(hessian_KK.dtype)
     grid = grid.reaching(float(work.abs().max()))
@@ -68,7 +71,7 @@ def gptq(
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
     price_N = outlier_prices(work, problem, grid, dtype, outliers)
     solve = partial(solve_on_grid, work, problem, grid, dtype, kept_NK=kept_NK, price_N=price_N)
-    return solve(refit=refit, sweeps=sweeps, steps=steps)
+    return solve(refit=refit, sweeps=sweeps, steps=steps, outputs_NS=outputs_NS)
 
 
 def solve_on_grid(
@@ -84,6 +87,7 @@ def solve_on_grid(
     zero_NG: Tensor | None = None,
     kept_NK: Tensor | None = None,
     price_N: Tensor | None = None,
+    outputs_NS: Tensor | None = None,
 ) -> Solved:
     """`gptq` of rows of a weight, [N, K] in its own column order and the Hessian's dtype.
 
@@ -92,6 +96,9 @@ def solve_on_grid(
     """
     ranges = None if scale_NG is None or zero_NG is None else (scale_NG, zero_NG)
     rule = GridRule.of(weight_NK, problem, grid, scale_dtype, ranges, kept_NK, price_N)
+    if outputs_NS is not None:
+        assert kept_NK is None, "outputs that are decided together have no mask"
+        rule.outputs = OutputCurvature(outputs_NS.contiguous())
     weight, mask = weight_NK[:, problem.order], None if rule.kept is None else rule.kept.t()
     other = deepcopy(rule) if steps and mask is not None else None
     # With a mask, both ways are judged by the H of the steps after a sweep, be there any or not.
@@ -148,6 +155,7 @@ class GridRule(CodeRule):
     exact: Tensor | None = None
     price: Tensor | None = None
     swept: bool = False
+    outputs: OutputCurvature | None = None
 
     @classmethod
     def of(
@@ -212,13 +220,20 @@ class GridRule(CodeRule):
     def codes_at(self, column: int) -> tuple[Tensor, ...]:
         return (self.codes[column],)
 
+    def chosen_at(self, column: int) -> tuple[Tensor, ...]:
+        return () if self.exact is None else (self.exact[column],)
+
     def compiled(self) -> DecidedColumns | None:
         if self.grid.type != "int" or not takes(self.codes, self.scale_dtype):
             return None
         rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype)
         price = None if self.swept or self.exact is None else self.price
         decided = (self.codes, self.scale, self.zero_point, self.group_of)
-        return DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
+        made = DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
+        if self.outputs is None:
+            return made
+        own = (self.outputs.hessian_NS, self.outputs.diagonal) if self.swept else self.outputs.factors
+        return replace(made, outputs=own[0], share=own[1])
 
     def refit(self, polish: Polish) -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
@@ -228,14 +243,19 @@ class GridRule(CodeRule):
             curvature = ((own @ steps) * steps).sum(0)
             slope = (gradient * steps).sum(0)
             old = self.scale[group]
-            moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
+            if self.outputs is None:
+                moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
+            else:
+                moved = old + self.outputs.scale_steps(own, steps, slope)
             valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
             new = torch.where(valid, stored_scale(moved, self.grid, self.scale_dtype), old)
             change = decode(steps, new, torch.zeros_like(new), self.scale_dtype) - polish.values[columns]
             if self.exact is not None:
                 change = change.masked_fill(self.exact[columns], 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = (change * (2 * gradient - own @ change)).sum(0)
+            gain = (change * (2 * gradient - polish.coupled(own @ change))).sum(0)
+            if self.outputs is not None:
+                gain = self.outputs.of_runs(gain)
             self.scale[group] = torch.where(gain > 0, new, old)
             polish.move(columns, torch.where(gain > 0, change, torch.zeros_like(change)))
 

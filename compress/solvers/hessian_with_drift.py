@@ -12,7 +12,7 @@ drift_correction   X_q [T, K] is the input behind the compressed prefix, X the s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -72,6 +72,12 @@ class Problem:
         root = upper.diagonal().clone()
         fixed = act_order == "static"
         return cls(hessian_KK, order, in_order, upper.div_(root), root * root, level, polish_damp, fixed)
+
+    def converted(self, device: torch.device, dtype: torch.dtype) -> "Problem":
+        """The problem on a device and in a dtype, for targets that are already corrected."""
+        names = ("hessian", "in_order", "upper", "diagonal")
+        tensors = {name: getattr(self, name).to(device, dtype) for name in names}
+        return replace(self, **tensors, order=self.order.to(device), correction=None)
 
     def restore(self, columns_in_order: Tensor) -> Tensor:
         """[..., K] in the order of the sweep -> in the layer's own."""

@@ -20,6 +20,7 @@ Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
 RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")
 # The cost of rounding a number, in multiplications; and the multiplications that are worth a thread, as in cpu_work.h.
 DECISION, WORTH_A_THREAD = 32, 2**17
+LANES = 16  # outputs that are decided at once, where they do not depend on each other
 
 
 def useful_threads(multiplications: int) -> int:
@@ -40,8 +41,8 @@ class _Columns(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "target", "value", "change", "matrix", "diagonal")),
         *((name, ctypes.c_void_p) for name in ("loss", "codes", "scale", "zero", "group", "kept", "exact", "extra")),
-        *((name, ctypes.c_void_p) for name in ("price", "cost")),
-        *((name, ctypes.c_int64) for name in ("N", "B", "begin", "end")),
+        *((name, ctypes.c_void_p) for name in ("price", "cost", "outputs", "share", "joint")),
+        *((name, ctypes.c_int64) for name in ("N", "B", "begin", "end", "run")),
         ("rounding", _Rounding),
         ("threads", ctypes.c_int32),
     )
@@ -91,7 +92,8 @@ class DecidedColumns:
     kept [K, N]: weights that are not pruned; the others have the code of 0; None: all. exact [K, N]: weights that have
     a value of their own; None: none. price [N]: more weights may become exact, those whose error costs more than this,
     by cost_K; None: no more. extra [K, N] of the scales' dtype: the value of exact weights beyond the code nearest to
-    0; None: their codes are 0.
+    0; None: their codes are 0. outputs [N, S] and share [N]: of outputs that depend on each other in runs of S, in a
+    sweep the factors of H_O, in descent H_O and its diagonal (`solvers.output_feedback`); None: they do not.
     """
 
     codes: Tensor
@@ -104,6 +106,8 @@ class DecidedColumns:
     price: Tensor | None
     cost_K: Tensor
     extra: Tensor | None = None
+    outputs: Tensor | None = None
+    share: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,11 @@ def _call(
     tensors: dict[str, Tensor | None] = {each.name: getattr(block, each.name) for each in fields(block)}
     del tensors["first"]
     tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "price": held.price}
-    tensors |= {"cost": held.cost_K[part]}
+    tensors |= {"cost": held.cost_K[part], "outputs": held.outputs, "share": held.share}
+    if held.outputs is not None:
+        filled.run = held.outputs.shape[1]
+        filled.threads = useful_threads(outputs * (end - begin) * (end - begin + DECISION * LANES + filled.run))
+        tensors["joint"] = torch.empty_like(block.change)
     columns = {"kept": held.kept, "exact": held.exact, "extra": held.extra}
     tensors |= {name: None if tensor is None else tensor[part] for name, tensor in columns.items()}
     for name, tensor in tensors.items():

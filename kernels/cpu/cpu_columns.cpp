@@ -3,9 +3,12 @@
 //
 // Shapes: B columns of a block, N outputs, G groups, g members of a group. Every array is [columns, N]: sixteen outputs
 // are one vector, and nothing passes between lanes, so that a row has the same codes whatever rows are solved with it.
+// Only in runs of outputs that depend on each other (`sweep_run`), these are decided one by one.
 // Arithmetic is that of `weights.grid`, operation by operation, in fp32.
 
+#include <cmath>
 #include <limits>
+#include <vector>
 
 #include "cpu_numbers.h"
 #include "cpu_threads.h"
@@ -50,7 +53,9 @@ struct Columns {
   uint8_t* exact;                 // [B, N], or null: none
   void* extra;                    // [B, N] what exact weights have beyond their codes, or null: codes of 0
   const float *price, *cost;      // [N], or null: no more become exact; [B]
-  int64_t N, B, begin, end;
+  const float *outputs, *share;   // [N, run], [N], or null: outputs do not depend on each other (`sweep_run`)
+  float* joint;                   // [B, N]: of descent, change times `outputs`
+  int64_t N, B, begin, end, run;
   Rounding rounding;
   int32_t threads;
 };
@@ -192,6 +197,80 @@ void descend_tile(const Columns& a, int64_t n) {
   }
 }
 
+// Outputs n ... n + count of one run, which depend on each other: column j of their targets with what the columns
+// before it add, sign * matrix[i][j] moved[i].
+void targets_of_run(const Columns& a, int64_t j, int64_t n, int64_t count, float sign, const float* moved, float* to) {
+  for (int64_t m = 0; m < count; m += LANES) {
+    const int64_t lanes = count - m;
+    Float sum = read(a.target + j * a.N + n + m, lanes);
+    for (int64_t i = a.begin; i < j; ++i) {
+      sum = fma(every(sign * a.matrix[i * a.B + j]), read(moved + i * a.N + n + m, lanes), sum);
+    }
+    write(to + m, sum, lanes);
+  }
+}
+
+// sums[m] += factor * row[m] for first <= m < count.
+INLINE void add_row(float* sums, float factor, const float* row, int64_t first, int64_t count) {
+  for (int64_t m = first; m < count; m += LANES) {
+    write(sums + m, fma(every(factor), read(row + m, count - m), read(sums + m, count - m)), count - m);
+  }
+}
+
+INLINE float first_lane(Float v) {
+  float lane;
+  write(&lane, v, 1);
+  return lane;
+}
+
+// A sweep of outputs from n on that depend on each other: one after another, each makes up for the errors of those
+// before it in its column. outputs: U_O of H_O = U_O D_O U_O^T, share: D_O (`solvers/output_feedback.py`).
+void sweep_run(const Columns& a, int64_t n) {
+  const int64_t count = std::min(a.run, a.N - n);
+  std::vector<float> target(count), feedback(count);
+  for (int64_t j = a.begin; j < a.end; ++j) {
+    targets_of_run(a, j, n, count, 1.0f, a.change, target.data());
+    std::fill(feedback.begin(), feedback.end(), 0.0f);
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t at = n + m, here = j * a.N + at;
+      const float aim = target[m] + feedback[m];
+      const Decided now = decide(a, j, at, 1, every(aim));
+      const float value = first_lane(now.value), error = aim - value;
+      a.loss[at] += a.share[at] * a.diagonal[j] * error * error;
+      write(a.codes + here, now.codes, 1);
+      if (a.extra != nullptr) store_floats(extra_at(a, here), a.rounding.scale_type, now.extra, 1);
+      a.value[here] = value;
+      a.change[here] = a.weight[here] - value;
+      add_row(feedback.data(), target[m] - value, a.outputs + at * a.run, m + 1, count);
+    }
+  }
+}
+
+// The same in descent. outputs: H_O, share: its diagonal.
+void descend_run(const Columns& a, int64_t n) {
+  const int64_t count = std::min(a.run, a.N - n);
+  std::vector<float> gradient(count);
+  for (int64_t j = a.begin; j < a.end; ++j) {
+    targets_of_run(a, j, n, count, -1.0f, a.joint, gradient.data());
+    float* joint = a.joint + j * a.N + n;
+    std::fill(joint, joint + count, 0.0f);
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t at = n + m, here = j * a.N + at;
+      const float old = a.value[here], slope = gradient[m] - a.diagonal[j] * joint[m];
+      const float wanted = old + slope / (a.diagonal[j] * a.share[at]);
+      const Decided now = decide(a, j, at, 1, every(wanted));
+      const float value = first_lane(now.value);
+      const bool closer = std::fabs(old - wanted) > std::fabs(value - wanted);
+      a.change[here] = closer ? value - old : 0.0f;
+      if (!closer) continue;
+      write(a.codes + here, now.codes, 1);
+      if (a.extra != nullptr) store_floats(extra_at(a, here), a.rounding.scale_type, now.extra, 1);
+      a.value[here] = value;
+      add_row(joint, value - old, a.outputs + at * a.run, 0, count);
+    }
+  }
+}
+
 // Scale and zero point of ranges, as `grid.scale_of_range`.
 struct Ranged {
   Float scale, zero;
@@ -254,10 +333,18 @@ void search_tile(const Search& a, int64_t n) {
 }  // namespace
 
 extern "C" void sweep_columns(const Columns* a) {
+  if (a->outputs != nullptr) {
+    in_parallel((a->N + a->run - 1) / a->run, a->threads, [a](int64_t i, int) { sweep_run(*a, i * a->run); });
+    return;
+  }
   in_parallel((a->N + TILE - 1) / TILE, a->threads, [a](int64_t i, int) { sweep_tile(*a, i * TILE); });
 }
 
 extern "C" void descend_columns(const Columns* a) {
+  if (a->outputs != nullptr) {
+    in_parallel((a->N + a->run - 1) / a->run, a->threads, [a](int64_t i, int) { descend_run(*a, i * a->run); });
+    return;
+  }
   in_parallel((a->N + TILE - 1) / TILE, a->threads, [a](int64_t i, int) { descend_tile(*a, i * TILE); });
 }
 

@@ -23,6 +23,7 @@ KILLS = 10  # of each recipe
 RECIPES: dict[str, Callable[[], Sequence[compress.Pass]]] = {
     "rtn": lambda: [compress.RTN(group_size=32)],
     "gptq": lambda: [fast_gptq(group_size=32)],
+    "gptq for the loss": lambda: [fast_gptq(group_size=32, objective="loss")],
     "awq + gptq": lambda: [compress.AWQ(rounding="none", group_size=32), fast_gptq(group_size=32)],
     "embeddings": lambda: [compress.RTN(group_size=32), compress.Embeddings()],
     "caches": lambda: [fast_gptq(group_size=32), compress.KVCache(granularity="tensor")],

@@ -15,7 +15,7 @@ import compress.search.fisher as fisher
 import compress.search.layer_costs as layer_costs
 from compress.checkpoint.sensitivity import Sensitivity
 from compress.engine.plan.batches import ChainBrokenError
-from compress.engine.walk import stacks
+from compress.engine.walk import output_gradients, stacks
 from compress.search.candidate import Candidate
 
 CALIBRATION, HELD_OUT = tokens(40, 24), tokens(8, 24, seed=7)
@@ -47,7 +47,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, draws: int = 1) -> list[fisher.Fisher]
 
     def drawn(*given: object) -> fisher.Fisher:
         for seed in range(draws):
-            monkeypatch.setattr(fisher, "SEED", seed)
+            monkeypatch.setattr(output_gradients, "SEED", seed)
             made.append(usual(*given))
         return made[-1]
 

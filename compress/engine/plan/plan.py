@@ -32,6 +32,7 @@ from compress.passes.protocol.stages import (
     Learn,
     Reorder,
     Restructure,
+    Rewrite,
 )
 from compress.weights.decision import Decision
 from compress.weights.kv_cache_codes import CacheScheme, group_in
@@ -359,13 +360,20 @@ def _check(plan: Plan) -> None:
 def _check_order_of_gradients(plan: Plan) -> None:
     """Refuse a pass that has seen gradients in their places behind one that moves weights."""
     moving: Pass | None = None
+    scaling: Pass | None = None
     for p in plan.passes:
+        if scaling is not None and p.asks_curvature:
+            raise InputError(
+                f"{scaling.name!r} changes channels whose gradients {p.name!r} has seen before; leave it or "
+                "objective=loss out"
+            )
         if moving is not None and p.stage(Gradients):
             raise InputError(
                 f"{moving.name!r} permutes weights whose gradients {p.name!r} sees in their places before; put "
                 f"{p.name!r} first, or leave permute out"
             )
         moving = p if p.stage(Reorder) else moving
+        scaling = p if p.stage(Reorder) or p.stage(Rewrite) else scaling
 
 
 def _check_called(p: Pass, layers: Sequence[Layer]) -> None:

@@ -28,6 +28,16 @@ def check_loss(model: nn.Module, batches: Sequence[Batch], who: str) -> None:
             raise InputError(f"{who} predicts next tokens, and calibration batch {i + 1} has one token a sample")
 
 
+def check_predictions(model: nn.Module, batches: Sequence[Batch], who: str) -> None:
+    """Raises InputError, before any work, for a model or batches without predictions of next tokens."""
+    ids = [batch.get("input_ids") for batch in batches]
+    if not generates(model) or not all(isinstance(each, Tensor) and each.shape[-1] > 1 for each in ids):
+        raise InputError(
+            f"{who} with objective=loss looks at predictions of next tokens; give it a model that generates text and "
+            "samples of two or more token ids, or leave objective=loss out"
+        )
+
+
 def has_labels(batch: Batch) -> bool:
     """True if a batch names labels: a key has "label" in it."""
     return any("label" in key for key in batch)

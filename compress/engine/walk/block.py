@@ -17,6 +17,7 @@ from compress.checkpoint.write.record import Finished, LayerRecord
 from compress.engine.layer_versions import Versions
 from compress.engine.restore import hooks_and_buffers, undone
 from compress.engine.walk.collect import collect, collect_outputs, routing_figures
+from compress.engine.walk.curvature import weighing
 from compress.engine.walk.decide import Decided, Reach, decide, together
 from compress.engine.walk.forward import ForwardsDone, suspended_forward
 from compress.engine.walk.reconstruct import reconstruct
@@ -225,11 +226,14 @@ class BlockRun:
         spending = self.run.spending
         with spending.on("statistics"):
             forwards = Arrivals(lambda: spending.each("forward", arrivals))
-            statistics = collect(decides.needs, site[0], forwards, self.run.comm)
+            curvature = {la.name: found for la in site if (found := self.run.curvature.get(la.name)) is not None}
+            curvature = curvature if decides.curvature else {}
+            statistics = collect(decides.needs, site[0], weighing(curvature, forwards), self.run.comm)
             figures = {} if statistics is None else routing_figures(forwards, self.run.comm, site[0].weight.device)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
+        statistics = [{**part, "curvature": curvature} for part in statistics] if curvature else statistics
         decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
         decisions = {n: replace(made, figures={**made.figures, **figures}) for n, made in decisions.items()}
         if any("elsewhere" in decision.figures for decision in decisions.values()):

@@ -19,6 +19,7 @@ from compress.engine.residency import Residency
 from compress.engine.walk.rewrite import FoldFinder
 from compress.model.calls import Batch, Call, hidden_of
 from compress.model.sharing import shared_parameters
+from compress.passes.protocol.stages import LossCurvature
 from compress.train.inputs.samples import Rows
 from compress.train.inputs.teacher_predictions import TopKRows
 
@@ -106,7 +107,8 @@ class Run:
     trains. phase: the walk's name for messages, where a run has several. earlier: results of a walk before this one,
     which this one begins with: {block or table: what was decided about it, trained since}. places: filled with each
     layer's places of weights within their codes, for a training that begins there (None: unkept). repeats: whether
-    forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`).
+    forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`). curvature: of the loss
+    by the outputs of layers, where a pass asks for it (`engine.walk.curvature`).
     """
 
     model: nn.Module
@@ -122,6 +124,7 @@ class Run:
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
     repeats: bool = False
+    curvature: Mapping[str, LossCurvature] = field(default_factory=dict)
 
     @cached_property
     def folds(self) -> FoldFinder:

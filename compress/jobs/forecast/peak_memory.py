@@ -40,7 +40,16 @@ from compress.model.layers import Layer
 from compress.model.split_experts import is_joined
 from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Restructure, Rewrite, Survey
+from compress.passes.protocol.stages import (
+    Decide,
+    Fix,
+    Gradients,
+    Learn,
+    Reconstruction,
+    Restructure,
+    Rewrite,
+    Survey,
+)
 from compress.solvers.statistics.hessian import FEW
 from compress.solvers.statistics.input_statistics import Statistic
 
@@ -160,7 +169,7 @@ def stored_dtype(model: nn.Module) -> torch.dtype:
 def looks_beyond(p: Pass) -> bool:
     """True for a pass whose work is more than one block at a time: that trains, takes gradients or edits the model."""
     stages = (p.stage(Learn), p.stage(Reconstruction), p.stage(Gradients), p.stage(Restructure))
-    return any(stage is not None for stage in stages)
+    return p.asks_curvature or any(stage is not None for stage in stages)
 
 
 def sites_of(layers: Sequence[Layer]) -> Iterator[list[Layer]]:

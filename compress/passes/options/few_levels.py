@@ -20,6 +20,7 @@ class FewLevels:
     grid: ClassVar[GridName] = "narrow"
     per_tensor: ClassVar[bool] = False
     clip: ClassVar[bool] = True
+    objective: ClassVar[str] = "layer"
     scale_rule: ClassVar[ScaleRule] = "clip"
     activations: ClassVar[Activations] = "dynamic"
     activation_grid: ClassVar[ActivationGrid] = "symmetric"

@@ -154,6 +154,7 @@ class SecondOrder(Pass):
         noise included. Half the tokens serve a solution worse than all of them, so what passes is safe.
         """
         part = site.rows({n: slice(None, None, -(-len(w) // JUDGED_ROWS)) for n, w in site.weights.items()})
+        part = replace(part, stats={})  # what is judged is the layer's own loss
         losses: dict[str, dict[Solution, list[float]]] = {n: {} for n in site.weights}
         for fitted, judge in zip(halves, reversed(halves), strict=True):
             problem = self.problem(fitted)

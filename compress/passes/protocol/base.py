@@ -108,6 +108,12 @@ class Pass:
         return decide is not None and decide.rounds_inputs
 
     @property
+    def asks_curvature(self) -> bool:
+        """True if decisions go by the curvature of the loss, which takes a backward pass beforehand."""
+        decide = self.stage(Decide)
+        return decide is not None and decide.curvature
+
+    @property
     def halves(self) -> bool:
         """True if layers are stored without the zeros that the pass makes (2:4)."""
         return False

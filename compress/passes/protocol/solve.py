@@ -37,6 +37,17 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Matri
     return added(*(_gather(comm, term, lengths) for term in part.terms))
 
 
+def moved(weight: Matrix, device: torch.device) -> Matrix:
+    """A weight of which the tensors of every term are on a device."""
+    terms: list[Term] = []
+    for term in weight.terms:
+        assert is_dataclass(term), "a term that is solved by rows is tensors that have rows"
+        held = {f.name: getattr(term, f.name) for f in fields(term)}
+        tensors = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
+        terms.append(cast(Term, replace(term, **tensors)))
+    return added(*terms)
+
+
 def _times(part: slice, factor: int, most: int) -> slice:
     return slice(min(part.start * factor, most), min(part.stop * factor, most))
 

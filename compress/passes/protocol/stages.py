@@ -122,6 +122,16 @@ class Gradients(Stage):
 
 
 @dataclass(frozen=True)
+class LossCurvature:
+    """Weights of a layer's tokens and outputs in the KL to the original. of_tokens: for each of this rank's
+    micro-batches, of mean 1 over the tokens of all ranks, [M]. of_outputs [N, S]: H_O in runs of outputs
+    (`solvers.output_feedback`), of mean diagonal 1, the same on every rank."""
+
+    of_tokens: Mapping[int, Tensor]
+    of_outputs: Tensor
+
+
+@dataclass(frozen=True)
 class Learn(Stage):
     """options: how the whole model is trained, once all earlier passes have decided about all layers. sparsity: what
     becomes zero meanwhile."""
@@ -189,12 +199,15 @@ class Reorder(Stage):
 class Decide(Stage):
     """needs: statistics of a layer's input, by name; none where no calibration data is needed. apply: a decision for
     every layer of a site, the same on every rank. rounds_inputs: whether decisions say how inputs are rounded, too.
-    reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes."""
+    reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes.
+    curvature: whether that of the loss by the layers' outputs is asked for, before the first block: tokens then count
+    by it, and `Site.stats` has {layer: `LossCurvature`} by that name."""
 
     needs: Needs
     apply: Callable[[Site], dict[str, Decision]]
     rounds_inputs: bool = False
     reference: bool = False
+    curvature: bool = False
 
     @property
     def compares(self) -> bool:

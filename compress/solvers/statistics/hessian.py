@@ -156,7 +156,7 @@ class Hessian:
             if first and second:
                 contrast = self.drift[0] if late is None else self.drift[0].clone()
                 contrast.sub_(self.drift[1]).mul_((first * second) ** 0.5 / tokens)
-        noise = _shrinkage(self.total.div_(max(tokens, 1)), tokens, self.products.sum())
+        noise = shrinkage_of(self.total.div_(max(tokens, 1)), tokens, self.products.sum())
         whole = HessianResult(self.total, tokens, drift, contrast, noise, few=self.early is not None)
         if self.early is None or late is None:
             self.early = self.drift = None
@@ -165,7 +165,7 @@ class Hessian:
         for sum_KK, count, products, of_half in zip(
             (self.early, late), self.counts, self.products, drifts, strict=True
         ):
-            noise, factor = _shrinkage(sum_KK.div_(count), count, products), (tokens / count) ** 0.5
+            noise, factor = shrinkage_of(sum_KK.div_(count), count, products), (tokens / count) ** 0.5
             halves.append(HessianResult(sum_KK, count, of_half, contrast, noise, contrast_factor=factor))
         return replace(whole, halves=tuple(halves))
 
@@ -182,15 +182,15 @@ def _add_products(sum_KK: Tensor, x_MK: Tensor) -> None:
         sum_KK[part, part.start :].addmm_(x_MK[:, part].t(), x_MK[:, part.start :])
 
 
-def _shrinkage(hessian: Tensor, tokens: int, products: Tensor) -> float:
-    """The share of noise in the off-diagonal elements. products: the sum over tokens and pairs i != j of (x_i
-    x_j)^2."""
+def shrinkage_of(moments: Tensor, tokens: int, products: Tensor) -> float:
+    """The share of noise in the off-diagonal elements of second moments, of [K, K] or of several such squares.
+    products: the sum over tokens and pairs i != j of (x_i x_j)^2."""
     # In units of the trace: squares of the elements themselves may be beyond float32.
-    trace = hessian.trace().double()
+    trace = moments.diagonal(dim1=-2, dim2=-1).sum().double()
     if not trace > 0:
         return 0.0
-    own = (hessian / trace.to(hessian.dtype)).square()
-    square = own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)
+    own = (moments / trace.to(moments.dtype)).square()
+    square = own.sum(dtype=torch.float64) - own.diagonal(dim1=-2, dim2=-1).sum(dtype=torch.float64)
     if tokens < 2 or not square > 0:
         return float(tokens == 1)
     return float(((products / trace.square() / tokens - square) / (square * (tokens - 1))).clamp(0, 1))

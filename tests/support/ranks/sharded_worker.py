@@ -111,7 +111,7 @@ STRUCTURE = {
     "structure-alone": [compress.Structure(channels=0.25, importance="magnitude", compensate=False)],
     "rotate": [
         compress.Rotation(seed=2, online=True),
-        compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
+        compress.GPTQ(group_size=16, statistics="float64", objective="loss", **DRIFT_GPTQ),
     ],
 }
 

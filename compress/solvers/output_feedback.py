@@ -1,0 +1,164 @@
+"""Outputs of a layer that the loss couples: their curvature, and the steps of `column_sweep` that know it.
+
+Shapes: N outputs in R runs of S (the last may be shorter), K inputs, B columns of a block. H [K, K] is the second
+moment of a layer's inputs, H_O [N, N] that of the gradient of the loss by its outputs, of which only the squares of
+each run are kept, [N, S].
+
+    KL of the predictions  ~  1/2 tr(H_O E H E^T),     E = W - Q        (K-FAC, arXiv 1503.05671; YAQA, 2505.22988)
+
+    sweep      H = U D U^T, H_O = V C V^T, both unit upper: the loss is sum_nk C_n D_k (t_nk - q_nk)^2, where
+               c_nk = w_nk + sum_{l<k} e_nl U_lk  is GPTQ's target, and  t_nk = c_nk + sum_{m<n} V_mn (c_mk - q_mk)
+    descent    G = H E^T H_O [K, N]; the optimum of a weight is q + G_kn / (H_kk h_nn), and a move d of it takes
+               d H[k] h_n off G
+    refit      of the scales of a group, one for each output of a run: the minimum of a quadratic whose matrix is
+               H_O * (P^T H_gg P), elementwise, with the codes P [g, S] less their zero points
+
+So columns are walked as before, and inside a column outputs are decided one after another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.column_sweep import ColumnBlock, SweptBlock
+from compress.solvers.hessian_with_drift import add_damping
+
+# The share of H_O off its diagonal that is relied on: tokens of one text, and one draw of each, overstate it.
+RELIED = 0.8
+DAMP = 0.01
+# The share of a token's weight that goes by its gradients, and the most that one counts by these.
+BY_GRADIENT, MOST = 0.5, 20.0
+
+
+def relied_curvature(moments_NS: Tensor) -> Tensor:
+    """H_O [N, S] as far as moments of mean diagonal 1 (`OutputMoments`) are relied on; positive definite."""
+    curvature_NS, places = RELIED * moments_NS, OutputCurvature(moments_NS).places[:, None]
+    return curvature_NS.scatter_(1, places, moments_NS.gather(1, places) + DAMP)
+
+
+class Rule(Protocol):
+    """The part of `column_sweep.CodeRule` that decides one column."""
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor: ...
+    def codes_at(self, column: int) -> tuple[Tensor, ...]: ...
+    def chosen_at(self, column: int) -> tuple[Tensor, ...]: ...
+
+
+def token_weights(sizes: Sequence[Tensor]) -> Tensor:
+    """[M] how much each token counts, by |g|^2 of the layers that read it, of mean 1 each: half of it alike, half by
+    the mean of these, which is clipped."""
+    return (1 - BY_GRADIENT) + BY_GRADIENT * torch.stack(list(sizes)).mean(0).clamp(max=MOST)
+
+
+@dataclass(frozen=True)
+class OutputCurvature:
+    """H_O [N, S], the rows of each run below each other; positive definite."""
+
+    hessian_NS: Tensor
+
+    @property
+    def run(self) -> int:
+        return self.hessian_NS.shape[1]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[N] the place of each output in its run."""
+        return torch.arange(len(self.hessian_NS), device=self.hessian_NS.device) % self.run
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        return self.hessian_NS.gather(1, self.places[:, None])[:, 0]
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """[R, S, S], with ones on the diagonal beyond the last output."""
+        beyond = -len(self.hessian_NS) % self.run
+        squares = torch.nn.functional.pad(self.hessian_NS, (0, 0, 0, beyond)).view(-1, self.run, self.run).clone()
+        if beyond:
+            squares[-1].diagonal()[-beyond:] = 1.0
+        return squares
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(V [N, S], C [N])."""
+        upper = torch.linalg.cholesky(self.squares.flip(1, 2)).flip(1, 2)
+        root = upper.diagonal(dim1=1, dim2=2).clone()
+        unit = (upper / root[:, None, :]).reshape(-1, self.run)[: len(self.hessian_NS)]
+        return unit.contiguous(), root.square().reshape(-1)[: len(self.hessian_NS)].contiguous()
+
+    def in_runs(self, x_BN: Tensor) -> Tensor:
+        """[R, B, S], zeros beyond the last output."""
+        padded = torch.nn.functional.pad(x_BN, (0, -x_BN.shape[1] % self.run))
+        return padded.view(len(x_BN), -1, self.run).transpose(0, 1)
+
+    def times(self, x_BN: Tensor) -> Tensor:
+        """x H_O, [B, N]."""
+        return self.joined(self.in_runs(x_BN) @ self.squares, x_BN.shape[1])
+
+    def joined(self, x_RBS: Tensor, outputs: int) -> Tensor:
+        return x_RBS.transpose(0, 1).reshape(x_RBS.shape[1], -1)[:, :outputs].contiguous()
+
+    def of_runs(self, x_N: Tensor) -> Tensor:
+        """[N] the sum over each output's run."""
+        sums = self.in_runs(x_N[None]).sum(2, keepdim=True)
+        return self.joined(sums.expand(-1, 1, self.run), len(x_N))[0]
+
+    def scale_steps(self, own_gg: Tensor, steps_gN: Tensor, slope_N: Tensor) -> Tensor:
+        """[N] how far scales move to the joint minimum of the loss, the codes staying."""
+        steps = self.in_runs(steps_gN)
+        matrix = self.squares * (steps.transpose(1, 2) @ own_gg @ steps)
+        solved = torch.linalg.solve(add_damping_to_each(matrix), self.in_runs(slope_N[None]).transpose(1, 2))
+        return self.joined(solved.transpose(1, 2), len(slope_N))[0]
+
+
+def add_damping_to_each(matrix_RSS: Tensor) -> Tensor:
+    """Matrices that can be divided by: outputs whose codes are all 0 have none of their own."""
+    return torch.stack([add_damping(matrix, 1e-6) for matrix in matrix_RSS])
+
+
+def sweep_coupled(rule: Rule, block: SweptBlock, begin: int, end: int, outputs: OutputCurvature) -> None:
+    """`ColumnRule.run` of outputs that are coupled; what the compiled loops do, in torch."""
+    unit, share_N = outputs.factors
+    rows = torch.arange(len(share_N), device=share_N.device)
+    for j in range(begin, end):
+        column, target = block.first + j, block.target[j].clone()
+        aim, chosen = target.clone(), [x.clone() for x in rule.chosen_at(column)]
+        for place in range(outputs.run):
+            for mine, before in zip(rule.chosen_at(column), chosen, strict=True):
+                mine.copy_(before)
+            value = rule.decide(column, aim)
+            here = outputs.places == place
+            if bool(here.any()) and place + 1 < outputs.run:
+                left_R = (target - value)[here]
+                later = outputs.places > place
+                run_of = rows // outputs.run
+                aim[later] += left_R[run_of[later]] * unit[here][run_of[later], outputs.places[later]]
+        block.loss.add_(share_N * block.diagonal[j] * (aim - value) ** 2)
+        block.value[j] = value
+        block.change[j] = block.weight[j] - value
+        if j + 1 < end:
+            block.target[j + 1 : end].addr_(block.matrix[j, j + 1 : end], block.change[j])
+
+
+def descend_coupled(rule: Rule, block: ColumnBlock, outputs: OutputCurvature) -> None:
+    """`CodeRule.descend` of outputs that are coupled; what the compiled loops do, in torch."""
+    for j in range(len(block.target)):
+        old = block.value[j].clone()
+        change = torch.zeros_like(old)
+        for place in range(outputs.run):
+            slope = block.target[j] - block.diagonal[j] * outputs.times(change[None])[0]
+            wanted = old + slope / (block.diagonal[j] * outputs.diagonal)
+            held = [codes.clone() for codes in rule.codes_at(block.first + j)]
+            value = rule.decide(block.first + j, wanted)
+            moves = (outputs.places == place) & ((value - wanted).abs() < (old - wanted).abs())
+            for codes, before in zip(rule.codes_at(block.first + j), held, strict=True):
+                codes.copy_(torch.where(moves, codes, before))
+            change = torch.where(moves, value - old, change)
+            block.value[j] = torch.where(moves, value, block.value[j])
+        block.change[j] = change
+        joint = outputs.times(change[None])[0]
+        block.target[j + 1 :].addr_(block.matrix[j, j + 1 :], joint, alpha=-1)

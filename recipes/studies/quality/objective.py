@@ -1,0 +1,84 @@
+"""GPTQ that rounds for the error of each layer beside GPTQ that rounds for the loss: the KL of the same windows.
+
+    python recipes/studies/quality/objective.py MODEL --calibration TEXT --text TEXT --scheme w3a16 --group-size 32 \\
+        --json OUT.json
+
+Both are made in this process, in float32, from the same tokens and on the same grid, so that their checkpoints take the
+same bytes. Texts are files of text or of token ids. Rows already in the file are not computed again.
+"""
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.special import stdtrit
+
+import compress
+from compress.checkpoint.read.pretrained import load_dense, tokenizer_of
+from compress.checkpoint.read.source import find_source
+from compress.data.text import load_tokens
+from compress.engine.walk.held_out_kl import divergence_between
+from compress.recipes.studies.figures import asked, made_by, stored
+
+OBJECTIVES = ("layer", "loss")
+
+
+def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """The KL of each window, and the CPU seconds of the run."""
+    source = find_source(model)
+    original = load_dense(source).float().eval()
+    began = time.process_time()
+    result = compress.quantize(load_dense(source).float().eval(), compress.GPTQ(**options), calibration=calibration)
+    seconds = time.process_time() - began
+    assert result.model is not None
+    windows = [divergence_between(original, result.model.eval(), [{"input_ids": ids}]) for ids in text.split(1)]
+    return {**options, "cpu_seconds": round(seconds, 1), "kl_windows": windows, "notes": result.record.notes}
+
+
+def paired(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ratio of the mean KLs, and the mean difference by windows with its interval of Student's t, 95 %."""
+    layer, loss = (torch.tensor(row["kl_windows"], dtype=torch.float64) for row in rows)
+    change, count = loss - layer, len(layer)
+    beside = float(stdtrit(count - 1, 0.975)) * float(change.std()) / count**0.5
+    figures = {"kl": [float(layer.mean()), float(loss.mean())], "ratio": float(loss.mean() / layer.mean())}
+    figures |= {"change": float(change.mean()), "interval": beside, "lower": int((change < 0).sum()), "windows": count}
+    return {**figures, "cpu_ratio": rows[1]["cpu_seconds"] / rows[0]["cpu_seconds"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--length", type=int, help="tokens of a window of calibration text")
+    parser.add_argument("--text-length", type=int, help="tokens of a window of held-out text")
+    parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on  [default: 128]")
+    parser.add_argument("--text-samples", type=int, default=120, help="windows to evaluate on  [default: 120]")
+    parser.add_argument("--json", required=True, type=Path)
+    said = parser.parse_args()
+    source = find_source(said.model)
+    read = partial(load_tokens, tokenizer=partial(tokenizer_of, source), config=load_dense(source).config)
+    calibration = read(said.calibration, what="calibration", length=said.length, samples=said.samples).ids
+    text = read(said.text, what="held-out", length=said.text_length, samples=said.text_samples).ids
+    about = {"model": Path(said.model).name, "calibration": list(calibration.shape), "text": list(text.shape)}
+    rows = stored(said.json)
+    pair: list[dict[str, Any]] = []
+    for objective in OBJECTIVES:
+        options = {"scheme": said.scheme, "group_size": said.group_size, "objective": objective}
+        known = [row for row in rows if {**about, **options}.items() <= row.items()]
+        if not known:
+            known = [{**about, **measured(said.model, calibration, text, options), "command": asked(__file__)}]
+            rows += known
+            said.json.write_text(json.dumps({**made_by(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        pair += known
+    print(json.dumps({**about, "scheme": said.scheme, **paired(pair)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""GPTQ for the curvature of the loss: against dense float64 algebra on the Kronecker product of both curvatures."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.solvers.gptq import gptq
+from compress.solvers.hessian_with_drift import POLISH_DAMP
+from compress.solvers.output_feedback import OutputCurvature, relied_curvature, token_weights
+from compress.solvers.statistics.output_moments import OutputMoments, run_length
+from compress.weights.grid import Grid
+
+OUTPUTS, INPUTS, RUN, GROUP = 10, 12, 4, 6
+DAMP = 0.01
+GRID = Grid(bits=3, granularity="group", group_size=GROUP)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    """(A weight, H, H_O of runs of outputs: zeros between them)."""
+    x = normal(40, INPUTS, seed=1) @ normal(INPUTS, INPUTS, seed=2)
+    g = normal(60, OUTPUTS, seed=3) @ (torch.eye(OUTPUTS, dtype=torch.float64) + normal(OUTPUTS, OUTPUTS, seed=4) / 2)
+    runs = torch.arange(OUTPUTS) // RUN
+    return normal(OUTPUTS, INPUTS, seed=5), x.t() @ x / 40, g.t() @ g / 60 * (runs[:, None] == runs)
+
+
+def in_runs(outputs_NN: Tensor) -> Tensor:
+    rows = [torch.nn.functional.pad(rows, (0, RUN))[:, i : i + RUN] for i, rows in runs_of(outputs_NN)]
+    return torch.cat(rows)
+
+
+def runs_of(x: Tensor) -> list[tuple[int, Tensor]]:
+    return [(i, x[i : i + RUN]) for i in range(0, OUTPUTS, RUN)]
+
+
+def damped(hessian: Tensor, damp: float) -> Tensor:
+    return hessian + damp * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+
+
+def solved(problem: tuple[Tensor, Tensor, Tensor], **how: int) -> Tensor:
+    weight, hessian, outputs = problem
+    made = gptq(weight, hessian, grid=GRID, damp=DAMP, scale_dtype=torch.float64, outputs_NS=in_runs(outputs), **how)
+    return made.weight
+
+
+def nearest(value: float, scale: float) -> float:
+    code = min(max(round(value / scale), -4), 3)
+    return code * scale
+
+
+def loss(error: Tensor, hessian: Tensor, outputs: Tensor) -> float:
+    return float(torch.einsum("nm,mk,kl,nl->", outputs, error, hessian, error))
+
+
+def test_a_sweep_is_ldlq_on_the_kronecker_product(problem):
+    """Weights one after another, column by column, each making up for the errors of all before it."""
+    weight, hessian, outputs = problem
+    found = solved(problem)
+    scale = found.scale.repeat_interleave(GROUP, 1).t().flatten().tolist()
+    whole = torch.kron(damped(hessian, DAMP), outputs)
+    lower = torch.linalg.cholesky(whole.flip(0, 1)).flip(0, 1)
+    unit = lower / lower.diagonal()
+    w = weight.t().flatten()
+    error = torch.zeros_like(w)
+    for i in range(len(w)):
+        target = float(w[i] + error[:i] @ unit[:i, i])
+        error[i] = w[i] - nearest(target, scale[i])
+    expected = (w - error).view(INPUTS, OUTPUTS).t()
+    torch.testing.assert_close(found.dequantize(torch.float64), expected, rtol=0, atol=1e-9)
+
+
+def test_descent_takes_every_weight_to_its_own_optimum(problem):
+    weight, hessian, outputs = problem
+    swept, found = solved(problem), solved(problem, sweeps=2)
+    scale, values = swept.scale.repeat_interleave(GROUP, 1), swept.dequantize(torch.float64)
+    hessian = damped(hessian, POLISH_DAMP)
+    for _ in range(2):
+        for k in range(INPUTS):
+            for n in range(OUTPUTS):
+                gradient = float(outputs[n] @ (weight - values) @ hessian[k])
+                old = float(values[n, k])
+                wanted = old + gradient / float(hessian[k, k] * outputs[n, n])
+                new = nearest(wanted, float(scale[n, k]))
+                values[n, k] = new if abs(new - wanted) < abs(old - wanted) else old
+    torch.testing.assert_close(found.dequantize(torch.float64), values, rtol=0, atol=1e-9)
+
+
+def test_a_refit_finds_the_scales_of_a_group_together(problem):
+    weight, hessian, outputs = problem
+    swept, found = solved(problem), solved(problem, refit=1)
+    hessian = damped(hessian, POLISH_DAMP)
+    codes = (swept.dequantize(torch.float64).view(OUTPUTS, -1, GROUP) / swept.scale[..., None]).round()
+    scale = swept.scale.clone()
+    for group in range(scale.shape[1]):
+        for first, _ in runs_of(weight):
+            rows = range(first, min(first + RUN, OUTPUTS))
+            basis = []
+            for n in rows:
+                one = torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
+                one[n, group * GROUP : (group + 1) * GROUP] = codes[n, group]
+                basis.append(one)
+            error = weight - (codes * scale[..., None]).view(OUTPUTS, INPUTS)
+            pair = torch.einsum("anl,nm,bmk,kl->ab", torch.stack(basis), outputs, torch.stack(basis), hessian)
+            slope = torch.einsum("anl,nm,mk,kl->a", torch.stack(basis), outputs, error, hessian)
+            scale[list(rows), group] += torch.linalg.solve(damped(pair, 1e-6), slope)
+    torch.testing.assert_close(found.scale, scale, rtol=0, atol=1e-9)
+    refitted = found.dequantize(torch.float64)
+    assert loss(weight - refitted, hessian, outputs) < loss(weight - swept.dequantize(torch.float64), hessian, outputs)
+
+
+def test_compiled_loops_decide_as_torch_does(problem):
+    weight, hessian, outputs = problem
+    single = tuple(x.float() for x in problem)
+    how = {"grid": GRID, "refit": 2, "sweeps": 2, "outliers": 0.05, "scale_dtype": torch.float32}
+    exact = gptq(weight, hessian, outputs_NS=in_runs(outputs), **how)
+    found = gptq(*single[:2], outputs_NS=in_runs(single[2]), **how)
+    torch.testing.assert_close(found.weight.dequantize(), exact.weight.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+def test_moments_of_runs_are_shrunk_by_their_noise(monkeypatch):
+    monkeypatch.setattr("compress.solvers.statistics.output_moments.LONGEST", RUN)
+    assert run_length(OUTPUTS) == RUN
+    g = normal(30, OUTPUTS, seed=6).float()
+    first, second = (OutputMoments(OUTPUTS, torch.device("cpu")) for _ in range(2))
+    first.update(g[:7])
+    second.update(g[7:])
+    first.add(second)
+    moments = g.double().t() @ g.double() / 30
+    off, noise = 0.0, 0.0
+    for i, rows in runs_of(torch.arange(OUTPUTS)):
+        for n in rows.tolist():
+            for m in range(i, i + len(rows)):
+                if n != m:
+                    off += float(moments[n, m] ** 2)
+                    noise += float(((g[:, n] * g[:, m]).double() ** 2).mean() - moments[n, m] ** 2) / 29
+    share = min(1.0, noise / off)
+    expected = in_runs(moments * (1 - share) + torch.diag(moments.diagonal() * share)) / moments.diagonal().mean()
+    result = first.result().double()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert float(torch.linalg.eigvalsh(OutputCurvature(relied_curvature(result)).squares).min()) > 0
+
+
+def test_tokens_count_by_their_gradients_half_and_not_without_limit():
+    sizes = [torch.tensor([0.0, 1.0, 100.0]), torch.tensor([0.0, 3.0, 100.0])]
+    assert token_weights(sizes).tolist() == [0.5, 1.5, 10.5]
