@@ -532,6 +532,10 @@ OPTIONS: dict[str, Case] = {
     "rounds below 0": (lambda d: d.gptq(d.tokens, "--set", "refit=-1"), ("refit -1", "0 or more")),
     "damp 0": (lambda d: d.gptq(d.tokens, "--set", "damp=0"), ("damp 0.0", "above 0")),
     "drift above 1": (lambda d: d.gptq(d.tokens, "--set", "drift=2"), ("drift 2.0", "to 1")),
+    "unknown objective": (
+        lambda d: d.gptq(d.tokens, "--set", "objective=kl"),
+        ("objective 'kl'", "layer, loss"),
+    ),
     "unknown order": (lambda d: d.gptq(d.tokens, "--set", "act_order=up"), ("act_order 'up'", "none, static, group")),
     "more exact weights than pay": (
         lambda d: d.rtn(d.model, "--set", "outliers=0.5"),
