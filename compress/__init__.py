@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compress.evaluation.evaluate import evaluate
     from compress.evaluation.quality.classifiers import evaluate_classifier
     from compress.evaluation.quality.encoders import evaluate_encoder
+    from compress.evaluation.reporting import report
     from compress.inference.layers.adapters import lora
     from compress.inference.layers.linear import QuantLinear
     from compress.inference.load.loading import load
@@ -127,6 +128,7 @@ _HOMES = {
     "quantize": "compress.jobs.quantize",
     "quantize_for": "compress.jobs.quantize_for",
     "register": "compress.inference.load.quantizer",
+    "report": "compress.evaluation.reporting",
     "split_experts": "compress.model.split_experts",
     "split_layers": "compress.model.splitting.split_layers",
     "sweep": "compress.search.sweep",
@@ -195,6 +197,7 @@ __all__ = [
     "quantize",
     "quantize_for",
     "register",
+    "report",
     "split_experts",
     "split_layers",
     "sweep",
