@@ -154,8 +154,11 @@ class Component:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """Bytes on disk. bits_per_weight: measured, of compressed layers with all that they need; nominal: of codes alone.
-    peak_*_bytes: of the memory of a process that loads the model, and that runs it."""
+    """Bytes on disk; of a model in memory those that its tensors would take there, with packed weights.
+
+    bits_per_weight: measured, of compressed layers with all that they need; nominal: of codes alone. peak_*_bytes: of
+    the memory of a process that loads the model, and that runs it.
+    """
 
     bytes: int
     components: list[Component]

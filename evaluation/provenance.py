@@ -20,12 +20,13 @@ from compress.checkpoint.portable_names import command, portable
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.cost.size import size_result
+from compress.evaluation.cost.size_in_memory import size_in_memory
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu.processor import cpu_flags, cpu_name
 
 NO_REFERENCE = "no reference was given"
-IN_MEMORY = "the model was in memory, not in files"
+SHARDED = "the model was in memory, sharded"
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class MeasuredModel:
 
 
 def size_of(model: nn.Module | Source | None) -> SizeResult | None:
-    """Bytes on disk, from the headers of the files; None of a model in memory."""
-    if not isinstance(model, Source):
+    """Bytes on disk, from the headers of the files; of a model in memory those of its tensors, packed. None of a model
+    that is sharded."""
+    if model is None:
         return None
-    return size_result(model)
+    return size_result(model) if isinstance(model, Source) else size_in_memory(model)
 
 
 def name_model(model: nn.Module | Source, network: nn.Module, size: SizeResult | None) -> Named:
@@ -73,7 +75,7 @@ def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult 
 def missing_of(reference: bool, size: SizeResult | None) -> dict[str, str]:
     """{measurement: reason} for measurements that nothing was given for: the reference, the size on disk."""
     missing = {} if reference else {"reference": NO_REFERENCE}
-    return missing if size is not None else {**missing, "size": IN_MEMORY}
+    return missing if size is not None else {**missing, "size": SHARDED}
 
 
 def evaluation_of(ours: MeasuredModel, theirs: MeasuredModel | None, device: torch.device) -> Evaluation:

@@ -94,6 +94,15 @@ class Scheme:
             parts[levels.of_inputs] = Part((1,), (torch.float32,), role=Role.RANGES)
         return parts if self.outputs is None else {**parts, **fixed_parts("output", self.outputs)}
 
+    def tensors(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{name: (shape, dtype)} of the parts that every [N, K] layer has. dtype: of numbers, as the model stores
+        them."""
+        return {
+            name: (part.shape, dtype if dtype in part.dtypes else part.dtypes[0])
+            for name, part in self.parts(rows, columns).items()
+            if not part.optional
+        }
+
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Weight:
         """The weight of an [N, K] layer from its tensors. Raises CheckpointError as `check` does."""
         self.check(parts, rows, columns)

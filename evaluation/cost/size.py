@@ -23,6 +23,7 @@ from compress.checkpoint.write.coverage import percent
 from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.document import Component, SizeResult
 from compress.weights.roles import Role
+from compress.weights.scheme import Scheme
 from compress.weights.terms import named
 
 
@@ -179,11 +180,17 @@ ORDER = (*Role, TABLES, CACHE, OTHERS, HEADERS)
 
 def part_kinds(stored: StoredLayer) -> dict[str, str]:
     """{part: component} of a compressed layer's tensors, by the names that they have in the layer."""
-    found: dict[str, str] = {part: about.role or part for part, about in stored.scheme.parts(*stored.shape).items()}
-    for index, term in enumerate(stored.scheme.terms):
-        own = term.parts(*stored.shape).items()
-        found |= named(index, {part: f"{term.kind}: {part}" for part, about in own if about.role is None})
+    found = kinds_in(stored.scheme, stored.shape)
     return {part: found[part] for part in stored.parts}
+
+
+def kinds_in(scheme: Scheme, shape: tuple[int, int]) -> dict[str, str]:
+    """{part: component} of the tensors that a scheme stores a layer [N, K] in."""
+    found: dict[str, str] = {part: about.role or part for part, about in scheme.parts(*shape).items()}
+    for index, term in enumerate(scheme.terms):
+        own = term.parts(*shape).items()
+        found |= named(index, {part: f"{term.kind}: {part}" for part, about in own if about.role is None})
+    return found
 
 
 def tables_of(source: Source) -> set[str]:
@@ -192,6 +199,11 @@ def tables_of(source: Source) -> set[str]:
         model: Any = empty_model(source)
     except (InputError, CheckpointError):
         return set()
+    return tables_in(model)
+
+
+def tables_in(model: Any) -> set[str]:
+    """Names of the embeddings and of the output head of a model."""
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return names | {name for name, module in model.named_modules() if head is not None and module is head}
@@ -215,6 +227,11 @@ def components(source: Source) -> list[Component]:
             kind = kinds.get(tensor.name) or (Role.DENSE if len(tensor.shape) > 1 else OTHERS)
         sizes[kind] = sizes.get(kind, 0) + tensor.bytes
     sizes[HEADERS] = sum(path.stat().st_size for path in set(source.weights.values())) - sum(sizes.values())
+    return in_order(sizes)
+
+
+def in_order(sizes: Mapping[str, int]) -> list[Component]:
+    """Components in the order of a report."""
     rank = {kind: i for i, kind in enumerate(ORDER)}
     return [
         Component(str(kind), sizes[kind])
@@ -222,24 +239,22 @@ def components(source: Source) -> list[Component]:
     ]
 
 
-def nominal_bits(source: Source) -> float | None:
+def nominal_bits(layers: Sequence[tuple[Scheme, tuple[int, int]]]) -> float | None:
     """Bits of a code, over the weights of all compressed layers; None where a layer is not codes on a grid, or not of
     codes alone."""
-    layers = [stored for stored in stored_in(source).layers.values() if stored.shares is None]
     weights, bits = 0, 0.0
-    for stored in layers:
-        codes = stored.scheme.codes
-        if codes is None:
+    for scheme, (rows, columns) in layers:
+        if scheme.codes is None:
             return None
-        rows, columns = stored.shape
         weights += rows * columns
-        bits += rows * columns * codes.code_bits
+        bits += rows * columns * scheme.codes.code_bits
     return bits / weights if weights else None
 
 
 def size_result(source: Source) -> SizeResult:
     """The size of a checkpoint for an evaluation, without the memory that loading it takes."""
     size = measure_size(source)
+    own = [(stored.scheme, stored.shape) for stored in stored_in(source).layers.values() if stored.shares is None]
     return SizeResult(
         bytes=size.bytes,
         components=components(source),
@@ -247,6 +262,6 @@ def size_result(source: Source) -> SizeResult:
         compressed_parameters=size.compressed_weights,
         bits_per_weight=size.bits_per_weight,
         bits_per_parameter=size.bits_per_parameter,
-        nominal_bits_per_weight=nominal_bits(source),
+        nominal_bits_per_weight=nominal_bits(own),
         cache=size.cache,
     )

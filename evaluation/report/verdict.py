@@ -89,7 +89,7 @@ def _size(evaluation: Evaluation) -> list[str]:
             if evaluation.size.compressed_parameters
             else f"{evaluation.size.bits_per_parameter:.2f} bits per parameter"
         )
-        return [f"{wording.data(evaluation.size.bytes)} on disk, {bits}."]
+        return [f"{wording.data(evaluation.size.bytes)} of weights, {bits}."]
     if times == 1:
         return [f"As large as the original ({wording.data(evaluation.size.bytes)})."]
     if times < 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CheckpointError, CompressError, InputError
@@ -27,6 +28,7 @@ from compress.checkpoint.write.journal import PROGRESS, Files, Journal, edits_of
 from compress.checkpoint.write.record import Finished
 from compress.checkpoint.write.shards import write_tensors
 from compress.model.disk_names import DiskNames
+from compress.model.fake_quantized import remember_scheme
 from compress.model.layers import Layer, Table
 from compress.model.online_rotation import input_rotation
 from compress.model.open_block import Opened
@@ -312,7 +314,12 @@ class InMemory:
         return None
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Keep what was decided about a block, where that was asked for."""
+        """Keep what was decided about a block, where that was asked for. Its layers remember their schemes."""
+        for name, decided in finished.decided.items():
+            layer = layers[name]
+            coded = isinstance(decided, Decision) and not decided.dense and not isinstance(layer.parameter, DTensor)
+            if isinstance(decided, Decision) and coded and (layer.has_format or layer.index is not None):
+                remember_scheme(layer, scheme_in(layer, decided), opened.dtype_of(layer.parameter))
         if self.keep:
             self.blocks[block] = finished
 

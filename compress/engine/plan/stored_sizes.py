@@ -87,12 +87,7 @@ def _sparse24(term: Format) -> Format:
 def _tensors(layer: Layer, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The tensors of a layer, whose numbers have the dtype that the model stores. Modules that share an int8 table have
     copies of its scales (`checkpoint.write.writer`)."""
-    own = layer.parameter.dtype
-    parts = {
-        name: (part.shape, own if own in part.dtypes else part.dtypes[0])
-        for name, part in scheme.parts(*layer.shape).items()
-        if not part.optional
-    }
+    parts = scheme.tensors(*layer.shape, layer.parameter.dtype)
     tensors = {f"{layer.name}.{name}": part for name, part in parts.items()}
     if isinstance(layer, Table) and isinstance(scheme.codes, Int8Table):
         small = {name: part for name, part in parts.items() if name != "weight"}
