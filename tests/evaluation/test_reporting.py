@@ -2,7 +2,6 @@
 
 import html
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import evaluations
@@ -17,7 +16,7 @@ from compress.jobs.job import Result
 def test_a_page_names_evaluations_and_paths_and_is_the_same_in_a_notebook_and_in_a_file(tmp_path: Path) -> None:
     first, second, third = evaluations.sweep()[:3]
     kept = tmp_path / "third.json"
-    kept.write_text(json.dumps(asdict(third)), encoding="utf-8")
+    kept.write_text(json.dumps(third.to_dict()), encoding="utf-8")
     page = compress.report([first, second, kept])
     shown = page._repr_html_()
     assert "\n" not in shown
