@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
     from compress.passes.magnitude import Magnitude
+    from compress.passes.options.quantize import QuantizeWeights
     from compress.passes.protocol.base import Pass, but, only
     from compress.passes.protocol.recipe import load_recipe
+    from compress.passes.protocol.sites import Site
     from compress.passes.reconstruct import Reconstruct
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     from compress.search.fit import FitResult, fit
     from compress.search.sweep import sweep
     from compress.search.sweep_rows import Sweep
+    from compress.solvers.statistics.input_statistics import ChannelNorm
+    from compress.weights.decision import Decision
     from compress.weights.grid import Grid, Quantized, fake_quantize
 
 __version__ = VERSION
@@ -78,6 +82,8 @@ _HOMES = {
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
     "Cached": "compress.jobs.cache_logits",
+    "ChannelNorm": "compress.solvers.statistics.input_statistics",
+    "Decision": "compress.weights.decision",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.export.write",
@@ -92,9 +98,11 @@ _HOMES = {
     "Prepared": "compress.jobs.qat_loop",
     "QuantLinear": "compress.inference.layers.linear",
     "Quantized": "compress.weights.grid",
+    "QuantizeWeights": "compress.passes.options.quantize",
     "Reconstruct": "compress.passes.reconstruct",
     "Result": "compress.jobs.job",
     "Rotation": "compress.passes.whole_model.rotate",
+    "Site": "compress.passes.protocol.sites",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
@@ -143,8 +151,10 @@ __all__ = [
     "BatchNormFolds",
     "Binary",
     "Cached",
+    "ChannelNorm",
     "CheckpointError",
     "CompressError",
+    "Decision",
     "Embeddings",
     "Evaluation",
     "Exported",
@@ -159,10 +169,12 @@ __all__ = [
     "Pass",
     "Prepared",
     "QuantLinear",
+    "QuantizeWeights",
     "Quantized",
     "Reconstruct",
     "Result",
     "Rotation",
+    "Site",
     "SmoothQuant",
     "SpQR",
     "SparseGPT",

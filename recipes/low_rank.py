@@ -13,11 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.options.quantize import QuantizeWeights
-from compress.passes.protocol.sites import Site
-from compress.weights.decision import Decision
+from compress import Decision, QuantizeWeights, Site
 from compress.weights.formats.registry import FORMATS
-from compress.weights.grid import quantize
 from compress.weights.matrix import Weight
 from compress.weights.terms import FLOATS, Format, Part
 
@@ -57,4 +54,5 @@ class LowRankAndCodes(QuantizeWeights):
         u, s, v_transposed = torch.linalg.svd(weight_NK.float(), full_matrices=False)
         parts = {"left": (u * s)[:, : self.rank].to(dtype), "right": v_transposed[: self.rank].to(dtype)}
         product = Factors(rank=len(parts["right"])).read(parts, *weight_NK.shape)
-        return Weight((quantize(weight_NK - product.dequantize(weight_NK.dtype), self.weight_grid(), dtype), product))
+        rest_NK = weight_NK - product.dequantize(weight_NK.dtype)
+        return Weight((self.weight_grid().quantize(rest_NK, dtype), product))

@@ -270,6 +270,11 @@ class Grid:
             return self
         return replace(self, global_scale=global_scale_for(largest / steps_of_range(self)[1]))
 
+    def quantize(self, x_NK: Tensor, scale_dtype: torch.dtype | None = None) -> "Quantized":
+        """A matrix, rounded to the nearest points of the grid (`quantize` below). scale_dtype: of the stored scales; a
+        pass gives `site.scale_dtypes[layer]`."""
+        return quantize(x_NK, self, scale_dtype)
+
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which scales are held, where the model has this one."""
         return scale_dtype_of(self.scales, dtype)
