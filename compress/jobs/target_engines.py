@@ -27,6 +27,7 @@ from compress.weights.scheme import scheme_named
 
 HALF = "float16"  # of scales, an option of passes
 ANY = Limits()
+ON_LLAMA_CPP = ("ollama", "lm-studio", "lmstudio", "gguf")  # programs that run models by it, and its files
 SAMPLE = 4096  # inputs and outputs of a layer by which passes are asked what they store
 # Layers of which an engine makes one: the experts of a block; these, and layers that read one input.
 Merges = Literal["nothing", "experts", "inputs"]
@@ -148,7 +149,8 @@ ENGINES: Mapping[str, Engine] = {
 
 def engine_named(name: str) -> Engine:
     """The engine of a name. Raises InputError for an unknown one; the message names the likeliest."""
-    return ENGINES[one_of("engine", name, ENGINES)]
+    meant = repr("llama.cpp") if name.lower() in ON_LLAMA_CPP else None
+    return ENGINES[one_of("engine", name, ENGINES, meant)]
 
 
 def commands_to_run(name: str, output: str, architecture: str) -> list[str]:

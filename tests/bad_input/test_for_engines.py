@@ -22,6 +22,7 @@ from compress.search.fitting.request import FitRequest, fit_target
 # (words after `compress quantize MODEL`, what the line says)
 ASKED: dict[str, tuple[str, str]] = {
     "an engine that is none": ("--for lamacpp", "unknown engine 'lamacpp'; did you mean 'llama.cpp'?"),
+    "a program on an engine": ("--for ollama", "unknown engine 'ollama'; did you mean 'llama.cpp'?"),
     "rounded inputs": ("--for llama.cpp --scheme w8a8", "does not run w8a8; it runs w2a16,"),
     "float8": ("--for llama.cpp --scheme fp8", "give --scheme w4a16"),
     "inputs of 4 bits": ("--for vllm --scheme w4a4", "vllm does not run w4a4"),
