@@ -25,7 +25,13 @@ from compress.engine.walk.block import run_block
 from compress.engine.walk.capture import Passed, capture_stack
 from compress.engine.walk.curvature import curvature_of
 from compress.engine.walk.decide import decide as decide_site
-from compress.engine.walk.remarks import layer_record, remark_on_few_tokens, remark_on_less, remark_on_order
+from compress.engine.walk.remarks import (
+    layer_record,
+    remark_on_few_tokens,
+    remark_on_less,
+    remark_on_objective,
+    remark_on_order,
+)
 from compress.engine.walk.state import Run, Streams
 from compress.engine.walk.survey import survey
 from compress.model.calls import Call, without_cache
@@ -45,7 +51,7 @@ def run(this: Run) -> None:
     this.steps.begin()
     with without_cache(this.model):
         _walk(this if this.lessons is None else _train(this))
-    for about in (remark_on_zeros, remark_on_few_tokens, remark_on_less, remark_on_order):
+    for about in (remark_on_zeros, remark_on_few_tokens, remark_on_less, remark_on_objective, remark_on_order):
         remark = about(this.record.layers)
         if remark is not None:
             this.record.note(this.reporter, remark)

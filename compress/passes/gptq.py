@@ -167,7 +167,8 @@ class GPTQ(SecondOrder, QuantizeWeights):
         figures = super().figures(site, name, weight, target, problem)
         if self.objective == "layer":
             return figures
-        return {**figures, "objective": "loss" if name in coupled_layers(site) else "layer"}
+        why = "no gradient of its outputs" if name not in site.stats.get("curvature", ()) else "pruned"
+        return {**figures, "objective": "loss" if name in coupled_layers(site) else f"layer: {why}"}
 
 
 def coupled_layers(site: Site) -> list[str]:

@@ -1,10 +1,9 @@
 """The curvature of the KL to the original by what its layers return, before the first block.
 
 One forward and one backward over all micro-batches (`engine.walk.output_gradients`). What is kept, on the CPU, is a
-number for each token of a layer and the moments of its outputs: at most 4 KiB * S / 1024 an output, in runs of S.
+number for each token of a layer, and the moments of its outputs: at most 4 KiB an output, twice that meanwhile.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.engine.walk.capture import capture_stack, check_hidden_alone
-from compress.engine.walk.gradients import UNREACHED, MicroBatches
+from compress.engine.walk.gradients import MicroBatches
 from compress.engine.walk.output_gradients import OutputGradients
 from compress.engine.walk.state import Run
 from compress.model.calls import Arrival
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def curvature_of(run: Run) -> Mapping[str, LossCurvature]:
-    """The curvature of the layers whose pass asks for it; a note names those without. A collective."""
+    """The curvature of the layers whose pass asks for it, of those that a gradient reached. A collective."""
     asking = [p for p in run.plan.passes if p.asks_curvature]
     if not asking:
         return {}
@@ -33,18 +32,12 @@ def curvature_of(run: Run) -> Mapping[str, LossCurvature]:
     calls = capture_stack(run, stack)
     check_hidden_alone(calls)
     layers = [la for of_block in run.plan.layers.values() for la in of_block if any(p.wants(la.name) for p in asking)]
-    missed = {la.name: why for la in layers if (why := _why_not(la))}
-    seen = _Seen({la.name: OutputMoments(la.shape[0], CPU) for la in layers if la.name not in missed})
-    gradients = OutputGradients(run, stack, lambda la: la.name in seen.moments, seen.count, seen.finish)
-    gradients.through(MicroBatches(run.batches, calls))
-    curvature = seen.result(run)
-    missed |= dict.fromkeys(seen.moments.keys() - curvature.keys(), UNREACHED)
-    if missed:
-        reasons = ", ".join(f"{count} {why}" for why, count in Counter(missed.values()).most_common())
-        run.record.note(
-            run.reporter, f"{len(missed)} layers are rounded for what they return, not for the loss ({reasons})"
-        )
-    return curvature
+    called = [la for la in layers if la.is_called and la.geometry is None]  # others have no outputs of single tokens
+    seen = _Seen({la.name: OutputMoments(la.shape[0], CPU) for la in called})
+    gradients = OutputGradients(run, stack, called.__contains__, seen.count, seen.finish)
+    with run.spending.on("forward"):
+        gradients.through(MicroBatches(run.batches, calls))
+    return seen.result(run)
 
 
 def weighing(of_site: Mapping[str, LossCurvature], arrivals: Iterable[Arrival | None]) -> Iterator[Arrival | None]:
@@ -55,13 +48,6 @@ def weighing(of_site: Mapping[str, LossCurvature], arrivals: Iterable[Arrival | 
             yield arrival
         else:
             yield arrival.important(token_weights(sizes))
-
-
-def _why_not(layer: Layer) -> str | None:
-    """The reason why a layer has no gradients of its outputs; None where it may."""
-    if layer.geometry is not None:
-        return "a convolution"
-    return None if layer.is_called else "multiplied inside another module"
 
 
 @dataclass

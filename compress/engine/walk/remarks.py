@@ -65,6 +65,16 @@ def remark_on_less(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
+def remark_on_objective(layers: Sequence[LayerRecord]) -> str | None:
+    """A remark about layers that were to be rounded for the loss, and could not; None where none was."""
+    objectives = [str(layer.figures["objective"]) for layer in layers if "objective" in layer.figures]
+    reasons = Counter(each.removeprefix("layer: ") for each in objectives if each != "loss")
+    if not reasons:
+        return None
+    words = ", ".join(f"{count} {why}" for why, count in reasons.most_common())
+    return f"{reasons.total()} of {len(objectives)} layers are rounded for what they return, not for the loss ({words})"
+
+
 def remark_on_order(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about inputs that changed groups of a pattern, and those that could not; None where none was to."""
     moved = [layer.figures for layer in layers if "kept_permuted" in layer.figures]

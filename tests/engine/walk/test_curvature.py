@@ -103,12 +103,16 @@ def test_predictions_change_less_than_by_the_error_of_each_layer():
 def test_layers_without_gradients_of_their_outputs_are_named():
     result = compress.quantize(made("mixtral"), LOSS, calibration=mixed_tokens(8), experts=True)
     objectives = {layer.name: layer.figures["objective"] for layer in result.record.layers}
-    assert all(("experts" in name) == (how == "layer") for name, how in objectives.items())
-    count = sum(how == "layer" for how in objectives.values())
-    said = (
-        f"{count} layers are rounded for what they return, not for the loss ({count} multiplied inside another module)"
-    )
-    assert said in result.record.notes
+    assert all(("experts" in name) == (how != "loss") for name, how in objectives.items())
+    count = sum(how != "loss" for how in objectives.values())
+    said = f"{count} of {len(objectives)} layers are rounded for what they return, not for the loss"
+    assert f"{said} ({count} no gradient of its outputs)" in result.record.notes
+
+
+def test_pruned_layers_are_rounded_for_what_they_return():
+    passes = (compress.only(compress.Magnitude(sparsity=0.5), "*.down_proj"), LOSS)
+    result = compress.quantize(build("llama"), passes, calibration=tokens(8))
+    assert "2 of 14 layers are rounded for what they return, not for the loss (2 pruned)" in result.record.notes
 
 
 REFUSED = {
