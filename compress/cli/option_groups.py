@@ -42,7 +42,7 @@ plugin_option = click.option(
     multiple=True,
     expose_value=False,
     callback=remember,
-    help="Import this module first, for formats that MODEL is stored in, or passes of a recipe. Repeatable.",
+    help="Python module to import first, which adds formats or methods. Repeatable.",
 )
 json_option = click.option(
     "--json",
@@ -64,9 +64,9 @@ task_options = group(
         "tasks",
         multiple=True,
         metavar="FILE",
-        help="Questions: a .jsonl file like PIQA's, HellaSwag's or LAMBADA's, or lm-eval:NAME. Repeatable.",
+        help="A task: a .jsonl file in the format of PIQA, HellaSwag or LAMBADA, or lm-eval:NAME. Repeatable.",
     ),
-    click.option("--questions", type=int, help="Number of questions of each task: the first ones.  [default: all]"),
+    click.option("--questions", type=int, help="Use only the first N questions of each task.  [default: all]"),
 )
 length_option = click.option(
     "--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"
@@ -74,39 +74,43 @@ length_option = click.option(
 bos_option = click.option(
     "--bos",
     metavar="PLACE",
-    help="BOS before every row of text, before every window, or nowhere: row, window, none.  [default: row if the "
-    "tokenizer puts it before a text, or none]",
+    help="Where the BOS token goes: before each row of text (row), each window (window), or nowhere (none).  [default: "
+    "row if the tokenizer adds BOS, else none]",
 )
 batch_size_option = click.option(
     "--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."
 )
 extent_options = group(
-    click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
+    click.option(
+        "--samples", type=int, help="Number of calibration windows.  [default: 128; all rows of a token file]"
+    ),
     length_option,
     bos_option,
     batch_size_option,
 )
 training_option = click.option(
-    "--training", metavar="TEXT", help="Training data; all of it is used.  [default: the calibration data]"
+    "--training", metavar="TEXT", help="Training set; all of it is used.  [default: the calibration set]"
 )
 ignore_option = click.option(
     "--ignore",
     multiple=True,
     metavar="PATTERN",
-    help="Names of layers to leave alone, like '*.down_proj' or 're:.*down_proj'. Repeatable.",
+    help="Layers not to compress, like '*.down_proj' or 're:.*down_proj'. Repeatable.",
 )
 
 
 def calibration_option(required: bool = False) -> Decorator:
     """--calibration. required: the command has no use without it."""
-    needed = "" if required else " Needed by methods that calibrate."
-    return click.option("--calibration", required=required, metavar="TEXT", help=f"Calibration data.{needed}")
+    needed = "" if required else " Needed by methods that use it."
+    return click.option("--calibration", required=required, metavar="TEXT", help=f"Calibration set.{needed}")
 
 
 saving_options = group(
-    click.option("--allow-little", is_flag=True, help="Accept less than 5 % of bytes saved: exit code 0 instead of 1."),
+    click.option(
+        "--allow-little", is_flag=True, help="Exit with 0 even if less than 5 % of the bytes are saved (otherwise 1)."
+    ),
     click.option("--resume", is_flag=True, help="Continue a run that was stopped."),
-    overwrite_option("Replace an existing or unfinished output, and files that other options name."),
+    overwrite_option("Replace an existing or unfinished output, and the files of --json and the like."),
     click.option(
         "--verify/--no-verify",
         default=None,
@@ -126,39 +130,43 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 method_options = group(
     click.option(
         "--scheme",
-        help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: bits per weight and per "
-        "input. fp8, fp8-block: float8 weights and inputs. "
-        f"{', '.join(f'{name}a16' for name in LEVELS if name not in ALONE)}, and with inputs alike "
-        f"{', '.join(WITH_INPUTS)}: small floats in groups. iq4_nl: llama.cpp's levels.  [default: w4a16]",
+        help="Bits: w2a16 ... w8a16 quantize weights only; w2a2, w3a3, w4a4, w4a8, w8a8 also activations; fp8, "
+        "fp8-block: float8 for both. Small floats in groups: "
+        f"{', '.join(f'{name}a16' for name in LEVELS if name not in ALONE)} (weights), {', '.join(WITH_INPUTS)} (also "
+        "activations). iq4_nl: llama.cpp's 4-bit type.  [default: w4a16]",
     ),
-    click.option("--bits", type=int, help="Bits per weight with 16-bit inputs: --bits 3 means --scheme w3a16."),
+    click.option("--bits", type=int, help="Short for a scheme of weights only: --bits 3 is --scheme w3a16."),
     click.option(
         "--group-size",
         type=int,
-        help="Inputs that share a scale; -1: one scale per output channel.  [default: 128; if that does not divide the "
-        "inputs of every layer: 64, 32, a size for each layer, or -1; spqr: 16]",
+        help="Weights in a row that share a scale; -1: one scale per output channel.  [default: 128, or 64, 32 or a "
+        "size for each layer where 128 does not divide; spqr: 16]",
     ),
     click.option(
         "--grid",
-        help="Values that codes stand for: signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]",
+        help="Quantization grid: symmetric; narrow (symmetric, without the lowest value); asymmetric (with a zero "
+        "point); signed-scale (symmetric, the scale may be negative).  [default: signed-scale]",
     ),
-    click.option("--activations", help="Ranges of rounded inputs: dynamic (per token) or static.  [default: dynamic]"),
+    click.option(
+        "--activations",
+        help="Scales of quantized activations: dynamic (per token) or static (calibrated).  [default: dynamic]",
+    ),
     click.option(
         "--calibrator",
-        help="Choice of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]",
+        help="How static ranges are found: minmax, moving-average, percentile, mse or kl.  [default: minmax]",
     ),
 )
 added_options = group(
     click.option(
         "--kv-cache",
         metavar="TYPE[:PER]",
-        help="Store keys and values in fewer bits: int8, fp8, int4 or int3. int8 and fp8 have a scale per :token "
-        "(default), :head or :tensor; the last two are calibrated.",
+        help="Quantize the key-value cache: int8, fp8, int4 or int3. For int8 and fp8 with one scale per :token "
+        "(default), or a calibrated one per :head or :tensor.",
     ),
     click.option(
         "--embeddings",
         metavar="SCHEME",
         help="Also quantize the token embedding and the output head: w2a16 ... w8a16, one scale per token "
-        "(--for llama.cpp: per 32 numbers of it).",
+        "(--for llama.cpp: groups of 32).",
     ),
 )

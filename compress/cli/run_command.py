@@ -34,18 +34,18 @@ OF_CALIBRATION = ("samples", "length", "bos", "batch_size")
 store_option = click.option(
     "--store",
     metavar="FORM",
-    help="2:4: store 2:4 layers without their zeros; only compress.load reads them.  [default: with zeros]",
+    help="2:4: store layers pruned to 2:4 without their zeros, readable by compress.load only.  [default: with zeros]",
 )
 parts_options = group(
     click.option(
         "--one-block",
         is_flag=True,
-        help="Treat the model as one block, if its blocks are not called one after another.",
+        help="Treat the model as one block, if its blocks do not run one after another.",
     ),
     click.option(
         "--convolutions/--no-convolutions",
         default=None,
-        help="Also compress convolutions.  [default: only where no block holds linear layers]",
+        help="Also compress convolutions.  [default: only if no block has linear layers]",
     ),
 )
 run_options = group(
@@ -53,19 +53,19 @@ run_options = group(
     training_option,
     extent_options,
     ignore_option,
-    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
+    click.option("--output", required=True, metavar="OUT", help="Directory to write; it appears once complete."),
     store_option,
     saving_options,
     parts_options,
     click.option(
-        "--drop-zeros", is_flag=True, help="Let zeros of a pruned model become other values.  [default: they stay]"
+        "--drop-zeros", is_flag=True, help="Allow zeros of a pruned model to become nonzero.  [default: they stay zero]"
     ),
-    click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
+    click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun (FSDP2)."),
     click.option(
         "--spill",
         metavar="FOLDER",
-        help="Keep large tensors of the run in files of this folder: for a model whose blocks, statistics or "
-        "calibration data take more than the memory at hand.",
+        help="Keep large tensors in files in this folder, if blocks, statistics or calibration data do not fit in "
+        "memory.",
     ),
     working_options,
 )

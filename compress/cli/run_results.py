@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from compress.base.terminal import console, say, visible
+from compress.base.terminal import say, visible
 from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import stored_name
@@ -42,7 +42,7 @@ def show_result(result: Result, model: str, output: str, left: ForEngine | None,
     person named them. left: of a run for an engine."""
     assert result.output is not None
     checkpoint = output if result.output.name == Path(output).name else f"{output}.checkpoint"
-    console().print(headline(result.record, model, checkpoint), soft_wrap=True)
+    say(headline(result.record, model, checkpoint))
     source = find_source(str(result.output))
     lines = [*lines_of(result.record, model, str(result.output)), *dense_tables(result.record, source, engine)]
     show(*lines, verification_line(result.verification))

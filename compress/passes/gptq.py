@@ -86,20 +86,20 @@ class GPTQ(SecondOrder, QuantizeWeights):
     nearest_by_whole_range: ClassVar[bool] = True  # where codes are not solved for, `clip` has no say
 
     clip: bool = True
-    """Shrink each range to the one of least error, weighted by diag(H) (fp8: widen it)."""
+    """Search each group's range for the least error weighted by diag(H) (fp8: also wider ones)."""
 
     refit: int = 2
-    """0 or more: rounds in which scales are fitted to the codes once the sweep is over."""
+    """0 or more: rounds of refitting scales to the codes, after the columns are solved."""
 
     sweeps: int = 2
-    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
+    """0 or more: rounds of coordinate descent on single codes, after the columns are solved."""
 
     objective: Objective = "layer"
     """Least error of what a layer returns, or of the model's predictions as far as their curvature tells (loss)."""
 
     steps: int = STEPS
-    """0 or more: at most so many steps in which what an earlier pass has left of a weight makes up for its zeros before
-    it is rounded; 0: as it is rounded."""
+    """0 or more: steps in which the remaining weights of a pruned layer compensate for its zeros before rounding; 0:
+    while rounding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

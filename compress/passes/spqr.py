@@ -62,14 +62,14 @@ class SpQR(SecondOrder):
     writes: ClassVar[Aspect] = "quantized weight"
 
     scheme: str = "w3a16"
-    """w2a16 ... w8a16: bits of a code."""
+    """w2a16 ... w8a16: bits per weight."""
 
     group_size: int = 0
-    """0 or more: inputs that share a scale and a zero point. 0: the usual, 16, or where that does not divide all layers
-    the nearest size from 8 up that does; where none does, each layer has its own."""
+    """0 or more: weights in a row that share a scale and a zero point. 0: 16, or the nearest size from 8 up that
+    divides all layers; where none does, a size for each layer."""
 
     tile_rows: int = 16
-    """1 or more: rows whose scales share a range, and so their zero points."""
+    """1 or more: rows whose scales (and zero points) are quantized together."""
 
     scale_bits: int = 3
     """1 to 8: bits of a scale."""
@@ -78,26 +78,25 @@ class SpQR(SecondOrder):
     """1 to 8: bits of a zero point."""
 
     outliers: float = 0.01
-    """0 to 0.25: share of the weights that stay exact, those worth it most; 32 bits for each of them."""
+    """0 to 0.25: share of weights kept unquantized, the most sensitive ones (32 bits each)."""
 
     bits_per_weight: float = 0.0
-    """0 or a number: as many outliers as make each layer so large, all of its tensors counted; 0 leaves that to
-    `outliers`."""
+    """0 or a number: target size of each layer, met by the number of outliers; 0: use `outliers`."""
 
     threshold: float = 0.0
-    """0 or a number: outliers as the paper chooses them, by its tau (0.2 there); 0 leaves that to `outliers`."""
+    """0 or a number: choose outliers by the paper's threshold tau (0.2 there); 0: use `outliers`."""
 
     act_order: ActOrder = "group"
-    """Visit columns by falling diag(H) inside groups, and the groups by theirs (group)."""
+    """Order of columns. group: by decreasing diag(H) inside each group, then the groups."""
 
     search: bool = True
-    """Try the neighbours of each group's nearest scale and zero point."""
+    """Also try the neighbouring values of each quantized scale and zero point."""
 
     refit: int = 1
-    """0 or more: rounds in which scales and zero points move to their neighbours once the sweep is over."""
+    """0 or more: rounds of refitting scales and zero points, after the columns are solved."""
 
     sweeps: int = 2
-    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
+    """0 or more: rounds of coordinate descent on single codes, after the columns are solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

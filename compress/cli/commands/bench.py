@@ -30,8 +30,8 @@ def bench(model: str | None, json_file: str | None, quiet: bool, **options: Any)
     """Measure the speed of a model on this machine.
 
     \b
-    compress bench llama-3-8b         a random model of a known shape: prefill and decode, dense and compressed
-    compress bench OUT                a compressed checkpoint against its dequantized self
+    compress bench llama-3-8b    random weights of a known shape, dense and packed
+    compress bench OUT           a compressed checkpoint, against it dequantized
 
     Shapes: tiny, small, llama-3-8b, llama-3-70b. What a model computes is checked before it is timed.
     """

@@ -41,7 +41,8 @@ def cache_logits(
 
     \b
     compress cache-logits TEACHER --calibration TEXT --output said.safetensors
-    compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
+    compress distill TEACHER --student MODEL --train teacher=said.safetensors \\
+        --training TEXT --output out
 
     TEXT, --length and --bos must be those of the training.
     """

@@ -23,12 +23,14 @@ KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
 
 
 asked_options = group(
+    click.option("--speed", is_flag=True, help="Measure tokens per second (prompt and decoding) of both models."),
+    click.option("--memory", is_flag=True, help="Measure peak memory when loading and running, in a fresh process."),
     click.option(
-        "--speed", is_flag=True, help="Measure tokens per second of prompt processing and decoding, of both models."
+        "--continuations", is_flag=True, help="Let both models continue the beginnings of the text (in the report)."
     ),
-    click.option("--memory", is_flag=True, help="Measure peak memory of loading and running, in a fresh process."),
-    click.option("--continuations", is_flag=True, help="Show how both models continue the beginnings of the text."),
-    click.option("--prompts", metavar="FILE", help="Show how both models continue these prompts, one per line."),
+    click.option(
+        "--prompts", metavar="FILE", help="Let both models continue these prompts, one per line (in the report)."
+    ),
     click.option(
         "--keep/--no-keep",
         default=True,
@@ -87,44 +89,45 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     "texts",
     multiple=True,
     metavar="TEXT",
-    help="Held-out text, or token ids (evaluated row by row). Needed unless --task, --pairs or --labelled is given. "
-    "Repeatable.",
+    help="Held-out text, or token ids. Needed unless --task, --pairs or --labelled is given. Repeatable.",
 )
 @task_options
 @click.option(
-    "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
+    "--pairs", metavar="FILE", help="For an encoder, instead of --text: .jsonl with sentence1, sentence2, score."
 )
 @click.option(
     "--labelled",
     metavar="FILE",
-    help="For a classifier: .safetensors or .npz of `labels` and inputs by name (instead of --text).",
+    help="For a classifier, instead of --text: .safetensors or .npz with `labels` and the model's inputs.",
 )
-@click.option("--calibration", metavar="TEXT", help="Text of the calibration: also measured, with its gap to --text.")
+@click.option(
+    "--calibration", metavar="TEXT", help="The calibration text: measured too, to show overfitting (gap to --text)."
+)
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option(
     "--stride",
     type=int,
-    help="Tokens from the start of a window to the next; less than --length: they overlap.  [default: --length]",
+    help="Tokens from one window to the next; below --length, windows overlap.  [default: --length]",
 )
 @bos_option
 @click.option(
     "--dtype",
     type=click.Choice(["stored", "float32", "bfloat16", "float16"]),
-    help="Dtype of the arithmetic; stored: the one that each model is stored in.  [default: float32; a GPU: stored]",
+    help="Compute dtype; stored: that of the checkpoint.  [default: float32; on a GPU: stored]",
 )
-@click.option("--samples", type=int, help="Number of windows of each text, spread over it.  [default: all]")
+@click.option("--samples", type=int, help="Evaluate only N windows of each text, evenly spaced.  [default: all]")
 @click.option(
     "--noise-floor",
     is_flag=True,
-    help="Also measure the noise floor: the KL of the original computed in its own 16 bits.",
+    help="Also measure the noise floor: KL between the original in float32 and in its own 16 bits.",
 )
-@click.option("--no-cache", is_flag=True, help="Neither store nor reuse the predictions of the original.")
+@click.option("--no-cache", is_flag=True, help="Do not cache the predictions of the original.")
 @click.option(
     "--fail-if",
     "gates",
     multiple=True,
     metavar="CONDITION",
-    help="Exit with 3 if this is true, or was not measured: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
+    help="Exit with 3 if this holds, or was not measured: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
     "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
 )
 @reading_options
@@ -144,12 +147,10 @@ def evaluate(
     details: bool,
     **options: Any,
 ) -> None:
-    """Measure perplexity, KL divergence to the original, answers to questions, and true size.
+    """Measure perplexity, KL divergence to the original, accuracy on tasks, and size.
 
-    The text is cut into windows. Every token but a window's first is predicted; where windows overlap (--stride), every
-    token that no earlier window predicted. KL is KL(original || MODEL) in nats per token. Delta p is the probability of
-    the text's token, minus that of the original. Bytes are those of the weight files. ± is the standard error over
-    windows (in --json also over tokens).
+    Prints a verdict and a table; --details prints every figure. KL is KL(original || MODEL) in nats per token; ± is one
+    standard error over windows of the text; sizes are those of the weight files.
     """
     _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
     begin()

@@ -30,59 +30,56 @@ def recipe_file(context: click.Context, parameter: click.Parameter, value: str) 
 @click.option(
     "--size",
     metavar="SIZE",
-    help="Bytes of all weight files, at most: 85MB, 1.5GiB, or a number. Or 3.4bpw: --bits 3.4.",
+    help="Largest size of the weight files, like 85MB or 1.5GiB; or 3.4bpw, the same as --bits 3.4.",
 )
-@click.option(
-    "--bits", type=float, help="Bits per weight of the layers, at most, like 3.4. Embeddings stay as they are."
-)
-@click.option("--kl", type=float, help="KL to the original on held-out text, at most, in nats per token, like 0.05.")
-@click.option("--task-loss", metavar="SHARE", help="Rise of the loss on held-out text, at most, like 1%.")
+@click.option("--bits", type=float, help="Most bits per weight of the layers, like 3.4. Embeddings are not changed.")
+@click.option("--kl", type=float, help="Largest KL to the original on held-out text, in nats per token, like 0.05.")
+@click.option("--task-loss", metavar="SHARE", help="Largest rise of the loss on held-out text, like 1%.")
 @click.option(
     "--recipe-only",
     is_flag=True,
     is_eager=True,  # before --output, which is a file then
-    help="Choose by predicted KL and write the recipe to --output, a .yaml file, for compress quantize --recipe.",
+    help="Do not run the recipe: write it to --output, a .yaml file for `compress quantize --recipe`.",
 )
 @click.option("--for", "engine", metavar="ENGINE", help="vllm or transformers: only schemes that it runs.")
 @click.option(
     "--method",
     default="gptq",
     show_default=True,
-    help="gptq, or k-quants: types of llama.cpp alone, for compress export --to gguf.",
+    help="gptq, or k-quants (llama.cpp's types, for `compress export --to gguf`).",
 )
 @click.option(
     "--embeddings/--no-embeddings",
     default=True,
     show_default=True,
-    help="Without --for, let the token embedding be compressed, too. Only compress.load reads such a checkpoint.",
+    help="Allow compressing the token embedding; then only compress.load reads the result. Not with --for.",
 )
 @click.option(
     "--trellis/--no-trellis",
     default=True,
     show_default=True,
-    help="Without --for, let layers have trellis codes of 2 to 4 bits: they lose less than grids of as many bits, and "
-    "take longer to decode.",
+    help="Allow trellis quantization of 2 to 4 bits (QTIP): more accurate, but slower to decode. Not with --for.",
 )
 @click.option(
     "--rotate/--no-rotate",
     default=True,
     show_default=True,
-    help="Without --for, rotate the model first where this lowers the KL of 3 bits by a fifth. Some inputs are then "
-    "rotated whenever it runs, and only compress.load reads the checkpoint.",
+    help="Rotate the model first if this lowers the KL of 3 bits by a fifth; partly at inference, so that only "
+    "compress.load reads the result. Not with --for.",
 )
-@click.option("--hours", type=float, help="The most that the work may take.  [default: as long as it takes]")
+@click.option("--hours", type=float, help="Time limit.  [default: none]")
 @click.option(
     "--recover",
     metavar="TIME",
-    help="Train the recipe that was found on the calibration data for so long, like 30min, within --hours. The result "
-    "is taken where it is closer to the original on held-out text.",
+    help="Then train on the calibration set for this long, like 30min, within --hours. Kept only if closer to the "
+    "original on held-out text.",
 )
 @calibration_option(required=True)
 @click.option(
     "--text",
     metavar="TEXT",
-    help="Held-out text to measure on (32 windows).  [default: the last fifth of the calibration windows, which "
-    "calibration is then without]",
+    help="Held-out text to measure on (32 windows).  [default: the last fifth of the calibration windows, which are "
+    "then not used for calibration]",
 )
 @extent_options
 @ignore_option
@@ -103,8 +100,9 @@ def fit(model: str, output: str, json_file: str | None, quiet: bool, **options: 
     \b
     compress fit MODEL --size 85MB --calibration TEXT --output OUT
     compress fit MODEL --bits 3.4 --for vllm --calibration TEXT --output OUT
-    compress fit MODEL --size 3.5bpw --recipe-only --calibration TEXT --output mixed.yaml
-    compress fit MODEL --kl 0.05 --hours 0.5 --calibration TEXT --text TEXT --output OUT
+    compress fit MODEL --size 3.5bpw --recipe-only --calibration TEXT \\
+        --output mixed.yaml
+    compress fit MODEL --kl 0.05 --hours 0.5 --calibration TEXT --output OUT
 
     Says first how long it will take. The same command goes on where it was stopped. A target that is missed is an exit
     code of 1, and OUT is the nearest to it.

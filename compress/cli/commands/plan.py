@@ -31,11 +31,11 @@ from compress.cli.run_command import parts_options, store_option
 @added_options
 @extent_options
 @ignore_option
-@click.option("--output", metavar="OUT", help="Where the result is to be: free disk is looked up there.")
+@click.option("--output", metavar="OUT", help="Where the output will be written: its free disk space is checked.")
 @click.option(
     "--device-memory",
     metavar="BYTES",
-    help="What a device has, like 12GB: say whether the run and its result fit. [default: what is free here]",
+    help="Memory of the device, like 12GB: tells whether quantizing and running fit. [default: what is free here]",
 )
 @store_option
 @parts_options
@@ -57,9 +57,9 @@ def plan(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Show what `compress quantize` will do with MODEL: each layer's scheme, what stays dense and why, bytes, memory,
-    engines and kernels. No weight is read, nothing is written. MODEL may also be a config.json alone, or the name of a
-    well-known model, and --device a GPU that is not here.
+    """Show what `compress quantize` will do with MODEL: schemes, sizes, memory, time, engines. Reads no weights and
+    writes nothing. MODEL may also be a config.json, or the name of a well-known model, and --device a GPU that this
+    machine does not have.
 
     \b
     compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GB

@@ -38,25 +38,21 @@ class MaskMethod(click.Option):
     cls=MaskMethod,
 )
 @click.option("--pattern", metavar="N:M", help="Keep N of every M inputs in a row, like 2:4.")
-@click.option(
-    "--sparsity", type=float, help="Share of weights that becomes zero, instead of a pattern.  [default: 0.5]"
-)
+@click.option("--sparsity", type=float, help="Share of weights set to zero, instead of a pattern.  [default: 0.5]")
 @click.option(
     "--structure",
     metavar="PARTS",
-    help="Remove parts, instead of making zeros: heads, channels, hidden (width) or layers, and how much of each, like "
-    "heads:0.25,channels:0.25,layers:1 (the default amounts).",
+    help="Remove whole parts instead: heads, channels, hidden (width), layers or experts, and how much of each, like "
+    "heads:0.25,channels:0.25,layers:1 (the defaults).",
 )
 @click.option(
     "--per",
-    help="What --sparsity is a share of: each row (one output), each layer, or the model (not with sparsegpt).  "
-    "[default: row]",
+    help="Scope of --sparsity: row (each output), layer, or model (not for sparsegpt).  [default: row]",
 )
 @click.option(
     "--allocate",
-    help="Shares of layers, for wanda and sparsegpt: uniform (all the same), owl (by outliers) or layer-loss (by each "
-    "layer's loss and the KL that pruning it alone makes: half as many forwards on 4096 tokens as layers).  "
-    "[default: uniform]",
+    help="Sparsity per layer, for wanda and sparsegpt: uniform, owl (by outliers) or layer-loss (by the KL that "
+    "pruning the layer causes; slow for many layers).  [default: uniform]",
 )
 @setting_option
 @run_options
@@ -67,11 +63,11 @@ def prune(
     """Make weights of MODEL zero, or remove parts of it, and write a plain transformers checkpoint.
 
     \b
-    compress prune demo --method sparsegpt --pattern 2:4 --calibration demo --output out
-    compress prune MODEL --method wanda --sparsity 0.5 --calibration TEXT --output out
-    compress prune MODEL --method taylor --per model --sparsity 0.5 --calibration TEXT --output out
-    compress prune demo --structure channels:0.25,layers --calibration demo --output out
-    compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out    # 2:4, then 4 bits
+    compress prune demo --pattern 2:4 --calibration demo --output out
+    compress prune MODEL --method wanda --calibration TEXT --output out
+    compress prune MODEL --method taylor --per model --calibration TEXT ...
+    compress prune demo --structure layers --calibration demo --output out
+    compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out
     """
     check_processes(fsdp, options["device"])
     chosen = {key: value for key in OF_A_MASK if (value := options.pop(key)) is not None}

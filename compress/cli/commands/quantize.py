@@ -21,30 +21,33 @@ FAST = {"clip": False, "refit": 0, "sweeps": 0}
 
 
 recipe_options = group(
-    click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`."),
+    click.option("--method", default="gptq", show_default=True, help="The method: see `compress methods`."),
     click.option(
         "--effort",
-        help="For gptq: fast (its sweep alone: clip=false, refit=0, sweeps=0), default, or best (adds the pass "
-        "`reconstruct`).  [default: default]",
+        help="For gptq. fast: without the searches for ranges and scales (clip=false, refit=0, sweeps=0); default: "
+        "with them; best: then block-wise reconstruction (`compress methods reconstruct`), 4 to 7 times as long.  "
+        "[default: default]",
     ),
     click.option(
         "--recipe",
         metavar="FILE",
-        help="A YAML file of passes, or a name from `compress recipes`. Replaces --method and its options; only "
-        "--group-size may be combined with it.",
+        help="A YAML file of methods, run in turn, or a name from `compress recipes`. It replaces --method and its "
+        "options, except --group-size.",
     ),
     click.option(
         "--rotate/--no-rotate",
         default=None,
-        help="Rotate the hidden state and the values of heads first, which spreads outliers: the pass `rotate`, with "
-        "its defaults. For trellis codes, the inputs of layers as the model runs.  [default: for trellis codes alone]",
+        help="Multiply by orthogonal (Hadamard) matrices first, which spreads outliers: `compress methods rotate`. "
+        "They are merged into the weights; for --method trellis, applied to layer inputs at inference.  [default: only "
+        "for trellis]",
     ),
     click.option(
         "--for",
         "engine",
         metavar="ENGINE",
-        help="llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel: choose what it runs, and leave what it opens "
-        "in OUT. Where that is no checkpoint, the run's own is OUT.checkpoint.",
+        help="The engine that will run it: llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel. Picks a scheme "
+        "that it runs and writes the files that it opens to OUT; if these are another format, the checkpoint is kept "
+        "in OUT.checkpoint.",
     ),
     plugin_option,
 )
@@ -56,8 +59,8 @@ recipe_options = group(
 @click.option(
     "--recover",
     metavar="TIME",
-    help="Train what was decided on the calibration data for so long, like 30min: the pass `train`. It keeps the best "
-    "by held-out loss, the start included.",
+    help="After quantizing, train on the calibration data for this long, like 30min (`compress methods train`). The "
+    "result is kept only if it is better on held-out samples.",
 )
 @method_options
 @setting_option
@@ -81,11 +84,11 @@ def quantize(
     """Quantize MODEL and write a checkpoint in the compressed-tensors layout.
 
     \b
-    compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out
-    compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
+    compress quantize demo --scheme w3a16 --calibration demo --output out
+    compress quantize MODEL --method rtn --scheme w8a16 --output out
     compress quantize MODEL --recipe w4a16-gptq --calibration TEXT --output out
     compress quantize MODEL --for llama.cpp --calibration TEXT --output out
-    torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
+    torchrun --nproc-per-node 2 -m compress quantize MODEL --fsdp ...
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)

@@ -55,8 +55,9 @@ def sweep(
     """Quantize MODEL by each RECIPE (a YAML file, or a name from `compress recipes`), and compare each with MODEL.
 
     \b
-    compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
-    compress sweep MODEL RECIPE... --calibration TEXT --text TEXT --task piqa.jsonl --speed --output DIR
+    compress sweep MODEL RECIPE... --calibration TEXT --text TEXT --output DIR
+    compress sweep MODEL RECIPE... --calibration TEXT --text TEXT --output DIR \\
+        --task piqa.jsonl --speed
 
     The same command continues a sweep that was stopped. What is done for the same model, recipe and texts is not done
     again. A new task, or --speed, is measured on the checkpoints that are there. The original is measured once. If a

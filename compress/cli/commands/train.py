@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 OF_TRAINING = ("steps", "rows", "learning_rate", "task")
 training_options = group(
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
-    click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
+    click.option("--rows", type=int, help="Batch size: samples per step, over all processes.  [default: 16]"),
     click.option(
         "--learning-rate",
         type=float,
-        help="Highest learning rate of weights.  [default: chosen by a range test of 31 steps]",
+        help="Peak learning rate of weights.  [default: found by a range test of 31 steps]",
     ),
     click.option(
-        "--task", type=float, help="Weight of the loss on the text's next token; the teacher's has 1.  [default: 0]"
+        "--task", type=float, help="Weight of the next-token loss; the distillation loss has weight 1.  [default: 0]"
     ),
     click.option(
         "--train",
@@ -44,18 +44,18 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
     return make_pass("train", split_settings(settings, {**chosen, **fixed}))
 
 
-@click.command(short_help="Quantize a model, then train it with its rounding (QAT).")
+@click.command(short_help="Quantization-aware training (QAT).")
 @click.argument("model")
 @click.option(
     "--method",
     default="gptq",
     show_default=True,
-    help="The pass that quantizes before training: see `compress methods`.",
+    help="The method that quantizes before training: see `compress methods`.",
 )
 @method_options
 @click.option(
     "--teacher",
-    help="Model to learn from: original, none, a directory, or cached logits (FILE.safetensors).  [default: original]",
+    help="Teacher: original, none, a model, or cached logits (FILE.safetensors).  [default: original]",
 )
 @added_options
 @training_options
@@ -73,12 +73,12 @@ def qat(
     fsdp: bool,
     **options: Any,
 ) -> None:
-    """Quantize MODEL, train it with its rounding, and write a checkpoint with the codes of training.
+    """Quantization-aware training: quantize MODEL, train it with quantized weights, and write the result.
 
     \b
-    compress qat demo --scheme w2a16 --group-size 32 --calibration demo --steps 200 --output out
-    compress qat MODEL --scheme w4a8 --calibration TEXT --training TEXT --learning-rate 1e-5 --output out
-    torchrun --nproc-per-node 8 -m compress qat MODEL --training TEXT --calibration TEXT --output out --fsdp
+    compress qat demo --scheme w2a16 --calibration demo --output out
+    compress qat MODEL --scheme w4a8 --calibration TEXT --output out
+    torchrun --nproc-per-node 8 -m compress qat MODEL --fsdp ...
     """
     check_processes(fsdp, options["device"])
     taught: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
@@ -95,15 +95,13 @@ def qat(
 
 @click.command(short_help="Train a smaller model to predict what a teacher predicts.")
 @click.argument("teacher")
-@click.option("--student", metavar="MODEL", help="The model that learns.  [default: a part of the teacher]")
-@click.option(
-    "--student-layers", type=int, metavar="N", help="Number of the teacher's blocks to keep: those that matter most."
-)
+@click.option("--student", metavar="MODEL", help="The student, another model.  [default: a part of the teacher]")
+@click.option("--student-layers", type=int, metavar="N", help="Keep N blocks of the teacher: the most important ones.")
 @click.option(
     "--student-hidden",
     type=int,
     metavar="N",
-    help="Width of the student's hidden state; also with --student-layers.",
+    help="Hidden size of the student; may be combined with --student-layers.",
 )
 @click.option("--structure", metavar="PARTS", help="Parts of the teacher to remove: see `compress prune --structure`.")
 @training_options
@@ -123,11 +121,13 @@ def distill(
 
     \b
     compress distill demo --student-layers 2 --calibration demo --output out
-    compress distill TEACHER --student-layers 6 --student-hidden 384 --calibration TEXT --output out
-    compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
-    compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
-    compress distill ENCODER --structure layers:3 --calibration TEXT --train logits=0 --train features=1 --output out
-    compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
+    compress distill TEACHER --student-hidden 384 --calibration TEXT --output out
+    compress distill TEACHER --student MODEL --training TEXT --output out
+    compress distill TEACHER --structure channels --calibration TEXT --output out
+    compress distill ENCODER --structure layers:3 --train logits=0 \\
+        --train features=1 --calibration TEXT --output out
+    compress distill TEACHER --student MODEL --train teacher=said.safetensors \\
+        --training TEXT --output out
     """
     check_processes(fsdp, options["device"])
     trusted = options["trust_remote_code"]

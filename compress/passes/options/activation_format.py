@@ -24,23 +24,21 @@ class ActivationFormat(WeightFormat):
     """A pass that may round the inputs and outputs of its layers, to 2 to 8 bits, as the scheme says."""
 
     activations: Activations = "dynamic"
-    """Ranges of rounded inputs. dynamic: one of each token (in a convolution: of each sample); static: fixed by
-    calibration."""
+    """Scales of quantized activations. dynamic: per token (convolutions: per sample); static: calibrated."""
 
     activation_grid: ActivationGrid = "symmetric"
-    """Grid of static inputs and outputs, and of dynamic inputs below 8 bits. unsigned: for inputs that are never
-    negative (after a ReLU), static; outputs then have the asymmetric grid."""
+    """Grid of static activations, and of dynamic ones below 8 bits. unsigned: for static inputs that are never negative
+    (after a ReLU); outputs are then asymmetric."""
 
     input_range: InputRange = "minmax"
-    """Range of dynamic inputs below 8 bits. minmax: all of a token; mse: the part of it with the least squared error,
-    searched for every token as the model runs."""
+    """Range of dynamic inputs below 8 bits. minmax: the whole range of a token; mse: the range of least squared error,
+    searched for each token at inference."""
 
     outputs: Outputs = "none"
-    """Rounding of a layer's output, bias included, to 8 bits, by a fixed range per tensor."""
+    """Quantize a layer's output (bias included) to 8 bits, with one calibrated scale."""
 
     per_channel_inputs: bool = False
-    """A fixed range for each input channel. For research: no format and no kernel holds it, the model stays in
-    memory."""
+    """A calibrated scale for each input channel. For research: no file format or kernel supports it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

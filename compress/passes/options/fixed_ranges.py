@@ -17,13 +17,13 @@ class FixedRanges(Pass):
     """A pass that may fix ranges by calibration (`compress.solvers.statistics.calibrators`)."""
 
     calibrator: str = "minmax"
-    """minmax, moving-average, percentile, mse, kl: how a fixed range is chosen."""
+    """minmax, moving-average, percentile, mse, kl: how static ranges are found."""
 
     percentile: float = PERCENTILE
-    """above 50, up to 100: percent of the values that the range of calibrator=percentile holds."""
+    """above 50, up to 100: percent of values inside the range, for calibrator=percentile."""
 
     histograms: bool = False
-    """Keep a histogram of what each fixed range was chosen from, for `compress inspect OUT --calibration`."""
+    """Keep a histogram of the calibrated values, for `compress inspect OUT --calibration`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

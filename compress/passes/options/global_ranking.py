@@ -25,8 +25,8 @@ class Ranked(Prune):
     rankings: ClassVar[tuple[str, ...]] = get_args(PerModel)
 
     per: PerModel = "row"  # type: ignore[assignment]
-    """Competitors of a weight that no pattern binds: the weights of its own output, of the whole layer, or of all
-    layers of the model, whose scores are ranked beforehand, in a walk over the original model."""
+    """Scope of `sparsity`: each row (one output), the whole layer, or the whole model, whose scores are ranked first in
+    a pass over the original."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,24 +37,23 @@ class Prune(Pass):
     rankings: ClassVar[tuple[str, ...]] = get_args(Per)
 
     pattern: str = ""
-    """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
+    """N:M, like 2:4, or nothing: keep N of every M weights in a row; without it, `sparsity` decides."""
 
     sparsity: float | None = None
-    """above 0, below 1: share of weights that become zero; none: what `pattern` says, or half."""
+    """above 0, below 1: share of weights set to zero; none: as `pattern` says, or half."""
 
     permute: int = 0
-    """0 or more: rounds in which input channels change groups of N:M, to keep more of their scores, wherever the rows
-    that make them can change places with them; 0: they stay in their order."""
+    """0 or more: rounds of permuting input channels, so that an N:M pattern keeps larger scores, where the layer before
+    can be permuted too; 0: no permutation."""
 
     per: Per = "row"
-    """Competitors of a weight that no pattern binds: the weights of its own output, or of the whole layer."""
+    """Scope of `sparsity`: each row (one output), or the whole layer."""
 
     sparsities: tuple[tuple[str, float], ...] = ()
-    """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
+    """[layer, share] pairs: the sparsity of single layers, by full name, instead of `sparsity`."""
 
     store: str = ""
-    """2:4 or nothing: whether a checkpoint holds these layers, pruned to 2:4, without their zeros, for `compress.load`
-    alone; by default zeros are stored as other numbers are."""
+    """2:4 or nothing: store layers pruned to 2:4 without their zeros, readable by `compress.load` only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -60,19 +60,20 @@ class SecondOrder(Pass):
     called: ClassVar[Mapping[Solution, str]] = {solution: solution for solution in SOLUTIONS}
 
     damp: float = 0.01
-    """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
+    """above 0, up to 1: damping, as a share of the mean diagonal of H; raised where needed."""
 
     drift: float = 1.0
-    """0 to 1: how much of the change of a layer's input is made up for, of what `shrink` leaves; 0 is the paper."""
+    """0 to 1: how much to correct for the change of a layer's input by earlier quantized layers; 0: as in the paper."""
 
     act_order: ActOrder = "none"
-    """Visit columns by falling diag(H): with scales fixed beforehand (static), or inside groups and the groups."""
+    """Order of columns. none: as they are; static: by decreasing diag(H), scales fixed first; group: the same inside
+    each group, then the groups."""
 
     shrink: bool = True
-    """Rely on statistics only as far as the calibration tokens carry."""
+    """Regularize the statistics where there are few calibration tokens."""
 
     statistics: Precision = "float32"
-    """The dtype in which H is summed, and codes are solved."""
+    """Dtype in which H is summed and codes are solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

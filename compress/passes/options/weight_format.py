@@ -37,36 +37,35 @@ class WeightFormat(Pass):
     in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
 
     scheme: str = "w4a16"
-    """SCHEMES: bits per weight, then bits per input; a16 leaves inputs as they are. fp8: float8 (e4m3) for both.
-    fp8-block (rtn alone): also float8, with a scale per 128 x 128 weights and per 128 inputs of a token. The names that
-    follow have groups of their own: mx floats 32 with powers of two as scales, nvfp4 16 with float8 scales, nf4 64.
-    iq4_nl: 16 levels of llama.cpp, in groups of 32, inputs as they are."""
+    """SCHEMES: bits per weight, then per activation; a16: activations are not quantized. fp8: float8 (e4m3) for both;
+    fp8-block (rtn only): with a scale per 128 x 128 weights and per 128 inputs of a token. The others have a group size
+    of their own: 32 for mx floats (scales are powers of two), 16 for nvfp4 (float8 scales), 64 for nf4, 32 for
+    llama.cpp's iq4_nl (weights only)."""
 
     group_size: int = 0
-    """-1, 0 or a size: inputs that share a scale. -1: all of an output channel. 0: 128; if that does not divide the
-    inputs of every layer, 64 or 32; if none does, each layer has one of these, or -1."""
+    """-1, 0 or a size: weights in a row that share a scale. -1: all of an output channel. 0: 128, or 64 or 32 where 128
+    does not divide all layers; where none does, a size for each layer."""
 
     group_up_to: int = 128
-    """128, 64 or 32: the usual size, where group_size leaves it open."""
+    """128, 64 or 32: the largest group size that group_size 0 picks."""
 
     grid: GridName = "signed-scale"
-    """Meaning of codes. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
-    asymmetric: has a zero point."""
+    """Quantization grid. symmetric: as compressed-tensors rounds; narrow: without the lowest value; signed-scale:
+    symmetric, the scale may be negative; asymmetric: with a zero point."""
 
     per_tensor: bool = False
     """One scale for the whole matrix."""
 
     clip: bool = False
-    """Shrink each range to the one of least error (fp8: widen it)."""
+    """Search each group's range for the least squared error (fp8: also wider ones)."""
 
     scale_rule: ScaleRule = "clip"
-    """Choice of the scales of small floats. clip: as the option clip says, searched over all that can be best, or else
-    as compressed-tensors chooses them; floor, ceil (mx floats): from the largest weight of a group, by the rule of OCP
-    or so that none is clipped; 4/6 (nvfp4): the better of two, so that this weight becomes level 6 or 4."""
+    """Scales of small floats. clip: searched, or with clip=false as compressed-tensors chooses them; floor, ceil (mx
+    floats): from the largest weight of a group, by the OCP rule or so that none is clipped; 4/6 (nvfp4): the better of
+    mapping that weight to 6 or to 4."""
 
     scales: StoredNumbers = "stored"
-    """Numbers that scales can be. stored: all that the model's dtype has; float16: those that float16 has, too, as GGUF
-    and GPTQ's layout store them."""
+    """Dtype of scales. stored: that of the model; float16: values that float16 holds too, for GGUF and GPTQ files."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
