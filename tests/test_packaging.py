@@ -232,6 +232,26 @@ def test_what_is_declared_is_imported() -> None:
     assert {{"pyyaml": "yaml", "pillow": "PIL"}.get(name, name) for name in declared} <= imported
 
 
+def test_documents_that_install_a_wheel_name_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    for path in (ROOT / "docs" / "start.md", *(ROOT / "docs" / "docker").iterdir()):
+        wheels = set(re.findall(r"compress_models-\S+\.whl", path.read_text(encoding="utf-8")))
+        assert wheels == {f"compress_models-{version}-py3-none-any.whl"}, path
+
+
+def test_make_demo_installs_no_tools_of_developers(tmp_path: Path) -> None:
+    """Where the environment of the tests is, it takes that one, as CI does."""
+
+    def said() -> str:
+        words = ["make", "--dry-run", "--no-print-directory", "--directory", ROOT, "demo", f"VENV={tmp_path}"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    assert "pip install" in said()
+    assert "[dev]" not in said()
+    (tmp_path / ".installed").touch()
+    assert said() == f"{tmp_path}/bin/compress demo\n"
+
+
 def test_the_lowest_versions_that_are_declared_are_those_that_are_tried() -> None:
     """`make test-oldest` installs constraints-oldest.txt: at least one line for each range, equal to its lower end."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

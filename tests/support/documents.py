@@ -15,6 +15,7 @@ DOCUMENTS = (
     *(
         "README.md",
         "CONTRIBUTING.md",
+        "SKILL.md",
         "docs/start.md",
         "docs/ci.md",
         "docs/ci/github.yml",
