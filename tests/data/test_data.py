@@ -39,6 +39,12 @@ def never() -> object:
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["a.raw", "a.md", "a"])
+def test_plain_text_may_have_these_endings_or_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(STORIES[0], encoding="utf-8")
+    assert read_documents(str(tmp_path / name), "calibration").text() == STORIES[0]
+
+
 def test_txt_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(STORIES[1], encoding="utf-8")
