@@ -30,7 +30,8 @@ from compress.checkpoint.files import write_json, write_whole
 from compress.checkpoint.ownership import check_replaceable, marked_text
 from compress.checkpoint.write.directory import Directory, claim
 from compress.evaluation.document import Evaluation, flat
-from compress.evaluation.json_document import as_document
+from compress.evaluation.json_document import as_document, summarize
+from compress.evaluation.quality.gates import GateResult
 from compress.evaluation.report.runs import EVALUATION, open_runs
 from compress.jobs.request import Request
 from compress.passes.protocol.recipe import describe
@@ -39,7 +40,7 @@ from compress.search.budget import write_recipe
 from compress.search.fitting.choose import FitChoice
 from compress.search.fitting.duration import Deadline, within_time
 from compress.search.fitting.measure import Measured, measure
-from compress.search.fitting.prove import FitProof, markdown_of, prove
+from compress.search.fitting.prove import FitProof, markdown_of, paragraph_of, prove
 from compress.search.fitting.recipe_space import Wishes, check_reach, recipe_space
 from compress.search.fitting.request import FitRequest, fit_target
 from compress.search.fitting.runs import CHECKPOINTS, RecipeRuns, Remarks, choose, recover_loss, search
@@ -67,9 +68,12 @@ class FitResult(Shown):
         return [{**{key: getattr(run, key) for key in sizes}, **flat(run.figures)} for run in self.proof.runs]
 
     def to_dict(self) -> dict[str, Any]:
-        """The proof; with recipe_only the choice."""
+        """The proof below a summary and the target as a gate, as in an evaluation; with recipe_only the choice."""
         if self.proof is not None:
-            return plain(asdict(self.proof))
+            gate = GateResult(self.proof.target, self.proof.value, self.proof.limit, self.proof.met)
+            measured = {} if self.evaluation is None else asdict(summarize(self.evaluation))
+            summary = {**measured, "verdict": paragraph_of(self.proof)}
+            return plain({"summary": summary, "gates": [asdict(gate)], **asdict(self.proof)})
         return {
             "recipe": str(self.output),
             "bytes": self.choice.bytes,

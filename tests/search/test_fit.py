@@ -233,7 +233,9 @@ def test_a_size_is_met_and_the_recipe_makes_the_same_again(model, tmp_path):
     size = sum(path.stat().st_size for path in (tmp_path / "OUT").glob("*.safetensors"))
     chosen = next(run for run in found["runs"] if run["name"] == found["chosen"])
     assert chosen["bytes"] == size <= original // 5
-    assert found["met"]
+    (gate,) = found["gates"]
+    assert (gate["value"], gate["limit"], gate["passed"]) == (size, original // 5, True)
+    assert (found["summary"]["bytes"], found["met"]) == (size, True)
     assert found["windows"] == 8  # a fifth, that calibration is without
     assert found["difference"]["value"] is not None
     assert found["uniform"].startswith("uniform-w")
@@ -285,6 +287,7 @@ def test_a_loss_is_approached_from_the_first_measurement_and_a_miss_is_said(mode
     assert missed.code == 1
     assert "the target, KL 1e-09, is missed" in missed.err
     assert not missed.json()["met"]
+    assert [gate["passed"] for gate in missed.json()["gates"]] == [False]
     assert Path("OUT/compress.json").exists()
 
 

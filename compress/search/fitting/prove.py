@@ -36,7 +36,8 @@ class RunPoint:
 class FitProof:
     """target: in words. met: the target is kept. stopped: the time was up before all recipes were run. searched: the
     predicted front. runs: recipes that were run; chosen: the name of the one in OUT; uniform: of the one that it is
-    compared with. difference: the KL of the chosen less the uniform one's, paired by windows."""
+    compared with. difference: the KL of the chosen less the uniform one's, paired by windows. value:
+    the figure that the target limits (of a loss its upper bound); limit: the most that it may be."""
 
     model: str
     target: str
@@ -52,6 +53,8 @@ class FitProof:
     difference: Figure | None
     seconds: float
     notes: list[str] = field(default_factory=list)
+    value: float | None = None
+    limit: float | None = None
     format: int = 1
 
     def run(self, name: str | None) -> RunPoint | None:
@@ -88,6 +91,7 @@ def prove(runs: RecipeRuns, name: str) -> FitProof:
         difference,
         runs.watch.seconds,
         remarks.notes,
+        *runs.against_target(name),
     )
 
 

@@ -78,16 +78,21 @@ class RecipeRuns:
         self.done[name] = RecipeRun(choice, evaluation, checkpoint)
         return name
 
-    def meets(self, name: str) -> bool:
-        """True where a recipe that was run meets the target."""
+    def against_target(self, name: str) -> tuple[float, float]:
+        """(The figure of a recipe that was run, the most that the target allows); of a loss its upper bound."""
         target, evaluation = self.request.target, self.done[name].evaluation
         if target.budget is None:
-            return target.is_met(evaluation)
-        assert evaluation.bytes is not None
+            return sum(target.measured(evaluation)), target.limit
         if target.budget.bytes is not None:
-            return evaluation.bytes <= target.budget.bytes
+            assert evaluation.bytes is not None
+            return evaluation.bytes, target.budget.bytes
         assert target.budget.bits_per_weight is not None
-        return (evaluation.bits_per_weight or math.inf) <= target.budget.bits_per_weight * (1 + 1e-9)
+        return round(evaluation.bits_per_weight or math.inf, 9), target.budget.bits_per_weight  # of sums of floats
+
+    def meets(self, name: str) -> bool:
+        """True where a recipe that was run meets the target."""
+        value, limit = self.against_target(name)
+        return value <= limit
 
 
 def choose(request: FitRequest, measured: Measured) -> FitChoice:
