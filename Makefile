@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all test-oldest documents check format lint types lock notebooks docs release-tools wheels release clean
+.PHONY: demo test test-all test-oldest documents check format lint types lock notebooks notebook-outputs docs release-tools wheels release clean
 
 # Where the tests' environment is, that one.
 demo: $(or $(wildcard $(STAMP)),$(VENV)/.runs)
@@ -52,10 +52,15 @@ lock: $(STAMP)
 	{ sed '/^[^#]/d' requirements.lock; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > requirements.new
 	mv requirements.new requirements.lock
 
-# The notebooks of docs/notebooks, from the first cell to the last; minutes.
+# The notebooks of docs/notebooks, from the first cell to the last; minutes. `make notebook-outputs` keeps what they show.
 notebooks: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
 	$(BIN)/pytest -m "slow or not slow" tests/test_notebooks.py
+
+notebook-outputs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	    --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
 
 # The site, in build/site: searchable, without network at run time.
 docs: $(STAMP)

@@ -1,5 +1,5 @@
-"""Stages the pages of the site in a folder: Markdown files under their own paths, what they link to, and the pages that
-are made of the program itself (commands from click, cards of methods)."""
+"""Stages the pages of the site in a folder: Markdown files under their own paths, what they link to, notebooks with
+their outputs, and the pages that are made of the program itself (commands from click, cards of methods)."""
 
 import inspect
 import re
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
+from nbconvert import MarkdownExporter
 
 import compress
 from compress.cli.cards import card_of, summary_of
@@ -27,12 +28,14 @@ PAGES = (
         "docs/limits.md",
         "docs/memory.md",
         "docs/models.md",
+        "docs/python.md",
         "docs/troubleshooting.md",
     ),
     *("compress/passes/README.md", "compress/train/README.md", "compress/inference/README.md"),
     *("evaluation/README.md", "kernels/README.md", "recipes/README.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "figures").glob("*.md"))),
 )
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 # The commands by what a person wants, each once.
 TASKS = {
@@ -142,10 +145,20 @@ def linked(page: str) -> Iterator[Path]:
 
 
 def without_folders(page: str) -> str:
-    """A page whose links to folders, which a site does not list, are plain words."""
+    """A page whose links to folders, which a site does not list, are plain words; those to notebooks lead to pages."""
     at = (ROOT / page).parent
     text = (ROOT / page).read_text(encoding="utf-8")
+    text = text.replace(".ipynb)", ".md)")
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", lambda m: m[1] if (at / m[2]).is_dir() else m[0], text)
+
+
+def stage_notebook(path: Path, folder: Path) -> None:
+    """Write a notebook as a page with its pictures beside it."""
+    text, resources = MarkdownExporter().from_filename(str(path), {"output_files_dir": path.stem})
+    (folder / f"{path.stem}.md").write_text(text, encoding="utf-8")
+    for name, content in resources["outputs"].items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def stage(folder: Path) -> None:
@@ -157,6 +170,8 @@ def stage(folder: Path) -> None:
     for page in PAGES:
         (folder / page).write_text(without_folders(page), encoding="utf-8")
     shutil.copyfile(ROOT / "docs" / "site.css", folder / "docs" / "site.css")
+    for path in NOTEBOOKS:
+        stage_notebook(path, folder / "docs" / "notebooks")
     generated = folder / "docs" / "generated"
     generated.mkdir(parents=True)
     (generated / "commands.md").write_text(commands_page(), encoding="utf-8")

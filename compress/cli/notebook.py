@@ -88,7 +88,7 @@ def _result(result: Result) -> InWords:
     record = result.record
     saved = "" if record.saving is None else f"{change(record.saving)}; "
     names = {layer.name for layer in record.layers}
-    where = "the model in memory" if result.output is None else str(result.output)
+    where = "the model in memory" if result.output is None else result.output.name
     headline = f"{where}: {saved}{len(names)} layers compressed in {time_words(record)}"
     lines = list(lines_of(record)) + ([] if result.output is None else [verification_line(result.verification)])
     return InWords(headline, [_schemes(record)] if record.layers else [], lines)

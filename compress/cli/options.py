@@ -117,7 +117,7 @@ def show_notes(quiet: bool) -> None:
     _NOTES.setLevel(logging.ERROR if quiet else logging.NOTSET)
     for name in ("compress.kernels", "compress.data.text"):
         logging.getLogger(name).addHandler(_NOTES)
-    logging.getLogger("compress.data.text").setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def write_report(target: str | None, value: Any) -> None:

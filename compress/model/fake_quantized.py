@@ -32,15 +32,16 @@ def remember_scheme(layer: Layer, scheme: Scheme, dtype: torch.dtype) -> None:
 
 
 def fake_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, FakeQuantized]]:
-    """(Name of the module, parameter, what it was decided as) of every weight that still has the values of codes."""
+    """(Name of the module, parameter, its weight as it was decided) of every weight that still has the values of
+    codes."""
     for name, module in model.named_modules():
-        for (key, index), found in module.__dict__.get(HELD, {}).items():
+        for (key, index), decided in module.__dict__.get(HELD, {}).items():
             parameter = module._parameters.get(key)
-            if (
-                parameter is not None
-                and _digest(parameter.data if index is None else parameter.data[index]) == found.digest
-            ):
-                yield name, parameter, found
+            if parameter is None:
+                continue
+            values = parameter.data if index is None else parameter.data[index]
+            if _digest(values) == decided.digest:
+                yield name, parameter, decided
 
 
 def _digest(values: Tensor) -> int:

@@ -20,6 +20,7 @@ of these changes.
 
 import ctypes
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -251,7 +252,8 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
         earlier = compiled_libraries.failure(path)
         if earlier is not None and os.environ.get("COMPRESS_CPU_KERNELS") != "retry":
             raise CompileError(earlier)
-        note_once(f"compiling for this CPU, once: {LIBRARIES[name].about} (about {LIBRARIES[name].seconds} s)")
+        about, seconds = LIBRARIES[name].about, LIBRARIES[name].seconds
+        note_once(f"compiling for this CPU, once: {about} (about {seconds} s)", logging.INFO)
         try:
             with compiled_libraries.scratch(directory) as folder:
                 compiled_libraries.keep(_compiled(folder, command, flags, name, beat), path)

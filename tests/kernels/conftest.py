@@ -33,7 +33,7 @@ def compiled(request):
 def notes(caplog):
     """Collects the notes of the kernels, beginning with none said."""
     note_once.cache_clear()
-    caplog.set_level(logging.WARNING, "compress.kernels")
+    caplog.set_level(logging.INFO, "compress.kernels")
     yield lambda: [record.getMessage() for record in caplog.records]
     note_once.cache_clear()
 

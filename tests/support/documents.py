@@ -23,6 +23,7 @@ DOCUMENTS = (
         "docs/commands.md",
         "docs/guides.md",
         "docs/memory.md",
+        "docs/python.md",
         "compress/passes/README.md",
         "compress/train/README.md",
     ),
