@@ -6,6 +6,7 @@ number for each token of a layer, and the moments of its outputs: at most 4 KiB 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class _Seen:
             sizes = self.sizes.get(name, {})
             own = sum((size_M.double().sum() for size_M in sizes.values()), torch.zeros((), dtype=torch.float64))
             total = float(run.comm.all_reduce(own.to(device)))
-            if total > 0:
+            if 0 < total < inf:
                 of_tokens = {i: size_M * (moments.tokens / total) for i, size_M in sizes.items()}
                 curvature[name] = LossCurvature(of_tokens, moments.result())
             moments.total = moments.total.new_zeros(0)  # twice the memory of its result

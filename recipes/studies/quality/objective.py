@@ -75,9 +75,16 @@ def main() -> None:
         if not known:
             known = [{**about, **measured(said.model, calibration, text, options), "command": asked(__file__)}]
             rows += known
-            said.json.write_text(json.dumps({**made_by(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            keep(said.json, rows)
         pair += known
-    print(json.dumps({**about, "scheme": said.scheme, **paired(pair)}), flush=True)
+    both = {**about, "scheme": said.scheme, "group_size": said.group_size, "objective": "loss beside layer"}
+    rows = [row for row in rows if not both.items() <= row.items()] + [{**both, **paired(pair)}]
+    keep(said.json, rows)
+    print(json.dumps(rows[-1]), flush=True)
+
+
+def keep(target: Path, rows: list[dict[str, Any]]) -> None:
+    target.write_text(json.dumps({**made_by(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
