@@ -32,11 +32,16 @@ def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options:
     source = find_source(model)
     original = load_dense(source).float().eval()
     began = time.process_time()
-    result = compress.quantize(load_dense(source).float().eval(), compress.GPTQ(**options), calibration=calibration)
+    rotation: list[compress.Pass] = [compress.Rotation()] if options["rotate"] else []
+    result = compress.quantize(load_dense(source).float().eval(), [*rotation, gptq(options)], calibration=calibration)
     seconds = time.process_time() - began
     assert result.model is not None
     windows = [divergence_between(original, result.model.eval(), [{"input_ids": ids}]) for ids in text.split(1)]
     return {**options, "cpu_seconds": round(seconds, 1), "kl_windows": windows, "notes": result.record.notes}
+
+
+def gptq(options: dict[str, Any]) -> compress.GPTQ:
+    return compress.GPTQ(**{name: value for name, value in options.items() if name != "rotate"})
 
 
 def paired(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -56,6 +61,7 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--rotate", action="store_true", help="rotate the model first")
     parser.add_argument("--length", type=int, help="tokens of a window of calibration text")
     parser.add_argument("--text-length", type=int, help="tokens of a window of held-out text")
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on  [default: 128]")
@@ -68,16 +74,17 @@ def main() -> None:
     text = read(said.text, what="held-out", length=said.text_length, samples=said.text_samples).ids
     about = {"model": Path(said.model).name, "calibration": list(calibration.shape), "text": list(text.shape)}
     rows = stored(said.json)
+    grid = {"scheme": said.scheme, "group_size": said.group_size, "rotate": said.rotate}
     pair: list[dict[str, Any]] = []
     for objective in OBJECTIVES:
-        options = {"scheme": said.scheme, "group_size": said.group_size, "objective": objective}
+        options = {**grid, "objective": objective}
         known = [row for row in rows if {**about, **options}.items() <= row.items()]
         if not known:
             known = [{**about, **measured(said.model, calibration, text, options), "command": asked(__file__)}]
             rows += known
             keep(said.json, rows)
         pair += known
-    both = {**about, "scheme": said.scheme, "group_size": said.group_size, "objective": "loss beside layer"}
+    both = {**about, **grid, "objective": "loss beside layer"}
     rows = [row for row in rows if not both.items() <= row.items()] + [{**both, **paired(pair)}]
     keep(said.json, rows)
     print(json.dumps(rows[-1]), flush=True)
