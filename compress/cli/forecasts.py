@@ -2,18 +2,26 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from compress.base.terminal import say
+from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.evaluation.cost.size import SizeRow
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
 from compress.evaluation.report.wording import data
-from compress.jobs.forecast.forecast import Forecast, LayerForecast, Outline, count_reasons, working_bytes
+from compress.jobs.forecast.forecast import (
+    CheaperRun,
+    Forecast,
+    LayerForecast,
+    Outline,
+    count_reasons,
+    working_bytes,
+)
 
 MIB = 2**20
 Row = TypeVar("Row", LayerForecast, SizeRow)
@@ -22,8 +30,13 @@ UNCOMPILED = ("torch", "reference")  # kernels of `kernels.routes`
 NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
-def show_plan(plan: Forecast, notes: Sequence[str] = ()) -> None:
-    """Show a plan: layers by kind, what stays dense, and what the result takes and runs on."""
+def show_plan(
+    plan: Forecast, notes: Sequence[str] = (), command: Callable[[CheaperRun | None], str | None] | None = None
+) -> None:
+    """Show a plan: whether it fits in the memory that was asked for, layers by kind, what stays dense, and what the
+    result takes and runs on. command: the command line of the planned run (None), or of a cheaper one."""
+    for line in verdict_lines(plan, command):
+        say(line)
     show(layer_table(plan))
     for line in plan_lines(plan):
         say(line)
@@ -48,7 +61,7 @@ def layer_table(plan: Forecast) -> ReportTable:
 
 def plan_lines(plan: Forecast) -> list[str]:
     """Lines about what stays dense, and what the result takes and runs on."""
-    return [*outline_lines(plan)[1:], *fit_lines(plan), *_kernels(plan), *_engines(plan)]
+    return [*outline_lines(plan)[1:], *_run_memory(plan), *_kernels(plan), *_engines(plan)]
 
 
 def outline_lines(outline: Outline) -> list[str]:
@@ -65,18 +78,32 @@ def outline_lines(outline: Outline) -> list[str]:
         f"{len(outline.layers)} layers are compressed",
         *([f"unchanged: {unchanged}"] if unchanged else []),
         f"size: {data(saving.before)} -> {about}{data(saving.after)}, {share}{bits}",
-        f"disk: {rough(disk.needed)} needed, {rough(disk.free)} free{lack}",
+        f"disk: {rough(disk.needed)} needed ({_parts(outline)}), {rough(disk.free)} free{lack}",
         memory_line(outline),
         time_line(outline),
     ]
 
 
-def fit_lines(plan: Forecast) -> list[str]:
-    """Lines about the memory that the result takes as it runs, and whether run and result fit in a device's memory."""
-    lines, run, limit = [], plan.run, plan.device_memory
-    if run is not None:
-        sizes = ", ".join(f"{rough(size)} with {tokens:,}" for tokens, size in run.contexts().items())
-        lines.append(f"memory to run it: {sizes} tokens of context, of which weights take {rough(run.weights)}")
+def _parts(outline: Outline) -> str:
+    """Words for the bytes that a run needs on the disk."""
+    second = min(outline.saving.after, SHARD_BYTES)
+    return f"the output, and {rough(second)} of it twice while its files are joined"
+
+
+def _run_memory(plan: Forecast) -> list[str]:
+    """A line about the memory that the result takes as it runs."""
+    run = plan.run
+    if run is None:
+        return []
+    sizes = ", ".join(f"{rough(size)} with {tokens:,}" for tokens, size in run.contexts().items())
+    return [f"memory to run it: {sizes} tokens of context, of which weights take {rough(run.weights)}"]
+
+
+def verdict_lines(plan: Forecast, command: Callable[[CheaperRun | None], str | None] | None = None) -> list[str]:
+    """Lines that tell whether run and result fit in the memory that was asked for, and the command of the first run
+    that fits. None where no memory was asked for. command: as in `show_plan`."""
+    lines: list[str] = []
+    run, limit = plan.run, plan.device_memory
     if limit is None:
         return lines
     place = f"a device of {rough(limit)}"
@@ -87,12 +114,18 @@ def fit_lines(plan: Forecast) -> list[str]:
             if context
             else f"{place} is too small to run it"
         )
-    if plan.memory is not None:
-        fits = working_bytes(plan) <= limit
-        lines.append(f"{place} is {'large enough' if fits else 'too small'} to quantize it")
+    if plan.memory is None:
+        return lines
+    needed = working_bytes(plan)
+    first: list[CheaperRun | None] = [None] if needed <= limit else []
+    enough = "large enough" if first else "too small"
+    lines.append(f"{place} is {enough} to quantize it, which takes {rough(needed)}")
     for other in plan.cheaper:
         fits = other.memory <= limit
+        first += [other] if fits else []
         lines.append(f"- with {other.options}: {rough(other.memory)}, {'fits' if fits else 'does not fit'}")
+    if first and command is not None and (words := command(first[0])) is not None:
+        lines.append(f"this fits: {words}")
     return lines
 
 
@@ -157,9 +190,12 @@ def memory_line(outline: Outline) -> str:
         else f" with {counts.samples} x {counts.length} calibration tokens"
     )
     line = f"memory to quantize: about {rough(working_bytes(outline))} on {outline.device}{of}, most of it {words}"
-    if memory.kept is None:
-        return line
-    return f"{line}; activations are computed again for each layer, to keep them would take {rough(memory.kept)}"
+    if memory.kept is not None:
+        kept = rough(memory.kept)
+        line += f"; activations are computed again for each layer, to keep them would take {kept}"
+    if outline.device != "cpu":
+        line += f"; at least {rough(memory.program + memory.loaded)} of the host, beside the mapped weight files"
+    return line
 
 
 def alike(layers: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -195,5 +231,6 @@ def _kernels(plan: Forecast) -> list[str]:
 
 def _engines(plan: Forecast) -> list[str]:
     runs = [name for name, why in plan.engines.items() if why is None]
-    lines = [f"runs in: compress.load{''.join(f', {name}' for name in runs)}"]
-    return lines + [f"not in {name}: {why}" for name, why in plan.engines.items() if why is not None]
+    others = [name for name in plan.engines if name not in runs]
+    but = f"; not in {', '.join(others)} (--for ENGINE tells why)" if others else ""
+    return [f"runs in: compress.load{''.join(f', {name}' for name in runs)}{but}"]

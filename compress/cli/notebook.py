@@ -12,7 +12,7 @@ from compress.cli.byte_savings import change
 from compress.cli.commands.fit import fit_lines
 from compress.cli.commands.sweep import sweep_table
 from compress.cli.evaluation_tables import tables_of
-from compress.cli.forecasts import brief_lines, layer_table, plan_lines
+from compress.cli.forecasts import brief_lines, layer_table, plan_lines, verdict_lines
 from compress.cli.run_results import BASELINES, lines_of, time_words, verification_line
 from compress.evaluation.document import Evaluation
 from compress.evaluation.report.content import ReportTable
@@ -81,7 +81,9 @@ def _evaluation(found: Evaluation) -> InWords:
 
 def _forecast(plan: Forecast) -> InWords:
     brief = "; ".join(line.removeprefix("plan: ") for line in brief_lines(plan))
-    return InWords(f"{plan.model}: {brief}", [layer_table(plan)], [*plan_lines(plan), *plan.notes])
+    return InWords(
+        f"{plan.model}: {brief}", [layer_table(plan)], [*verdict_lines(plan), *plan_lines(plan), *plan.notes]
+    )
 
 
 def _result(result: Result) -> InWords:

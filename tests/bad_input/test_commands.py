@@ -1196,6 +1196,7 @@ OTHERS: dict[str, Case] = {
         ("--trust-remote-code is for --kernels",),
     ),
     "plan: no such model": (lambda d: command("plan", "no/such/folder"), "no/such/folder"),
+    "plan: a text": (lambda d: command("plan", "demo", "--calibration", "demo"), "needs no text; drop --calibration"),
     "plan: a memory in words": (
         lambda d: command("plan", "demo", "--device-memory", "twelve"),
         ("device memory", "'twelve'", "12GB"),

@@ -274,10 +274,31 @@ def test_a_card_of_12_gb_and_a_model_of_8_b(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ran = command("plan", "llama-3.1-8b", "--method", "gptq", "--device", "cuda", "--device-memory", "12GB")
     assert ran.code == 0, ran.err
-    assert re.search(r"a device of 11.2 GiB runs it, with up to [0-9,]+ tokens of context", ran.out)
-    assert "a device of 11.2 GiB is too small to quantize it" in ran.out
+    first, second, *others = ran.out.splitlines()
+    assert re.fullmatch(r"a device of 11.2 GiB runs it, with up to [0-9,]+ tokens of context", first)
+    assert re.fullmatch(r"a device of 11.2 GiB is too small to quantize it, which takes [0-9.]+ GiB", second)
     assert re.search(r"- with --samples 128 --length 512 --batch-size 1: [0-9.]+ GiB, fits", ran.out)
+    assert (
+        "this fits: compress quantize meta-llama/Llama-3.1-8B --method gptq --calibration TEXT --samples 128 "
+        "--length 512 --batch-size 1 --device cuda --output OUT"
+    ) in others
+    assert "note: 12 GB = 11.2 GiB (a card sold as 12 GB has 12 GiB: --device-memory 12GiB)" in others
+    assert "of the host, beside the mapped weight files" in ran.out
     assert "kernels: not known for cuda, which is not here" in ran.out
+
+
+def test_the_command_that_fits_has_what_plan_was_given(tmp_path):
+    """That of rounding has no text, and of `--set` what rounding knows."""
+    build("llama").save_pretrained(model := tmp_path / "a model")
+    words = ("--set", "damp=0.02", "--set", "group_size=16", "--ignore", "*.k_proj", "--effort", "default")
+    enough = command("plan", model, *words, "--device-memory", "64GiB").out
+    given = "--effort default --set damp=0.02 --set group_size=16 --calibration TEXT --ignore '*.k_proj' --output OUT"
+    assert f"this fits: compress quantize '{model}' {given}\n" in enough
+    told = compress.plan(model, compress.GPTQ(group_size=16), ignore=["*.k_proj"], device="cuda", device_memory=1)
+    least = next(run.memory for run in told.cheaper if run.options == "--method rtn")
+    short = command("plan", model, *words, "--device", "cuda", "--device-memory", str(least)).out
+    rounded = "--method rtn --set group_size=16 --ignore '*.k_proj' --device cuda --output OUT"
+    assert f"this fits: compress quantize '{model}' {rounded}\n" in short
 
 
 def test_a_known_model_is_asked_for_an_engine_by_its_shapes():

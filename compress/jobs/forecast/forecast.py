@@ -103,10 +103,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class CheaperRun:
-    """A run with other options, and its peak in bytes on the device."""
+    """A run with other options, and its peak in bytes on the device. calibrated: it needs a text."""
 
     options: str
     memory: int
+    calibrated: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,12 +185,22 @@ def plan(
         model=forecast.model if alone is None else name,
         run=run_memory(empty, forecast.saving.after, planned.cache_scheme),
         device_memory=limit,
+        notes=[*forecast.notes, *_decimal(device_memory, limit)],
     )
     if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
-        forecast = replace(
-            forecast, cheaper=_cheaper(outlined, tokens, planned, request, empty, working_bytes(forecast))
-        )
+        cheaper = _cheaper(outlined, tokens, planned, request, empty, working_bytes(forecast))
+        forecast = replace(forecast, cheaper=cheaper)
     return _with_untied_head(forecast, empty, request.passes)
+
+
+def _decimal(words: int | str | None, size: int | None) -> list[str]:
+    """A remark about a memory in GB, which a card's GiB are called, too."""
+    if size is None or not isinstance(words, str) or not words.strip().upper().endswith("GB"):
+        return []
+    count = words.strip()[:-2].strip()
+    return [
+        f"{count} GB = {size / 2**30:.3g} GiB (a card sold as {count} GB has {count} GiB: --device-memory {count}GiB)"
+    ]
 
 
 def _check_shapes_stay(passes: Sequence[Pass]) -> None:
@@ -239,9 +250,9 @@ def _cheaper(
             tries[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1), plan
     if (rounded := _rounded(request.passes)) is not None:
         tries["--method rtn"] = tokens, replace(request, passes=(rounded,)).match(model, valued=False)
-    outlines = {words: outlined(*each) for words, each in tries.items()}
-    sizes = {words: working_bytes(each) for words, each in outlines.items() if each.memory is not None}
-    return [CheaperRun(words, size) for words, size in sizes.items() if size < peak]
+    told = {words: (outlined(counts, each), each.calibrated) for words, (counts, each) in tries.items()}
+    runs = [CheaperRun(words, working_bytes(o), needs) for words, (o, needs) in told.items() if o.memory is not None]
+    return [run for run in runs if run.memory < peak]
 
 
 def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:

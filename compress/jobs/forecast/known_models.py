@@ -20,9 +20,15 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """{name: fields of the configuration, and `parameters`, their number}."""
+    """{name: fields of the configuration, its `hub` id, and `parameters`, their number}."""
     entries: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return entries
+
+
+def hub_id(name: str) -> str | None:
+    """The hub id of a known model; None for another name."""
+    known = {} if Path(name).exists() else known_models().get(name.lower(), {})
+    return known.get("hub")
 
 
 def model_from_configuration(name: str) -> nn.Module | None:
@@ -39,7 +45,7 @@ def model_from_configuration(name: str) -> nn.Module | None:
         check_config(fields, path)
     elif not path.exists() and name.lower() in known_models():
         fields = {"dtype": "bfloat16", **known_models()[name.lower()]}
-        del fields["parameters"]
+        del fields["parameters"], fields["hub"]
     else:
         return None
     fields = {key: value for key, value in fields.items() if key not in ("auto_map", "transformers_version")}
