@@ -95,7 +95,7 @@ def quantize_for(
     tell(reporter, "phase", "quantize", "unknown")
     with claim(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
         result = quantize(model, passes, output=checkpoint, **how)
-    tell(reporter, "phase", "export", "nothing", f"{output} for {engine}, from {checkpoint}")
+    tell(reporter, "phase", "export", "part", f"{output} for {engine}, from {checkpoint}")
     try:
         asked = {"overwrite": overwrite, "trust_remote_code": trusted}
         made = export(checkpoint, output, exporter, **asked, reporter=reporter)

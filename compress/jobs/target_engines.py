@@ -47,11 +47,11 @@ class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
     reason, a sentence of one line. schemes: all that it runs. limits: of their integers. methods: those with a format
     of their own that it runs, too, and the multiples in which their groups are (0: they settle that). to: the word of
-    the export that it opens (None: the checkpoint itself). tables: compressed embeddings fit in it. table_groups: of
+    the export that it opens (None: the checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed embeddings fit in it. table_groups: of
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
     merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase. run: command lines that run the result, of {out}, its {name} and the model's {architecture}.
+    prefer to it, a phrase; untrained: what training costs, a sentence. run: command lines that run the result, of {out}, its {name} and the model's {architecture}.
     """
 
     scheme: str
@@ -61,6 +61,7 @@ class Engine:
     limits: Limits = ANY
     methods: Mapping[str, int] = field(default_factory=dict)
     to: str | None = None
+    reads: str = "OUT"
     tables: bool = True
     table_groups: int | None = None
     several: bool = False
@@ -68,6 +69,7 @@ class Engine:
     mix: str | None = None
     table_scheme: str | None = None
     other: str = ""
+    untrained: str = ""
     run: Sequence[str] = ()
 
 
@@ -90,11 +92,18 @@ ENGINES: Mapping[str, Engine] = {
         LIMITS["gguf"],
         methods={"k-quants": 0, "ternary": 256, "binary": 128},
         to="gguf",
+        reads="OUT/model.gguf",
         table_groups=32,  # in one scale per token each block would repeat it
         mix="q4_k_m",
         table_scheme="w8a16",  # Q8_0; llama.cpp's own mix has Q6_K for a head, and Q8_0 where that does not fit
-        other="smaller: --scheme w4a16 (Q4_0); closer to the original: --scheme q5_k_m",
-        run=("llama-cli -m {out}/model.gguf", "ollama create {name} -f {out}/Modelfile"),
+        other="smaller: --scheme w4a16 --embeddings w8a16 (Q4_0); closer to the original: --scheme q5_k_m --embeddings "
+        "w8a16",
+        untrained="--effort best and --recover train scales, which K-quants have not: this file is Q4_0; without them "
+        "Q4_K_M is usually closer to the original",
+        run=(
+            "llama-cli -m {out}/model.gguf",
+            "ollama create {name} -f {out}/Modelfile && ollama run {name}",
+        ),
     ),
     "vllm": Engine(
         "w4a16",
@@ -120,6 +129,7 @@ ENGINES: Mapping[str, Engine] = {
         [*_integers(LIMITS["onnx"]), "w8a8"],
         LIMITS["onnx"],
         to="onnx",
+        reads="OUT/model.onnx",
         tables=False,
         several=True,
         run=("python -c \"import onnxruntime as o; o.InferenceSession('{out}/model.onnx')\"",),
@@ -131,6 +141,7 @@ ENGINES: Mapping[str, Engine] = {
         _integers(BUILDER),
         BUILDER,
         to="gptq",
+        reads="OUT, in GPTQ's layout",
         tables=False,
         run=("python -m onnxruntime_genai.models.builder -i {out} -o {out}.onnx -p int4 -e cpu",),
     ),
@@ -141,6 +152,7 @@ ENGINES: Mapping[str, Engine] = {
         _integers(LIMITS["gptq"]),
         LIMITS["gptq"],
         to="gptq",
+        reads="OUT, in GPTQ's layout",
         tables=False,
         run=("python -c \"from gptqmodel import GPTQModel; GPTQModel.load('{out}')\"",),
     ),
@@ -165,8 +177,9 @@ def pick_options(
     """The options of a method for an engine. options: those that the person gave, which stay. known: the options that
     the method has. trained: what it decides is trained afterwards, which K-quants are not."""
     engine = engine_named(name)
-    opens = f"it opens {'the checkpoint' if engine.to is None else f'its export to {engine.to}'}"
-    if engine.mix is not None and method in ROUNDINGS and not trained and set(options) <= {*OF_GPTQ}:
+    opens = f"it reads {engine.reads}"
+    mixes = engine.mix is not None and method in ROUNDINGS and set(options) <= {*OF_GPTQ}
+    if mixes and not trained:
         mix = f"{engine.mix}, and {engine.table_scheme} for the embedding; {engine.other}"
         return Picked({**options, "scheme": engine.mix}, [f"--for {name} picks {mix}; {opens}"], engine.table_scheme)
     size = "group_up_to" if engine.several and "group_size" not in options else "group_size"
@@ -178,7 +191,8 @@ def pick_options(
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     words = ", ".join(f"{key} {value}" for key, value in added.items())
     why = f": {engine.why}" if words else ""
-    return Picked({**options, **added}, [f"--for {name} picks {words or 'nothing'}; {opens}{why}"])
+    said = [f"--for {name} picks {words or 'nothing'}; {opens}{why}", *([engine.untrained] if mixes else [])]
+    return Picked({**options, **added}, said)
 
 
 def with_float16_scales(name: str, passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], list[str]]:

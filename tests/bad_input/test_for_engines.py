@@ -273,7 +273,7 @@ def test_an_engine_finds_what_it_opens(half: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = command("quantize", half, "--method", "rtn", "--for", "gptqmodel", "--output", out)
     assert made.code == 0, made
-    assert "--for gptqmodel picks scheme w4a16; it opens its export to gptq" in made.err
+    assert "--for gptqmodel picks scheme w4a16; it reads OUT, in GPTQ's layout" in made.err
     assert f"gptqmodel opens {out}: model.safetensors" in made.out
     assert compress.verify(out)["layers"] == 14
     held = [str(layer.scheme) for layer in compress.load(out).modules() if hasattr(layer, "scheme")]

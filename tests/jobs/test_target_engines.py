@@ -31,11 +31,12 @@ def test_llama_cpp_gets_its_mix_where_nothing_else_is_asked_for(asked: str) -> N
 
 def test_what_is_trained_or_of_another_method_gets_groups() -> None:
     known = ["scheme", "group_size"]
-    for found in (
-        pick_options("llama.cpp", "gptq", {}, known, trained=True),
-        pick_options("llama.cpp", "lqs", {}, known),
-    ):
+    trained = pick_options("llama.cpp", "gptq", {}, known, trained=True)
+    other = pick_options("llama.cpp", "lqs", {}, known)
+    for found in (trained, other):
         assert found.options == {"scheme": "w4a16", "group_size": 32}
+    assert any("Q4_K_M is usually closer" in line for line in trained.lines)
+    assert not any("Q4_K_M" in line for line in other.lines)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_next_commands_are_told_and_the_folder_is_ready_for_ollama(written: 
     assert ran.out.splitlines()[-4:] == [
         "next:",
         f"llama-cli -m {out}/model.gguf",
-        f"ollama create out -f {out}/Modelfile",
+        f"ollama create out -f {out}/Modelfile && ollama run out",
         f"compress evaluate {out} --reference {here / 'model'} --text TEXT",
     ]
     assert (out / "Modelfile").read_text().splitlines()[-1] == "FROM ./model.gguf"
