@@ -9,6 +9,10 @@ from compress.kernels.errors import CompressError as CompressError
 from compress.kernels.errors import InputError as InputError
 
 
+class NoSuchModelError(InputError):
+    """A name of a model that is no folder here, and that the hub did not give."""
+
+
 class CheckpointError(InputError):
     """A checkpoint that is damaged, or that does not hold what its own files say."""
 

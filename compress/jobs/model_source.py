@@ -38,6 +38,7 @@ from compress.engine.shrink.edit_result import Restructured
 from compress.inference.layers.embedding import QuantEmbedding
 from compress.inference.layers.linear import QuantLinear
 from compress.inference.load.dense_model import load_as_original
+from compress.jobs.known_models import check_not_known
 from compress.model.finite_weights import DAMAGED, check_finite
 from compress.model.layers import Stack
 from compress.model.sharing import check_shardable
@@ -144,6 +145,7 @@ def find_model(model: object, device: str | torch.device | None, trust_remote_co
         return FoundModel(model, None, getattr(model, "config", None), wanted)
     if not isinstance(model, str | Path):
         raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
+    check_not_known(str(model))
     source = find_source(str(model), trust_remote_code)
     stored_in(source)  # refuses codes that cannot be read
     return FoundModel(None, source, read_config(source), find_device(device))

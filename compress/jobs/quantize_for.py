@@ -18,7 +18,7 @@ from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.export.write import Exported, export
 from compress.checkpoint.read.pretrained import empty_model
-from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.source import Source
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import read_record
@@ -87,7 +87,7 @@ def quantize_for(
     _check_options(engine, output, options)
     checkpoint = Path(f"{output}.checkpoint")
     trusted = bool(options.get("trust_remote_code"))
-    source = None if isinstance(model, nn.Module) else find_source(str(model), trusted)
+    source = find_model(model, None, trusted).source
     exporter = exporter_named(to)
     if source is not None:
         check_model(source, engine, passes, options.get("ignore", ()))

@@ -1197,6 +1197,11 @@ OTHERS: dict[str, Case] = {
     ),
     "plan: no such model": (lambda d: command("plan", "no/such/folder"), "no/such/folder"),
     "plan: a text": (lambda d: command("plan", "demo", "--calibration", "demo"), "needs no text; drop --calibration"),
+    "plan: nearly a known name": (lambda d: command("plan", "llama3.1-8b"), "did you mean 'llama-3.1-8b'"),
+    "quantize: a name of plan alone": (
+        lambda d: command("quantize", "Llama-3.1-8B", "--method", "rtn", "--output", d.here / "out"),
+        "is a name of `compress plan` alone; give the hub id meta-llama/Llama-3.1-8B or a directory",
+    ),
     "plan: a memory in words": (
         lambda d: command("plan", "demo", "--device-memory", "twelve"),
         ("device memory", "'twelve'", "12GB"),

@@ -20,7 +20,7 @@ from compress.cli.forecasts import memory_line
 from compress.evaluation.report.wording import data
 from compress.jobs.forecast.forecast import Outline
 from compress.jobs.forecast.inference_memory import RunMemory
-from compress.jobs.forecast.known_models import known_models, model_from_configuration
+from compress.jobs.known_models import known_models, model_from_configuration
 
 RTN = compress.RTN(group_size=16)
 
@@ -285,6 +285,14 @@ def test_a_card_of_12_gb_and_a_model_of_8_b(monkeypatch):
     assert "note: 12 GB = 11.2 GiB (a card sold as 12 GB has 12 GiB: --device-memory 12GiB)" in others
     assert "of the host, beside the mapped weight files" in ran.out
     assert "kernels: not known for cuda, which is not here" in ran.out
+
+
+def test_a_hub_id_that_is_not_to_be_had_is_planned_as_the_known_model_of_its_name(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)
+    told = compress.plan("HuggingFaceTB/SmolLM2-135M", RTN)
+    assert told.layers == compress.plan("smollm2-135m", RTN).layers
+    note = "HuggingFaceTB/SmolLM2-135M cannot be had from the hub now; planned by the known configuration of"
+    assert f"{note} smollm2-135m" in told.notes
 
 
 def test_the_command_that_fits_has_what_plan_was_given(tmp_path):

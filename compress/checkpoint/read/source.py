@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from compress.base.errors import CheckpointError, InputError
+from compress.base.errors import CheckpointError, InputError, NoSuchModelError
 from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.leftovers import COMPANIONS
@@ -234,7 +234,7 @@ def _download(name: str) -> Path:
         patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", *COMPANIONS]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
-        raise InputError(
+        raise NoSuchModelError(
             f"model {name!r} is no folder here, and {why_not_had(error, 'model')}; give a directory, a hub id "
             "(owner/name) or 'demo'"
         ) from None

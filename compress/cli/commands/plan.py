@@ -39,7 +39,7 @@ def _no_text(context: click.Context, option: click.Parameter, text: str | None) 
 def quantize_command(model: str, calibrated: bool, cheaper: "CheaperRun | None" = None) -> str | None:
     """The command line of what the running `compress plan` was asked about, or of a cheaper run. calibrated: it needs a
     text. None where the cheaper run is another method than that of a recipe."""
-    from compress.jobs.forecast.known_models import hub_id
+    from compress.jobs.known_models import hub_id
     from compress.passes.protocol.recipe import options_of, pass_class
 
     context = click.get_current_context()
@@ -116,7 +116,7 @@ def plan(
     begin()
     if engine is not None:
         from compress.checkpoint.read.source import find_source
-        from compress.jobs.forecast.known_models import model_from_configuration
+        from compress.jobs.known_models import model_from_configuration
         from compress.jobs.quantize_for import check_model, check_shapes
 
         alone = model_from_configuration(model)

@@ -28,7 +28,6 @@ from compress.engine.plan.treatable_layers import tied_head
 from compress.jobs.calibration_data import WINDOWS
 from compress.jobs.forecast.duration import seconds_of
 from compress.jobs.forecast.inference_memory import RunMemory, run_memory
-from compress.jobs.forecast.known_models import model_from_configuration
 from compress.jobs.forecast.peak_memory import (
     PeakMemory,
     TokenCounts,
@@ -38,6 +37,7 @@ from compress.jobs.forecast.peak_memory import (
     unrounded_bytes,
 )
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
+from compress.jobs.known_models import model_from_configuration
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
@@ -185,12 +185,20 @@ def plan(
         model=forecast.model if alone is None else name,
         run=run_memory(empty, forecast.saving.after, planned.cache_scheme),
         device_memory=limit,
-        notes=[*forecast.notes, *_decimal(device_memory, limit)],
+        notes=[*forecast.notes, *_not_had(name, alone), *_decimal(device_memory, limit)],
     )
     if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
         cheaper = _cheaper(outlined, tokens, planned, request, empty, working_bytes(forecast))
         forecast = replace(forecast, cheaper=cheaper)
     return _with_untied_head(forecast, empty, request.passes)
+
+
+def _not_had(name: str, alone: nn.Module | None) -> list[str]:
+    """A remark about a hub id that is planned by a known configuration."""
+    if alone is None or Path(name).exists() or "/" not in name:
+        return []
+    known = name.lower().rpartition("/")[2]
+    return [f"{name} cannot be had from the hub now; planned by the known configuration of {known}"]
 
 
 def _decimal(words: int | str | None, size: int | None) -> list[str]:

@@ -5,7 +5,7 @@ python recipes/studies/models/memory_table.py > docs/memory.md
 
 import compress
 from compress.jobs.forecast.forecast import Forecast, working_bytes
-from compress.jobs.forecast.known_models import known_models
+from compress.jobs.known_models import known_models
 
 SIZES = (8, 12, 16, 24, 80)  # GiB of memory
 LEFT = 1  # GiB for the driver, and for what a forward computes

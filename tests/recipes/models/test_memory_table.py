@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.jobs.forecast.known_models import known_models
+from compress.jobs.known_models import known_models
 from compress.recipes.studies.models.memory_table import HEAD, row
 
 PAGE = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
