@@ -15,10 +15,9 @@ from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
-from compress.evaluation.report.card import HUB_ID, card_of_export, card_of_run
+from compress.evaluation.report.card import CARD, HUB_ID, card_of_export, card_of_run
 from compress.evaluation.report.runs import open_runs
 
-CARD = "README.md"
 HINTS = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "use a token that may write there"}
 
 

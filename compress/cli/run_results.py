@@ -19,9 +19,8 @@ from compress.checkpoint.write.manifest import read_record
 from compress.checkpoint.write.record import LayerRecord, RunRecord
 from compress.cli.byte_savings import embedding_line, headline
 from compress.evaluation.cost.size import measure_size, tensor_sizes
-from compress.evaluation.push import CARD
 from compress.evaluation.report.calibration import clipping_line
-from compress.evaluation.report.card import HUB_ID, card_of_export
+from compress.evaluation.report.card import CARD, HUB_ID, MADE_OF, card_of_export
 from compress.evaluation.report.terminal import show
 from compress.jobs.job import Result
 from compress.jobs.quantize_for import ForEngine
@@ -65,7 +64,7 @@ def leave_card(left: ForEngine, engine: str, model: str) -> None:
     schemes = ", ".join(f"{count} layers in {scheme}" for scheme, count in kinds.most_common())
     methods = " and ".join(dict.fromkeys(layer.method for layer in left.result.record.layers))
     words = [
-        f"Made of {portable(model)} for {engine} by {methods}: {schemes}.",
+        f"{MADE_OF}{portable(model)} for {engine} by {methods}: {schemes}.",
         "How close it is to the original is not measured; `compress evaluate` does that.",
     ]
     base = model if HUB_ID.fullmatch(model) and not Path(model).exists() else None

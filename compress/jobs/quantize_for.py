@@ -22,6 +22,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.seal import rewrite
 from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import read_record
+from compress.engine.plan.format_limits import NOT_EXPRESSED
 from compress.engine.plan.plan import plan
 from compress.inference.check.by_transformers import NOT_LOADED
 from compress.jobs.forecast.forecast import shapes_of
@@ -94,7 +95,7 @@ def quantize_for(
     folder = None if source is None else source.path
     tell(reporter, "phase", "quantize", "unknown")
     with claim(output, Comm(), resume=False, overwrite=overwrite, model=folder):  # kept from others meanwhile
-        result = quantize(model, passes, output=checkpoint, **how)
+        result = quantize(model, passes, output=checkpoint, **{**how, "reporter": _BeforeExport(reporter)})
     tell(reporter, "phase", "export", "part", f"{output} for {engine}, from {checkpoint}")
     try:
         asked = {"overwrite": overwrite, "trust_remote_code": trusted}
@@ -104,6 +105,23 @@ def quantize_for(
     for folder in (checkpoint, made.output):
         _note(folder, engine, notes)
     return ForEngine(made.output, result, made)
+
+
+class _BeforeExport:
+    """A reporter that leaves out which readers refuse a checkpoint: they read the export that follows."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def __getattr__(self, name: str) -> Any:  # what else a reporter may have: see `base.progress.tell`
+        return getattr(self._reporter, name)
+
+    def step(self, done: int, total: int, what: str) -> None:
+        self._reporter.step(done, total, what)
+
+    def note(self, message: str) -> None:
+        if not message.startswith(NOT_EXPRESSED):
+            self._reporter.note(message)
 
 
 def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) -> None:

@@ -181,7 +181,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         dense = source.quantization is not None and not active
         ours = run_ours(source, dtype, ids, active, dense)
         if sums:
-            raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
+            raise NotComparedError("it reads neither these formats nor sums of terms")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
         theirs, result["loader"] = open_by_transformers(source, dtype)
     except UnknownInputsError as why:

@@ -4,11 +4,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from compress.checkpoint.read.source import find_source
+from compress.checkpoint.seal import is_as_written
+from compress.checkpoint.write.manifest import read_record
 from compress.evaluation.document import Evaluation, TextResult
 from compress.evaluation.report import wording
 from compress.evaluation.report.compose import article as article_of
@@ -18,6 +21,8 @@ from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
 from compress.weights.own_config import is_own
 
+CARD = "README.md"
+MADE_OF = "Made of "  # begins a line of an export's card, which its verdict follows
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 METRICS = {"perplexity": "perplexity", "kl_mean": "kl_divergence", "same_top": "same_top_token"}
 PIPELINES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
@@ -52,6 +57,19 @@ def card_of_export(
     lines += ["## Use", "", "```", *commands, "```", ""] if commands else []
     lines += [f"- {plain(note)}" for note in record["notes"]]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def measured_card(directory: Path, verdict: str) -> dict[str, str]:
+    """{README.md: text} of an export whose card nobody has edited, with a verdict in the place of its last, or of the
+    sentence that there is none; else nothing."""
+    card = directory / CARD
+    if not is_as_written(directory, read_record(directory), CARD):
+        return {}
+    lines = card.read_text(encoding="utf-8").split("\n")
+    made = [at for at, line in enumerate(lines) if line.startswith(MADE_OF)]
+    for at in made:
+        lines[at + 1] = plain(verdict)
+    return {CARD: "\n".join(lines)} if made else {}
 
 
 def as_card(

@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import Outcome, command, make_llama, save
+from models import tokens
 
 import compress
 from compress.evaluation.push import push
@@ -54,6 +56,8 @@ def test_the_forecast_is_of_what_is_written(written: tuple[Path, Outcome]) -> No
     here, ran = written
     assert ran.code == 0, ran
     assert "no --calibration: rounded to nearest; with a text, gptq is closer" in ran.err
+    assert "compressed-tensors" not in ran.err
+    assert "s left" not in ran.err.partition("export: ")[2].partition("verify: ")[0]
     told = command("plan", here / "model", "--for", "llama.cpp", "--json", "-").json()
     schemes = {
         each["name"]: each["scheme"] for each in command("inspect", here / "out", "--json", "-").json()["layers"]
@@ -83,6 +87,26 @@ def test_the_next_commands_are_told_and_the_folder_is_ready_for_ollama(written: 
     assert compress.verify(out)["layers"] == 16
     pushed = push(out, "me/model", dry_run=True)
     assert pushed.card == card
+
+
+def test_the_card_of_an_export_gets_the_verdict_unless_a_person_edited_it(
+    written: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    here, _ = written
+    for name in ("out", "out.checkpoint"):
+        shutil.copytree(here / name, tmp_path / name)
+    np.save(tmp_path / "ids.npy", tokens(2))
+    words = ("evaluate", tmp_path / "out", "--reference", here / "model", "--text", tmp_path / "ids.npy")
+    done = command(*words)
+    assert done.code == 0, done
+    assert f"measured on {tmp_path / 'out.checkpoint'}, of which {tmp_path / 'out'} is an export" in done.err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "KL to the original" in card
+    assert "not measured" not in card
+    assert push(tmp_path / "out", "me/model", dry_run=True).card == card
+    (tmp_path / "out" / "README.md").write_text("Made of mine\nand mine\n")
+    assert command(*words).code == 0
+    assert (tmp_path / "out" / "README.md").read_text() == "Made of mine\nand mine\n"
 
 
 def test_an_export_is_followed_to_its_checkpoint_while_that_is_the_same(written: tuple[Path, Outcome]) -> None:

@@ -56,7 +56,8 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
     written, that is said."""
     from compress.checkpoint.write.directory import is_checkpoint
     from compress.checkpoint.write.late_files import put_beside
-    from compress.evaluation.report.compose import compose
+    from compress.evaluation.report.card import measured_card
+    from compress.evaluation.report.compose import article, compose
     from compress.evaluation.report.markdown import as_markdown
     from compress.evaluation.report.page import as_html
     from compress.evaluation.report.runs import ReportedRun
@@ -64,10 +65,11 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
     path = Path(model)
     if not is_checkpoint(path):
         return None
-    made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
+    run = ReportedRun(path.absolute().name, path, evaluation, path)
+    made = compose([run])
     content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
     try:
-        put_beside(path, dict(zip(KEPT, content, strict=True)))
+        put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, article(run).verdict))
     except InputError as error:
         say(f"compress: the evaluation is not kept in {path}: {error}", stderr=True)
         return None
@@ -154,6 +156,7 @@ def evaluate(
     """
     _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
     begin()
+    from compress.checkpoint.read.source import checkpoint_of
     from compress.cli.progress import reporting
     from compress.evaluation.json_document import as_document
     from compress.evaluation.optional_measurements import with_asked
@@ -165,6 +168,8 @@ def evaluate(
     of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
     cache, dtype = not of_text.pop("no_cache"), arithmetic(options.pop("dtype"))
     with reporting("evaluate", quiet) as reporter:
+        if (held := checkpoint_of(Path(model))) != Path(model):
+            reporter.note(f"measured on {held}, of which {model} is an export")
         words = {"reference": reference, "reporter": reporter, **options}
         if pairs is not None:
             evaluation = evaluate_encoder(model, pairs, **words)

@@ -24,6 +24,8 @@ from compress.weights.kv_cache_codes import CacheScheme
 from compress.weights.own_config import CACHE_SCHEME, CACHES, caches_entry
 from compress.weights.scheme import Scheme
 
+NOT_EXPRESSED = "compressed-tensors cannot express"  # begins a note on who reads a checkpoint
+
 
 def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: experts in one parameter, inputs with a scale per channel, and
@@ -224,7 +226,7 @@ def _note_on_foreign(foreign: Mapping[str, str], caches: CacheScheme | None) -> 
         first = next(iter(foreign))
         beyond.insert(0, f"{len(foreign)} layers, like {first} ({foreign[first]})")
     return (
-        f"compressed-tensors cannot express {' and '.join(beyond)}: run the checkpoint with compress.load, or with "
+        f"{NOT_EXPRESSED} {' and '.join(beyond)}: run the checkpoint with compress.load, or with "
         f"transformers after compress.register(), by from_pretrained(..., variant={VARIANT!r}); other readers refuse "
         "it, and read what `compress export --to dense` makes of it"
     )
