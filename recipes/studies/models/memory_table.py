@@ -9,23 +9,26 @@ from compress.jobs.known_models import known_models
 
 SIZES = (8, 12, 16, 24, 80)  # GiB of memory
 LEFT = 1  # GiB for the driver, and for what a forward computes
-GIB, GB = 2**30, 10**9
+GIB = 2**30
 HEAD = """# What fits in a GPU
 
 Computed from the configurations by `compress plan`, not measured: 4-bit weights in groups of 128 (`--scheme w4a16`).
 Embedding, output head, keys and values have 16 bits. One GiB of each GPU is left to the driver and to activations.
 
 ```
-compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GB
+compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GiB
 ```
 
 answers for one model and one GPU, which need not be there. It takes one of the names below, a `config.json`, or a
 model.
 
 - **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` nearly doubles it.
-- **To quantize**: the peak memory of the GPU, for 128 samples of 2,048 tokens (the default) and of 512, one at a time,
-  where forwards are repeated to save memory. The model itself may be larger: it is read block by block. Plain rounding
-  (`--method rtn`) takes less than both.
+- **To quantize**: the peak memory of the GPU by GPTQ. The model may be larger: it is read block by block. The first
+  setting is the default: 128 samples of 2,048 tokens, 8 at a time. The second is `--samples 128 --length 512
+  --batch-size 1`. Forwards are repeated where keeping all of them would take more than 8 GiB. A row needs more by the
+  second for one of two reasons: all forwards fit in 8 GiB and are kept (smollm2-1.7b), or a layer gets fewer than two
+  tokens for each input, for which GPTQ keeps seven matrices instead of three (llama-3.1-405b). `--method rtn` takes
+  less than both.
 """
 
 
@@ -35,8 +38,8 @@ def tokens(count: int) -> str:
 
 
 def peak(told: Forecast) -> str:
-    """Bytes at the peak of quantizing, in GB."""
-    return f"{working_bytes(told) / GB:.1f}" if told.memory is not None else "not told"
+    """GiB at the peak of quantizing."""
+    return f"{working_bytes(told) / GIB:.1f}" if told.memory is not None else "not told"
 
 
 def row(name: str) -> str:
@@ -48,8 +51,8 @@ def row(name: str) -> str:
     contexts = ["?" if run is None else tokens(run.context_within((size - LEFT) * GIB)) for size in SIZES]
     cells = [
         name,
-        f"{told.saving.before / GB:.1f}",
-        f"{told.saving.after / GB:.1f}",
+        f"{told.saving.before / GIB:.1f}",
+        f"{told.saving.after / GIB:.1f}",
         *contexts,
         peak(told),
         peak(short),
@@ -59,8 +62,8 @@ def row(name: str) -> str:
 
 def page() -> str:
     """The page as Markdown."""
-    heads = ["model", "16 bits, GB", "4 bits, GB", *(f"context in {size} GiB" for size in SIZES)]
-    heads += ["to quantize, GB", "with 128 x 512 tokens, GB"]
+    heads = ["model", "16 bits, GiB", "4 bits, GiB", *(f"context in {size} GiB" for size in SIZES)]
+    heads += ["to quantize, GiB", "with 128 x 512 tokens, GiB"]
     rows = [row(name) for name in known_models()]
     return "\n".join([HEAD, f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]) + "\n"
 
