@@ -3,7 +3,8 @@
 A new engine is an entry of `ENGINES`. The contents of its form are stated elsewhere: `checkpoint.export.limits`, the
 words of compressed-tensors (`weights.compressed_tensors.why_not`), and `weights.number_formats`. Sources of the rest:
 llama.cpp's block types (ggml.h), vLLM's compressed-tensors schemes (`vllm/model_executor/layers/quantization`), the
-GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel read. README has which of them were run.
+modes of `mlx.core.quantize`, the GPTQ formats that ONNX Runtime GenAI's model builder and GPTQModel read. README has
+which of them were run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +123,16 @@ ENGINES: Mapping[str, Engine] = {
         _schemes(lambda name, numbers: why_not_told(scheme_named(name)) is None),
         merges="experts",
         run=("python -c \"import transformers as t; t.{architecture}.from_pretrained('{out}')\"",),
+    ),
+    "mlx": Engine(
+        "w4a16",
+        None,
+        "mlx-lm multiplies groups of 32, 64 and 128 as they are",
+        _integers(LIMITS["mlx"]),
+        LIMITS["mlx"],
+        to="mlx",
+        several=True,
+        run=("mlx_lm.generate --model {out} --prompt Hello",),
     ),
     "ort": Engine(
         "w4a16",

@@ -11,6 +11,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from compress.base.version import VERSION
@@ -63,7 +64,7 @@ class GPTQLayout(Exporter):
         return {
             "qweight": pack_rows(held.codes, bits, signed=False).t().contiguous(),
             "qzeros": pack_rows((held.zero - LESS[FORMAT]).t().contiguous(), bits, signed=False),
-            "scales": held.scale.t().contiguous(),
+            "scales": held.scale.to(torch.float16).t().contiguous(),
             "g_idx": groups_in_order(held.codes.shape[1], held.scale.shape[1]),
         }
 
@@ -97,7 +98,7 @@ class AWQLayout(GPTQLayout):
         return {
             "qweight": to_words(held.codes.t()),
             "qzeros": to_words(held.zero.t()),
-            "scales": held.scale.t().contiguous(),
+            "scales": held.scale.to(torch.float16).t().contiguous(),
         }
 
     def quantization(self, source: Source) -> dict[str, Any]:

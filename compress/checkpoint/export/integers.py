@@ -23,7 +23,7 @@ from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight (codes - zero) scale. codes uint8 [N, K]; scale float16 [N, G], and zero uint8 [N, G], of G groups of
+    """A weight (codes - zero) scale. codes uint8 [N, K]; scale [N, G] as stored, and zero uint8 [N, G], of G groups of
     consecutive inputs."""
 
     codes: Tensor
@@ -36,14 +36,14 @@ Pack = Callable[[Integers, int], dict[str, Tensor]]
 
 
 def integers_of(source: Source, layer: str) -> Integers:
-    """The codes of a layer against which `why_not_integers` has nothing: all of them, and the scales, exactly."""
+    """The codes of a layer against which `why_not_codes` has nothing: all of them, and the scales, exactly."""
     (codes,) = weight_of(source, layer).terms
     assert isinstance(codes, Quantized)
     grid = codes.grid
     middle = 2 ** (grid.bits - 1)
     groups = 1 if grid.group_size is None else codes.codes.shape[1] // grid.group_size
     shape = (len(codes.codes), groups)
-    scale = codes.scale.to(torch.float16).expand(shape)
+    scale = codes.scale.expand(shape)
     zero = torch.zeros(shape, dtype=torch.int16) if codes.zero_point is None else codes.zero_point.expand(shape)
     return Integers(
         (codes.codes.to(torch.int16) + middle).to(torch.uint8), scale, (zero.to(torch.int16) + middle).to(torch.uint8)
@@ -79,7 +79,7 @@ def why_not_integers(source: Source, limits: Limits) -> list[str]:
         return ["it holds no codes"]
     reasons = why_no_tables(source)
     for name, layer in stored.layers.items():
-        if (why := _why_not(layer)) is not None:
+        if (why := why_not_codes(layer)) is not None:
             return [*reasons, f"{name} {why}"]
     columns = {name: layer.shape[1] for name, layer in stored.layers.items()}
     if odd := [name for name in columns if columns[name] % unit]:
@@ -147,7 +147,8 @@ def note_losses(source: Source, place: Place) -> None:
         place.note(f"keys and values are rounded ({caches.scheme}); the exported model keeps them as they are")
 
 
-def _why_not(layer: StoredLayer) -> str | None:
+def why_not_codes(layer: StoredLayer) -> str | None:
+    """The reason why a layer is no integer codes alone, the end of a sentence about it; None where it is."""
     scheme = layer.scheme
     if len(scheme.terms) > 1:
         return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"

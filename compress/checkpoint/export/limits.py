@@ -36,4 +36,6 @@ LIMITS = {
     # Blocks of 32; those of Q4_1 hold some asymmetric codes, as their minima turn out.
     "gguf": Limits(unit=32, inputs=32, asymmetric=False, half=True),
     "onnx": Limits((2, 4, 8), unit=16),
+    # Its groups are of 32, 64 and 128; larger ones repeat their scale. A zero point times a scale would be rounded.
+    "mlx": Limits((2, 3, 4, 5, 6, 8), unit=32, inputs=32, asymmetric=False),
 }

@@ -18,6 +18,7 @@ EXPORTERS = {
     "gptq": "compress.checkpoint.export.gptq_awq:GPTQLayout",
     "awq": "compress.checkpoint.export.gptq_awq:AWQLayout",
     "bitsandbytes": "compress.checkpoint.export.bitsandbytes:BitsandbytesLayout",
+    "mlx": "compress.checkpoint.export.mlx:MLXLayout",
     "gguf": "compress.checkpoint.export.gguf.exporter:GGUFLayout",
     "onnx": "compress.onnx.exporters:MatMulNBitsGraph",
     "onnx-exact": "compress.onnx.exporters:ExactGraph",

@@ -13,7 +13,7 @@ from compress.base.errors import CheckpointError, InputError, NoSuchModelError
 from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.leftovers import COMPANIONS
-from compress.checkpoint.read import bitsandbytes, gpt_oss, gptq_awq, modelopt, narrow_bytes
+from compress.checkpoint.read import bitsandbytes, gpt_oss, gptq_awq, mlx, modelopt, narrow_bytes
 from compress.checkpoint.read.configuration import AWQ, GPTQ, Header, check_config
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
@@ -273,13 +273,14 @@ METHODS: dict[Any, Seen] = {
     **dict.fromkeys((GPTQ, AWQ), gptq_awq.view),
     bitsandbytes.METHOD: bitsandbytes.view,
     modelopt.METHOD: modelopt.view,
+    mlx.METHOD: mlx.view,
 }
 
 
 def in_our_words(files: WeightFiles, config: dict[str, Any], folder: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Weight files, configuration) of a checkpoint, as our readers take them; as they are, where nothing has to be
     translated. Raises CheckpointError for a checkpoint of a known method that is damaged or cannot be read."""
-    quantization = config.get("quantization_config") or modelopt.beside(folder)
+    quantization = config.get("quantization_config") or mlx.entry(config) or modelopt.beside(folder)
     method = METHODS.get((quantization or {}).get("quant_method"))
     if quantization is None or method is None:
         return files, config

@@ -45,9 +45,9 @@ recipe_options = group(
         "--for",
         "engine",
         metavar="ENGINE",
-        help="The engine that will run it: llama.cpp, vllm, transformers, ort, ort-genai, gptqmodel. Picks a scheme "
-        "that it runs and writes the files that it opens to OUT; if these are another format, the checkpoint is kept "
-        "in OUT.checkpoint.",
+        help="The engine that will run it: llama.cpp, vllm, mlx, transformers, ort, ort-genai, gptqmodel. Picks a "
+        "scheme that it runs and writes the files that it opens to OUT; if these are another format, the checkpoint "
+        "is kept in OUT.checkpoint.",
     ),
     plugin_option,
 )

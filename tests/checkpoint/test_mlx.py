@@ -1,0 +1,102 @@
+"""Exports in MLX's layout, against a transcription of its formula, and against MLX itself where it is installed."""
+
+import json
+
+import pytest
+import torch
+from commands import command, last_line, make_llama, save
+from safetensors.torch import load_file, save_file
+
+import compress
+from compress.base.errors import CheckpointError
+
+MIXED = [
+    compress.only(compress.RTN(scheme="w3a16", group_size=32), "*down_proj"),
+    compress.only(compress.RTN(scheme="w6a16", group_size=-1), "*o_proj"),
+    compress.but(compress.RTN(scheme="w4a16", group_size=64), "*down_proj", "*o_proj"),
+    compress.Embeddings(scheme="w8a16", group_size=32),
+]
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def exported(request, tmp_path_factory):
+    """(Our checkpoint, the same in MLX's layout)."""
+    folder = tmp_path_factory.mktemp("mlx")
+    shape = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True}
+    model = make_llama(num_hidden_layers=1, **shape).to(request.param)
+    compress.quantize(save(model, folder / "model"), MIXED, output=folder / "out", verify=False)
+    compress.export(folder / "out", folder / "there", "mlx")
+    return folder / "out", folder / "there"
+
+
+def values(held, name, bits, group):
+    """codes * scales + biases, code k of a row in bits [k n, k n + n) of its stream."""
+    stream = held[f"{name}.weight"].view(torch.uint8).int()
+    ones = torch.stack([stream >> bit & 1 for bit in range(8)], -1).flatten(1)
+    codes = (ones.view(len(ones), -1, bits) << torch.arange(bits)).sum(-1)
+    scales, biases = (held[f"{name}.{part}"].double().repeat_interleave(group, 1) for part in ("scales", "biases"))
+    return codes * scales + biases
+
+
+@pytest.mark.first
+def test_the_formula_of_mlx_finds_the_quantized_weights(exported):
+    out, there = exported
+    held, dense = load_file(there / "model.safetensors"), compress.load(out, dequantize=True)
+    quantization = json.loads((there / "config.json").read_text())["quantization"]
+    usual = {"group_size": 64, "bits": 4}
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert quantization == {
+        **usual,
+        "model.embed_tokens": {"group_size": 32, "bits": 8},
+        f"{attention}.o_proj": {"group_size": 128, "bits": 6},
+        f"{mlp}.down_proj": {"group_size": 32, "bits": 3},
+    }
+    layers = [name.removesuffix(".scales") for name in held if name.endswith(".scales")]
+    assert len(layers) == 8
+    for name in layers:
+        kind = quantization.get(name, usual)
+        found = values(held, name, kind["bits"], kind["group_size"])
+        weight = dense.get_parameter(f"{name}.weight")
+        assert torch.equal(found.to(weight.dtype), weight)
+
+
+def test_our_reader_loads_the_same_weights(exported):
+    first, second = (compress.load(folder, dequantize=True).state_dict() for folder in exported)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert compress.verify(str(exported[1]))["layers"] == 8
+
+
+def test_mlx_lm_computes_the_same_logits(exported):
+    mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm")
+    mx = pytest.importorskip("mlx.core")
+    out, there = exported
+    model, _ = mlx_lm.utils.load_model(there)
+    theirs = torch.tensor(model(mx.array([[1, 2, 3]])).astype(mx.float32).tolist())
+    ours = compress.load(out)(torch.tensor([[1, 2, 3]])).logits.float()
+    assert (theirs - ours).norm() < 0.05 * ours.norm()  # products in 16 bits, each rounded its own way
+
+
+def test_biases_that_mlx_rounds_itself_are_refused(exported, copy_of):
+    folder = copy_of(exported[1])
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.0.mlp.up_proj.biases"] *= 0.75
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj.biases are no multiples of the scales"):
+        compress.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        ({"scheme": "w7a16", "group_size": 32}, "has codes of 7 bits; allowed: 2, 3, 4, 5, 6, 8"),
+        ({"scheme": "w4a16", "group_size": 16}, "has groups of 16; allowed: multiples of 32 (--group-size)"),
+        ({"scheme": "w4a16", "group_size": 32, "grid": "asymmetric"}, "quantize with --grid signed-scale"),
+    ],
+)
+def test_codes_that_mlx_does_not_run_are_refused_in_a_line(scheme, says, llama, tmp_path):
+    compress.quantize(llama, compress.RTN(**scheme), output=tmp_path / "out", verify=False)
+    outcome = command("export", tmp_path / "out", "--to", "mlx", "--output", tmp_path / "there")
+    assert outcome.code == 2
+    assert says in last_line(outcome)
+    assert not (tmp_path / "there").exists()
