@@ -62,7 +62,7 @@ class SpQR(SecondOrder):
     writes: ClassVar[Aspect] = "quantized weight"
 
     scheme: str = "w3a16"
-    """w2a16 ... w8a16: bits per weight."""
+    """w2a16 ... w8a16: bits per weight, of 16-bit inputs."""
 
     group_size: int = 0
     """0 or more: weights in a row that share a scale and a zero point. 0: 16, or the nearest size from 8 up that

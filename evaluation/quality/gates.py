@@ -95,7 +95,7 @@ class Gate:
             reason = f"{self.figure} is not a number{where}"
         elif COMPARISONS[self.comparison](value, limit):
             beside = f", the noise floor {floor:.6g}" if self.of_noise else ""
-            reason = f"{self.figure} is {value:.6g}{where}{beside}"
+            reason = f"{self.figure} is {in_words(value)}{where}{beside}"
         return GateResult(self.text, value, limit, reason is None, reason)
 
 
@@ -117,6 +117,11 @@ def parse_gate(text: str) -> Gate:
     if noise and match[1] not in NAMES:
         raise InputError(f"gate {text!r}; the noise floor has the figures of a text, {match[1]} is none of them")
     return Gate(text.strip(), match[1], match[2], limit, noise is not None)
+
+
+def in_words(value: float) -> str:
+    """A figure: whole numbers, like bytes, in full."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
 
 
 def broken_gates(results: Sequence[GateResult]) -> list[str]:

@@ -39,7 +39,7 @@ FOUND = Evaluation(
         (" kl_mean<0.02 ", "gate 'kl_mean<0.02' failed: kl_mean is 0.01 on a"),
         ("kl_mean <= 1e-3", None),
         ("kl_max > 0.5", "gate 'kl_max > 0.5' failed: kl_max is 1 on a"),
-        ("bytes > 999", "gate 'bytes > 999' failed: bytes is 1000"),
+        ("bytes > 999", "gate 'bytes > 999' failed: bytes is 1,000"),
         ("bits_per_weight > 4.25", None),
         ("gap.kl_mean < 0", "gate 'gap.kl_mean < 0' failed: gap.kl_mean is -8.99"),
         ("same_top < 0.9", "gate 'same_top < 0.9' failed: same_top was not measured: it is not defined on this text"),

@@ -37,7 +37,7 @@ def test_a_package_of_another_version_breaks_and_an_extra_is_only_missing(monkey
 
 def test_every_extra_of_users_is_told() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {*project["optional-dependencies"]} - {"dev", "docs", "notebooks", "release"} == {*doctor.EXTRAS}
+    assert {*project["optional-dependencies"]} - {"all", "dev", "docs", "notebooks", "release"} == {*doctor.EXTRAS}
 
 
 def test_kernels_are_there_or_not_yet_or_cannot_be_built() -> None:

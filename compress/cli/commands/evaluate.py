@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,10 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
         return None
     run = ReportedRun(path.absolute().name, path, evaluation, path)
     made = compose([run])
+    if failed := [
+        f"Gate failed: {gate['reason']} ({gate['expression']})." for gate in document["gates"] if gate["reason"]
+    ]:
+        made = replace(made, verdict=" ".join((*failed, made.verdict)))
     content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
     try:
         put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, article(run).verdict))
@@ -161,7 +166,7 @@ def evaluate(
     from compress.evaluation.json_document import as_document
     from compress.evaluation.optional_measurements import with_asked
     from compress.evaluation.quality.encoders import evaluate_encoder
-    from compress.evaluation.quality.gates import broken_gates, parse_gate
+    from compress.evaluation.quality.gates import broken_gates, in_words, parse_gate
 
     conditions = [parse_gate(gate) for gate in gates]
     asked = asked_of(**{name: options.pop(name) for name in OF_GENERATION})
@@ -189,8 +194,8 @@ def evaluate(
 
         show_evaluation(evaluation, model, reference, details)
         for result in results:
-            if result.passed:
-                say(f"gate {result.expression!r} passed: {result.value:.6g}")
+            if result.passed and result.value is not None:
+                say(f"gate {result.expression!r} passed: {in_words(result.value)}")
         if not details:
             say(f"more figures: --details{f', or {page}' if page is not None else ''}")
     if broken := broken_gates(results):

@@ -83,6 +83,8 @@ def decide(
     decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
+    for part in parts:
+        _check_returned(p, part, weights)
     new_decisions = {name: joined([part[name] for part in parts]) for name in parts[0]}
     check_scales(new_decisions, weights)
     if decides.rounds_inputs:
@@ -139,6 +141,19 @@ def _earlier_masks(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> 
         name = next(iter(masks))
         raise CompressError(earlier.problem(name, shares[name], p.name))
     return {n: Decision(dense(weights[n]), {CAME: shares[n]}, kept=mask) for n, mask in masks.items()}
+
+
+def _check_returned(p: Pass, returned: Any, weights: Mapping[str, Tensor]) -> None:
+    """Raises CompressError where a pass, perhaps one of a user's own, did not return a decision for each layer."""
+    found = returned if isinstance(returned, Mapping) else {}
+    for name in weights:
+        if not isinstance(found.get(name), Decision):
+            what = f"{type(found[name]).__name__} for {name}" if name in found else f"nothing for {name}"
+            said = what if isinstance(returned, Mapping) else type(returned).__name__
+            raise CompressError(
+                f"`apply` of {p.name} returned {said}; it must return {{layer: compress.Decision(...)}} for each layer of "
+                "`site.weights`, like compress.Decision(grid.quantize(weight, dtype))"
+            )
 
 
 def site_of(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:

@@ -116,9 +116,9 @@ def made(
     if way == "for":
         one, _ = passes_asked("gptq", None, None, None, "llama.cpp", {}, None, None)
     elif scheme == "q4_0":
-        one = make_pass(way, {"scheme": "w4a16", "group_size": 32, "clip": True, "scales": "float16"})
+        one = (make_pass(way, {"scheme": "w4a16", "group_size": 32, "clip": True, "scales": "float16"}),)
     else:
-        one = make_pass(way, {"scheme": scheme})
+        one = (make_pass(way, {"scheme": scheme}),)
     result = compress.quantize(copy.deepcopy(model), one, calibration=ids).model
     assert result is not None
     return result
