@@ -73,9 +73,13 @@ def test_gates_say_the_figure_nearest_to_failing_and_its_limit() -> None:
     assert results[1]["reason"] == "kl_mean is 0.045 on wiki.txt, the noise floor 0.0004"
 
 
-def test_the_command_writes_it_with_its_gates_and_without_hashes_of_tensors(desk: Desk, copy_of, llama_w4: Path) -> None:
+def test_the_command_writes_it_with_its_gates_and_without_hashes_of_tensors(
+    desk: Desk, copy_of, llama_w4: Path
+) -> None:
     words = ("--reference", desk.model, "--text", desk.tokens, "--json", "-", "--quiet")
-    done = command("evaluate", folder := copy_of(llama_w4), *words, "--fail-if", "kl_mean > 9", "--fail-if", "bytes > 1")
+    done = command(
+        "evaluate", folder := copy_of(llama_w4), *words, "--fail-if", "kl_mean > 9", "--fail-if", "bytes > 1"
+    )
     assert done.code == 3
     assert "Gate failed: bytes is" in (folder / "evaluation.md").read_text(encoding="utf-8")
     document = json.loads(done.out)

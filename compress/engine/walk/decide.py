@@ -151,8 +151,8 @@ def _check_returned(p: Pass, returned: Any, weights: Mapping[str, Tensor]) -> No
             what = f"{type(found[name]).__name__} for {name}" if name in found else f"nothing for {name}"
             said = what if isinstance(returned, Mapping) else type(returned).__name__
             raise CompressError(
-                f"`apply` of {p.name} returned {said}; it must return {{layer: compress.Decision(...)}} for each layer of "
-                "`site.weights`, like compress.Decision(grid.quantize(weight, dtype))"
+                f"`apply` of {p.name} returned {said}; it must return {{layer: compress.Decision(...)}} for each layer "
+                "of `site.weights`, like compress.Decision(grid.quantize(weight, dtype))"
             )
 
 
