@@ -73,7 +73,7 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, SumLinear))
     assert torch.equal(layer.dequantize(), weight_of(find_source(str(out)), name).dequantize())
 
-    shown = command("inspect", out)
+    shown = command("inspect", out, "--all")
     assert shown.out.count(f"w4a16 g32 symmetric + {KIND} rank 4") == 14
     assert f"{KIND} has no kernel" in command("inspect", out, "--kernels").out
     measured = command("evaluate", out, "--reference", llama, "--text", text_file, "--length", "16", "--json", "-")

@@ -155,7 +155,8 @@ class SecondOrder(Pass):
         noise included. Half the tokens serve a solution worse than all of them, so what passes is safe.
         """
         part = site.rows({n: slice(None, None, -(-len(w) // JUDGED_ROWS)) for n, w in site.weights.items()})
-        part = replace(part, stats={})  # what is judged is the layer's own loss
+        own = {key: value for key, value in part.stats.items() if key != "curvature"}  # the layer's own loss is judged
+        part = replace(part, stats=own)
         losses: dict[str, dict[Solution, list[float]]] = {n: {} for n in site.weights}
         for fitted, judge in zip(halves, reversed(halves), strict=True):
             problem = self.problem(fitted)
