@@ -86,6 +86,10 @@ class PlainConsole(Console):
         shown = visible(text).encode(self.encoding, SPELLED).decode(self.encoding)
         return super().render_str(shown, **{**options, "markup": False, "emoji": False})
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command to end where nobody reads any more; rich would exit with 1."""
+        raise BrokenPipeError
+
 
 def console(stderr: bool = False) -> Console:
     """Standard output (or standard error); wide enough for whole tables when it is no terminal."""

@@ -432,8 +432,8 @@ def test_layers_that_get_less_than_asked_for_are_counted():
     plain = LayerRecord("a", "rtn", "w4a16", "symmetric", None, (8, 32), {})
     assert remark_on_less([plain, *layers("gptq", "gptq")]) is None
     remark = remark_on_less([plain, *layers("gptq", "rounding", "gptq without drift", "rounding")])
-    assert remark.startswith("3 of 4 layers get less")
-    assert "(gptq without drift for 1, rounding for 2)" in remark
+    assert remark.startswith("3 of 4 layers were solved by less than gptq")
+    assert "(1 by gptq without drift, 2 by rounding)" in remark
 
 
 def test_gptq_on_one_row_is_no_worse_than_rounding_and_its_additions_than_none():

@@ -389,7 +389,7 @@ def test_on_the_command_line(tmp_path):
         "dynamic": False,
         "strategy": "attn_head",
     }
-    inspected = command("inspect", tmp_path / "out")
+    inspected = command("inspect", tmp_path / "out", "--all")
     assert "keys and values: int8 cache, per head" in inspected.out
     assert "model.layers.1.self_attn " in inspected.out
     plain = command("inspect", source, "--json", "-").json()["size"]

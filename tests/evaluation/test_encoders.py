@@ -17,6 +17,7 @@ from compress.base.errors import InputError
 from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.quality.encoders import read_pairs
 from compress.evaluation.quality.gates import broken_gates, parse_gate
+from compress.evaluation.report import wording
 
 WORDS = ("import", "os", "return", "self", "value", "def", "class", "for", "in", "range", "print", "list", "open")
 
@@ -96,7 +97,7 @@ def test_the_command_shows_an_encoder_and_holds_it_to_its_gate(encoders: tuple[P
     assert outcome.err.splitlines()[-1].startswith("compress: gate 'cosine_mean < 0.9999' failed: cosine_mean is 0.")
     found = read_evaluation(tmp_path / "found.json")
     figures = found.embeddings[0].figures
-    assert f"{figures['spearman'].value:.4f} ± {figures['spearman'].error:.4f}" in outcome.out
+    assert f"of 60 pairs {wording.with_error(figures['spearman'])}" in outcome.out
     assert broken_gates([parse_gate("kl_mean > 1").check(found)]) == [
         "gate 'kl_mean > 1' failed: kl_mean was not measured: no text was given"
     ]
@@ -199,7 +200,7 @@ def test_a_command_measures_a_classifier_on_a_file_of_labelled_inputs(tmp_path: 
         words = ["evaluate", tmp_path / "out", "--reference", tmp_path / "model", "--labelled", tmp_path / name]
         outcome = command(*words, "--json", tmp_path / "found.json", "--fail-if", "agreement < 0.01")
         assert outcome.code == 0, outcome.err
-        assert "40 inputs, 4 classes" in outcome.out
+        assert "of 40 inputs" in outcome.out
         found = read_evaluation(tmp_path / "found.json")
         assert found.classifications[0].figures == expected.classifications[0].figures
     text = (tmp_path / "out" / "evaluation.md").read_text("utf-8")

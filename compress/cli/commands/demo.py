@@ -25,11 +25,12 @@ from compress.cli.options import begin, write_report
 def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, json_file: str | None, quiet: bool) -> None:
     """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
     from compress.cli.progress import reporting
-    from compress.evaluation.json_document import as_document
 
     if overwrite and output is None and json_file in (None, "-"):
         raise InputError("--overwrite needs --output or --json FILE; without them the demo keeps nothing")
     begin()
+    from compress.evaluation.json_document import as_document
+
     with tempfile.TemporaryDirectory() as scratch, _without_resuming(output is not None):
         rows = []
         for method in (
