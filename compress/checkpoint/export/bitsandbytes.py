@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from compress.base.errors import CheckpointError
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import names_to_copy, note_losses, uncompressed, why_no_tables
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.read_back import check_values, summary
+from compress.checkpoint.export.read_back import read_by_us, reader_of, summary
 from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, exchange_halves
-from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
-from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.source import Source
 from compress.model.experts import Experts
 from compress.weights import levels
 from compress.weights.formats.levels import NF4
@@ -73,17 +71,13 @@ class BitsandbytesLayout(Exporter):
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader, and by bitsandbytes where it is installed."""
-        source = find_source(str(folder))
-        check_tensors(source, record.get("tensors"))
-        check_values(folder, record.get("values") or {})
+        source = read_by_us(folder, record)
         layers = stored_in(source).layers
-        if find_spec(METHOD) is None:
-            return {"layers": len(layers), "reader": f"compress alone, as {METHOD} is not installed"}
-        for name in layers:
+        for name in layers if find_spec(METHOD) else ():
             theirs, ours = _by_bitsandbytes(source, name), weight_of(source, name).dequantize()
             if not torch.equal(theirs, ours.to(theirs.dtype)):
                 raise CheckpointError(f"{name} of {folder}, as {METHOD} reads it, is not what was decided")
-        return {"layers": len(layers), "reader": f"{METHOD} {version(METHOD)}"}
+        return {"layers": len(layers), "reader": reader_of(METHOD)}
 
 
 def _tensors(source: Source, rest: list[str], values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

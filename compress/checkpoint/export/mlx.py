@@ -6,7 +6,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import grid_of, integers_of, names_to_copy, note_losses, why_not_codes
 from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.read_back import check_values, summary
-from compress.checkpoint.read.checksums import check_tensors
+from compress.checkpoint.export.read_back import read_by_us, reader_of, summary
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.mlx import METHOD, PARTS
 from compress.checkpoint.read.pretrained import empty_model
-from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.source import Source
 from compress.kernels.layouts.words import pack_rows
 from compress.model.experts import Experts
 
@@ -65,17 +63,13 @@ class MLXLayout(Exporter):
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader, and by MLX where it is installed."""
-        source = find_source(str(folder))
-        check_tensors(source, record.get("tensors"))
-        check_values(folder, record.get("values") or {})
+        source = read_by_us(folder, record)
         layers = stored_in(source).layers
-        if find_spec(METHOD) is None:
-            return {"layers": len(layers), "reader": f"compress alone, as {METHOD} is not installed"}
-        for name, layer in layers.items():
+        for name, layer in layers.items() if find_spec(METHOD) else ():
             ours = weight_of(source, name, torch.float32).dequantize()
             if bool((_by_mlx(source, name, layer) - ours).abs().amax() > _rounding(source, name, grid_of(layer).bits)):
                 raise CheckpointError(f"{name} of {folder}, as {METHOD} reads it, is not what was exported")
-        return {"layers": len(layers), "reader": f"{METHOD} {version(METHOD)}"}
+        return {"layers": len(layers), "reader": reader_of(METHOD)}
 
 
 def _layers(source: Source) -> dict[str, StoredLayer]:
@@ -90,8 +84,9 @@ def _why_not(layer: StoredLayer) -> str | None:
         return f"has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}"
     if not grid.symmetric:
         return "has asymmetric codes, whose minima MLX would round; quantize with --grid signed-scale"
-    if (grid.group_size or layer.shape[1]) % limits.unit:
-        return f"has groups of {grid.group_size or layer.shape[1]}; allowed: multiples of {limits.unit} (--group-size)"
+    size = grid.group_size or layer.shape[1]
+    if (sizes := limits.why_not_group(size)) is not None:
+        return f"has groups of {size}; allowed: {sizes} (--group-size)"
     return None
 
 

@@ -23,7 +23,7 @@ from compress.checkpoint.files import checksum, read_json, write_json
 from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import read_config
-from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.source import Source, find_source
 
 PACKAGE = "gptqmodel"
 AT_A_TIME = 2048  # inputs of a layer whose weights are asked for together
@@ -32,12 +32,9 @@ AT_A_TIME = 2048  # inputs of a layer whose weights are asked for together
 def read_back(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """{layers, reader} of an export in either layout, as `Exporter.read_back` returns it. Raises CheckpointError for a
     layer with other values than were exported, CompressError where GPTQModel does not read them."""
-    source = find_source(str(folder))
-    check_tensors(source, record.get("tensors"))
-    check_values(folder, record.get("values") or {})
-    layers = len(stored_in(source).layers)
+    layers = len(stored_in(read_by_us(folder, record)).layers)
     if find_spec(PACKAGE) is None:
-        return {"layers": layers, "reader": f"compress alone, as {PACKAGE} is not installed"}
+        return {"layers": layers, "reader": reader_of(PACKAGE)}
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         _, environment = fresh()
@@ -53,6 +50,21 @@ def read_back(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
             f"({len(report['differ'])} layers differ in all); write it again"
         )
     return {"layers": layers, "reader": report["reader"]}
+
+
+def read_by_us(folder: Path, record: Mapping[str, Any]) -> Source:
+    """An export whose tensors and values, as our reader reads them, are those of its record. Raises CheckpointError."""
+    source = find_source(str(folder))
+    check_tensors(source, record.get("tensors"))
+    check_values(folder, record.get("values") or {})
+    return source
+
+
+def reader_of(package: str) -> str:
+    """The package and its version, for the record; where it is not installed, that our reader read alone."""
+    if find_spec(package) is None:
+        return f"compress alone, as {package} is not installed"
+    return f"{package} {version(package)}"
 
 
 def check_values(folder: Path, values: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
     from compress.checkpoint.write.directory import is_checkpoint
     from compress.checkpoint.write.late_files import put_beside
     from compress.evaluation.report.card import measured_card
-    from compress.evaluation.report.compose import article, compose
+    from compress.evaluation.report.compose import compose
     from compress.evaluation.report.markdown import as_markdown
     from compress.evaluation.report.page import as_html
     from compress.evaluation.report.runs import ReportedRun
@@ -66,15 +66,14 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
     path = Path(model)
     if not is_checkpoint(path):
         return None
-    run = ReportedRun(path.absolute().name, path, evaluation, path)
-    made = compose([run])
+    made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
     if failed := [
         f"Gate failed: {gate['reason']} ({gate['expression']})." for gate in document["gates"] if gate["reason"]
     ]:
         made = replace(made, verdict=" ".join((*failed, made.verdict)))
     content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
     try:
-        put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, article(run).verdict))
+        put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, made.articles[0].verdict))
     except InputError as error:
         say(f"compress: the evaluation is not kept in {path}: {error}", stderr=True)
         return None
