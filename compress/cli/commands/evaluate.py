@@ -66,14 +66,14 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
     path = Path(model)
     if not is_checkpoint(path):
         return None
-    made = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
+    report = compose([ReportedRun(path.absolute().name, path, evaluation, path)])
     if failed := [
         f"Gate failed: {gate['reason']} ({gate['expression']})." for gate in document["gates"] if gate["reason"]
     ]:
-        made = replace(made, verdict=" ".join((*failed, made.verdict)))
-    content = (json.dumps(document, indent=2) + "\n", as_html(made), as_markdown(made))
+        report = replace(report, verdict=" ".join((*failed, report.verdict)))
+    content = (json.dumps(document, indent=2) + "\n", as_html(report), as_markdown(report))
     try:
-        put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, made.articles[0].verdict))
+        put_beside(path, dict(zip(KEPT, content, strict=True)) | measured_card(path, report.articles[0].verdict))
     except InputError as error:
         say(f"compress: the evaluation is not kept in {path}: {error}", stderr=True)
         return None
