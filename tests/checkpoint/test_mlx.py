@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import command, last_line, make_llama, save
+from commands import make_llama, refusal_of_export, save
 from safetensors.torch import load_file, save_file
 
 import compress
@@ -95,8 +95,4 @@ def test_biases_that_mlx_rounds_itself_are_refused(exported, copy_of):
     ],
 )
 def test_codes_that_mlx_does_not_run_are_refused_in_a_line(scheme, says, llama, tmp_path):
-    compress.quantize(llama, compress.RTN(**scheme), output=tmp_path / "out", verify=False)
-    outcome = command("export", tmp_path / "out", "--to", "mlx", "--output", tmp_path / "there")
-    assert outcome.code == 2
-    assert says in last_line(outcome)
-    assert not (tmp_path / "there").exists()
+    assert says in refusal_of_export(llama, compress.RTN(**scheme), "mlx", tmp_path)

@@ -191,6 +191,15 @@ def last_line(outcome: Outcome) -> str:
     return lines[-1]
 
 
+def refusal_of_export(model: Path, method: compress.RTN, to: str, folder: Path) -> str:
+    """The line that refuses to export what a method makes of a model; nothing is left of the export."""
+    compress.quantize(model, method, output=folder / "out", verify=False)
+    outcome = command("export", folder / "out", "--to", to, "--output", folder / "there")
+    assert outcome.code == 2
+    assert not (folder / "there").exists()
+    return last_line(outcome)
+
+
 def half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
