@@ -18,12 +18,14 @@ to the minimum of the parabola that the loss is in it, where the codes stay; des
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from compress.base.threads import one_thread
-from compress.kernels.cpu.column_sweep import ColumnBlock, DecidedColumns, SweptBlock, descend_columns, sweep_columns
+from compress.kernels.columns import ColumnBlock, DecidedColumns, SweptBlock
+from compress.kernels.operators.columns import descend_columns, on_gpu, sweep_columns
 from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.output_feedback import OutputCurvature, descend_coupled, sweep_coupled
 from compress.weights.matrix import Matrix
@@ -51,6 +53,10 @@ class ColumnRule(ABC):
     @abstractmethod
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         """The value [N] that stands for this column from now on."""
+
+    def run_groups(self, block: SweptBlock) -> bool:
+        """Begin all groups of a block and decide their columns; False where that is not possible at once."""
+        return False
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
         """Decide columns [begin, end) of a block, whose targets have the feedback of all columns before `begin`."""
@@ -85,13 +91,15 @@ def sweep(weight_NK: Tensor, problem: Problem, rule: ColumnRule) -> tuple[Tensor
         rule.begin(0, weight_KN)
     for first in range(0, columns, block):
         last = min(first + block, columns)
-        feedback = upper[first:last, first:last].contiguous()
+        corner = upper[first:last, first:last]
+        feedback = corner if on_gpu(corner) else corner.contiguous()
         weight_BN, value_BN, error_BN = (x[first:last] for x in (weight_KN, value_KN, error_KN))
         target_BN = weight_BN.clone()
         if first:
             target_BN.addmm_(upper[:first, first:last].t(), error_KN[:first])
-        diagonal = problem.diagonal[first:last].contiguous()
-        here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, diagonal, weight_BN, loss)
+        here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, problem.diagonal[first:last], weight_BN, loss)
+        if inside and rule.run_groups(here):
+            continue
         if rule.span:
             rule.open(first, updated_columns(here, 0, last - first))
         step = group if inside else last - first
@@ -126,8 +134,14 @@ class CodeRule(ColumnRule):
     """A rule of codes. Its columns, once each is decided, may be decided again; `swept` is true from then on."""
 
     swept: bool
+    group_of: list[int]
     # The curvature of the loss by outputs that are decided together; None: outputs do not depend on each other.
     outputs: OutputCurvature | None = None
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """int32 [K] on the device of the codes, the group of each column."""
+        return torch.tensor(self.group_of, dtype=torch.int32, device=self.codes_at(0)[0].device)
 
     def chosen_at(self, column: int) -> tuple[Tensor, ...]:
         """The tensors of a column to which `decide` adds."""

@@ -20,19 +20,30 @@ Several weights with one Hessian share what is computed of it: `Problem.of` once
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.kernels.columns import DecidedColumns, Rounding, SweptBlock
+from compress.kernels.operators.columns import LARGEST_GROUP, on_gpu, sweep_groups, takes
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.outliers import costs, exact_places, grouped_costs, places_at, price_by_trial, sampled_rows
 from compress.solvers.output_feedback import OutputCurvature
 from compress.solvers.sparsegpt import fit_survivors
 from compress.weights.formats.sparse import sparse
-from compress.weights.grid import Grid, decode, encode, fit, fit_matrix, stored_scale, to_quantized
+from compress.weights.grid import (
+    Grid,
+    decode,
+    encode,
+    fit,
+    fit_matrix,
+    range_search,
+    shares_of,
+    stored_scale,
+    to_quantized,
+)
 from compress.weights.matrix import Matrix, Weight
 
 # Rows that are swept to see how many weights a price makes exact.
@@ -200,6 +211,20 @@ class GridRule(CodeRule):
         fitted = fit(updated_gN.t(), self.grid, self.scale_dtype, self.importance[part])
         self.scale[group], self.zero_point[group] = fitted
 
+    def run_groups(self, block: SweptBlock) -> bool:
+        held, grid = self.compiled(), self.grid
+        if held is None or not on_gpu(self.codes) or self.group > LARGEST_GROUP or grid.type != "int":
+            return False
+        if self.exact is not None or self.outputs is not None or (grid.ternary and grid.searches):
+            return False
+        sweep_groups(block, held, range_search(grid, self.scale_dtype), self.shares, self.group)
+        return True
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """[K] importance, of mean 1 in each group of columns."""
+        return shares_of(self.importance.view(-1, self.group)).flatten()
+
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         group = self.group_of[column]
         scale, zero_point = self.scale[group], self.zero_point[group]
@@ -224,11 +249,13 @@ class GridRule(CodeRule):
         return () if self.exact is None else (self.exact[column],)
 
     def compiled(self) -> DecidedColumns | None:
-        if self.grid.type != "int" or not takes(self.codes, self.scale_dtype):
+        levels = self.grid.levels
+        if (self.grid.type != "int" and levels is None) or not takes(self.codes, self.scale_dtype, levels is not None):
             return None
-        rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype)
+        table = None if levels is None else levels.table(self.codes.device)
+        rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype, table=table)
         price = None if self.swept or self.exact is None else self.price
-        decided = (self.codes, self.scale, self.zero_point, self.group_of)
+        decided = (self.codes, self.scale, self.zero_point, self.groups)
         made = DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
         if self.outputs is None:
             return made

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import ColumnBlock, SweptBlock
+from compress.kernels.columns import ColumnBlock, SweptBlock
 from compress.solvers.hessian_with_drift import add_damping
 
 # The share of H_O off its diagonal that is relied on: tokens of one text, and one draw of each, overstate it.

@@ -11,8 +11,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.kernels.columns import DecidedColumns, Rounding
 from compress.kernels.division import divide
+from compress.kernels.operators.columns import takes
 from compress.solvers.candidates import Candidate, least_cost
 from compress.solvers.column_sweep import CodeRule, Polish, group_members
 from compress.solvers.hessian_with_drift import Problem
@@ -149,7 +150,7 @@ class TileRule(CodeRule):
             return None
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)
-        decided = (self.codes, self.scale, self.zero, self.group_of)
+        decided = (self.codes, self.scale, self.zero, self.groups)
         return DecidedColumns(*decided, rounding, None, exact, None if self.swept else price, self.cost_K, self.extra)
 
     def refit(self, polish: Polish) -> None:

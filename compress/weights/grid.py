@@ -37,11 +37,11 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import CompressError, InputError
-from compress.kernels.cpu import column_sweep
-from compress.kernels.cpu.column_sweep import Range
+from compress.kernels.columns import Range, RangeSearch, Rounding
 from compress.kernels.division import divide
 from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.kernels.layouts.words import some_rows
+from compress.kernels.operators import columns
 from compress.weights.levels import TABLES, Levels
 from compress.weights.matrix import Term
 from compress.weights.number_formats import (
@@ -543,13 +543,9 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
     if not grid.searches:
         return scale, zero_point
-    importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
-    if grid.type == "int" and column_sweep.takes(x, scale_dtype):
-        rounding = column_sweep.Rounding(grid.qmin, grid.qmax, scale_dtype)
-        numbers = column_sweep.ScaleRange(*scale_limits(scale_dtype, grid.scales), half=grid.scales == "float16")
-        x_gN = x.reshape(-1, x.shape[-1]).t()
-        asked = (range_factors(grid), *steps_of_range(grid), rounding, numbers)
-        found = column_sweep.search_ranges(x_gN, importance, *asked)
+    importance = None if weight is None else shares_of(weight).to(x.dtype)
+    if grid.type == "int" and columns.searches(x, scale_dtype):
+        found = columns.search_ranges(x.reshape(-1, x.shape[-1]).t(), importance, range_search(grid, scale_dtype))
         return found[0].view_as(scale), found[1].view_as(scale)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point
@@ -565,6 +561,19 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
         best_scale = torch.where(better, s, best_scale)
         best_zero = torch.where(better, z, best_zero)
     return best_scale, best_zero
+
+
+def shares_of(weight: Tensor) -> Tensor:
+    """Weights [..., g] of the members of groups, of mean 1 in each."""
+    return weight / weight.mean(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
+
+
+def range_search(grid: Grid, scale_dtype: torch.dtype) -> RangeSearch:
+    """The search for the ranges of a grid of integers, as the loops over columns do it."""
+    factors = tuple(range_factors(grid)) if grid.searches else ()
+    limits = scale_limits(scale_dtype, grid.scales)
+    rounding = Rounding(grid.qmin, grid.qmax, scale_dtype)
+    return RangeSearch(factors, *steps_of_range(grid), rounding, *limits, half=grid.scales == "float16")
 
 
 def grouped(x_NK: Tensor, grid: Grid) -> Tensor:

@@ -53,6 +53,10 @@ class Levels:
         rising, _, codes = _sorted(self, levels.dtype, levels.device)
         return codes[torch.searchsorted(rising, levels.contiguous())]
 
+    def table(self, device: torch.device) -> Tensor:
+        """[2, L] float32: different levels, rising, and the largest number that is rounded to each."""
+        return _table(self, device)
+
     def of(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The levels of codes."""
         table = _by_code(self, dtype, codes.device)
@@ -76,6 +80,12 @@ def _sorted(levels: Levels, dtype: torch.dtype, device: torch.device) -> tuple[T
     up = (codes[1:] % 2 == 0) if levels.ties == "even" else torch.zeros_like(codes[1:], dtype=torch.bool)
     below = torch.nextafter(middle, torch.full_like(middle, -torch.inf))
     return rising.to(device), torch.where(up, below, middle).to(device), codes.to(device)
+
+
+@cache
+def _table(levels: Levels, device: torch.device) -> Tensor:
+    rising, borders, _ = _sorted(levels, torch.float32, device)
+    return torch.stack([rising, torch.nn.functional.pad(borders, (0, 1), value=torch.inf)])
 
 
 def _float(name: str, exponent_bits: int, significand_bits: int) -> Levels:

@@ -6,18 +6,16 @@ side: every array is [columns, N].
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from compress.kernels.columns import RANGES, ColumnBlock, DecidedColumns, RangeSearch, Rounding, SweptBlock
 from compress.kernels.cpu import build
 from compress.kernels.cpu.arguments import TYPES
 
-Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
-RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")
 # The cost of rounding a number, in multiplications; and the multiplications that are worth a thread, as in cpu_work.h.
 DECISION, WORTH_A_THREAD = 32, 2**17
 LANES = 16  # outputs that are decided at once, where they do not depend on each other
@@ -62,83 +60,8 @@ class _ColumnSearch(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """Codes from lowest to highest, and the dtype of scales, to which values are rounded. free_zero: zero points are no
-    whole numbers."""
-
-    lowest: int
-    highest: int
-    scale_dtype: torch.dtype
-    free_zero: bool = False
-
-    def _as_read(self) -> _Rounding:
-        return _Rounding(self.lowest, self.highest, TYPES[self.scale_dtype], self.free_zero)
-
-
-@dataclass(frozen=True)
-class ScaleRange:
-    """The numbers that scales can be: magnitudes from least to largest; half: those of float16 alone."""
-
-    least: float
-    largest: float
-    half: bool = False
-
-
-@dataclass(frozen=True)
-class DecidedColumns:
-    """The decisions about K columns: codes [K, N], scale and zero [G, N], group_of [K], and their constraints.
-
-    kept [K, N]: weights that are not pruned; the others have the code of 0; None: all. exact [K, N]: weights that have
-    a value of their own; None: none. price [N]: more weights may become exact, those whose error costs more than this,
-    by cost_K; None: no more. extra [K, N] of the scales' dtype: the value of exact weights beyond the code nearest to
-    0; None: their codes are 0. outputs [N, S] and share [N]: of outputs that depend on each other in runs of S, in a
-    sweep the factors of H_O, in descent H_O and its diagonal (`solvers.output_feedback`); None: they do not.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
-    group_of: Sequence[int]
-    rounding: Rounding
-    kept: Tensor | None
-    exact: Tensor | None
-    price: Tensor | None
-    cost_K: Tensor
-    extra: Tensor | None = None
-    outputs: Tensor | None = None
-    share: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ColumnBlock:
-    """Columns first ... first + B: target, value and change, [B, N] each; matrix [B, B], diagonal [B].
-
-    target: in a sweep, the value that a column aims at before the feedback of earlier columns in its run; in descent,
-    the gradient. change: in a sweep, weight - value; in descent, the distance that values have moved.
-    """
-
-    first: int
-    target: Tensor
-    value: Tensor
-    change: Tensor
-    matrix: Tensor
-    diagonal: Tensor
-
-
-@dataclass(frozen=True)
-class SweptBlock(ColumnBlock):
-    """A block of a sweep, with weight [B, N], and loss [N], which grows by diagonal (target - value)^2."""
-
-    weight: Tensor
-    loss: Tensor
-
-
-def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
-    """True for tensors that the loops can work on here: float32 on a CPU that they could be built for."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or scale_dtype not in TYPES:
-        return False
-    return not build.why_not("columns")
+def _as_read(rounding: Rounding) -> _Rounding:
+    return _Rounding(rounding.lowest, rounding.highest, TYPES[rounding.scale_dtype], rounding.free_zero)
 
 
 def sweep_columns(block: SweptBlock, held: DecidedColumns, begin: int, end: int) -> None:
@@ -158,11 +81,17 @@ def _call(
 ) -> None:
     count, outputs = block.target.shape
     part = slice(block.first, block.first + count)
-    filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=held.rounding._as_read())
+    filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=_as_read(held.rounding))
     filled.threads = useful_threads(outputs * (end - begin) * (end - begin + DECISION))
     tensors: dict[str, Tensor | None] = {each.name: getattr(block, each.name) for each in fields(block)}
     del tensors["first"]
-    tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "price": held.price}
+    tensors |= {
+        "codes": held.codes[part],
+        "group": held.group_K[part],
+        "scale": held.scale,
+        "zero": held.zero,
+        "price": held.price,
+    }
     tensors |= {"cost": held.cost_K[part], "outputs": held.outputs, "share": held.share}
     if held.outputs is not None:
         filled.run = held.outputs.shape[1]
@@ -174,31 +103,20 @@ def _call(
         if tensor is not None:
             assert tensor.is_contiguous(), name
             setattr(filled, name, tensor.data_ptr())
-    groups = torch.tensor(held.group_of[part], dtype=torch.int32)
-    filled.group = groups.data_ptr()
     getattr(build.library("columns"), loop)(ctypes.byref(filled))
 
 
-def search_ranges(
-    x_gN: Tensor,
-    importance_g: Tensor | None,
-    factors: Sequence[float],
-    kind: Range,
-    divisor: float,
-    rounding: Rounding,
-    numbers: ScaleRange,
-) -> tuple[Tensor, Tensor]:
-    """(scale, zero) [N] of N groups: among the given shares of each group's whole range, the one of least squared
-    error, weighted by importance. divisor: turns a range into a scale."""
+def search_ranges(x_gN: Tensor, importance_g: Tensor | None, search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """(scale, zero) [N] of N groups: errors are weighted by importance."""
     members, count = x_gN.shape
-    x_gN, tried = x_gN.contiguous(), torch.tensor(factors, dtype=torch.float32)
+    x_gN, tried = x_gN.contiguous(), torch.tensor(search.factors, dtype=torch.float32)
     scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)
-    filled = _ColumnSearch(N=count, g=members, count=len(factors), rounding=rounding._as_read(), divisor=divisor)
-    filled.least_scale = max(numbers.least, torch.finfo(torch.float32).tiny)
-    filled.largest_scale = min(numbers.largest, torch.finfo(torch.float32).max)
-    filled.number_type = TYPES[torch.float16 if numbers.half else rounding.scale_dtype]
-    filled.kind = RANGES.index(kind)
-    filled.threads = useful_threads(count * members * len(factors) * DECISION)
+    rounding = search.rounding
+    filled = _ColumnSearch(N=count, g=members, count=len(tried), rounding=_as_read(rounding), divisor=search.divisor)
+    filled.least_scale, filled.largest_scale = search.limits
+    filled.number_type = TYPES[torch.float16 if search.half else rounding.scale_dtype]
+    filled.kind = RANGES.index(search.kind)
+    filled.threads = useful_threads(count * members * len(tried) * DECISION)
     filled.x, filled.factors = x_gN.data_ptr(), tried.data_ptr()
     filled.scale, filled.zero = scale_N.data_ptr(), zero_N.data_ptr()
     if importance_g is not None:

@@ -11,8 +11,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import DecidedColumns, Rounding, takes
+from compress.kernels.columns import DecidedColumns, Rounding
 from compress.kernels.layouts.k_quants import BLOCK
+from compress.kernels.operators.columns import takes
 from compress.solvers.candidates import Candidate, least_cost
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, Problem
@@ -122,7 +123,7 @@ class KRule(CodeRule):
         if not takes(self.codes, torch.float32):
             return None
         rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
-        return DecidedColumns(self.codes, self.scale, self.zero, self.group_of, rounding, None, None, None, self.cost_K)
+        return DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> KBlocks:
         codes_NK = problem.restore(self.codes.t())

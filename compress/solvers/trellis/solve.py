@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.column_sweep import ColumnBlock
+from compress.kernels.columns import ColumnBlock
 from compress.kernels.layouts.trellis import levels_of, spread_of
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, move_column
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem

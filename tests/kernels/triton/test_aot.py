@@ -129,6 +129,13 @@ def test_a_step_of_the_search_for_paths_stays_in_registers(reports):
         assert 5 < r["per_weight"] <= 16, r["name"]
 
 
+def test_columns_of_a_sweep_stay_in_registers(reports):
+    """A tile of 128 columns is 32 numbers in each thread. A search for scales holds it, and the tile that it reads."""
+    for r in pick(reports, "columns"):
+        assert r["cost"]["registers"] <= (255 if "ranges" in r["name"] else 128), (r["arch"], r["name"])
+        assert r["cost"]["stack"] == 0
+
+
 def test_w8_fits_between_the_bytes(reports):
     for r in pick(reports, "w8", arch=90):
         assert 0.5 < r["per_weight"] <= r["budget"], r["name"]

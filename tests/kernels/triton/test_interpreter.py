@@ -11,7 +11,18 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.full
 
-NAMES = ("cases", "sums", "grouped", "experts", "invariance", "int8_words", "fp8_blocks", "levels", "trellis")
+NAMES = (
+    "cases",
+    "sums",
+    "grouped",
+    "experts",
+    "invariance",
+    "int8_words",
+    "fp8_blocks",
+    "levels",
+    "trellis",
+    "columns",
+)
 # Triton 3.6 hands numpy arrays of one element to range().
 OF_TRITON = "ignore:Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning"
 CASES = [SUPPORT / "interpreter" / f"interpreter_{name}.py" for name in NAMES]

@@ -22,6 +22,8 @@ from compress.kernels.layouts.strips import NIBBLE
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS, Code
 from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.layouts.words24 import BLOCK
+from compress.kernels.triton.column_sweep import ROWS as COLUMN_ROWS
+from compress.kernels.triton.column_sweep import WARP, columns_kernel, search_kernel
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.triton.fp8_block_gemm import (
     BLOCKS_AT_ONCE,
@@ -78,6 +80,8 @@ ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
 # Of SpQR's tiles.
 TILE_ROWS = 16
+# Of a search for the scales of columns.
+_RANGE_TYPES = dict.fromkeys(("low_code", "high_code", "divisor", "least", "largest"), "fp32")
 TABLE_NAMES = {SIGNED: "signed levels", FULL: "levels"}
 # Additional arguments of kernels for experts.
 EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
@@ -436,6 +440,45 @@ def trellis_paths(arch: int, bits: int) -> CompileReport:
     return CompileReport(f"paths {bits} bits", arch, read, round(read.per_element(warps, 2**12), 2), 0.0)
 
 
+def columns(arch: int, tile: int, factors: int = 0, descent: bool = False, exact: bool = False) -> CompileReport:
+    """Compile a sweep over columns, or descent on their codes, in bfloat16 scales; the instructions of its longest loop
+    are per number of a tile, and nothing bounds them. factors: shares of a range that are tried."""
+    numbers = ("weight", "target", "value", "change", "matrix", "diagonal", "loss", "codes", "scale", "zero", "cost")
+    numbers += ("price", "table", "importance", "factors")
+    types = {f"{name}_ptr": "*fp32" for name in numbers} | {"group_ptr": "*i32", "extra_ptr": "*bf16"}
+    types |= {"kept_ptr": "*u8", "exact_ptr": "*u8"} | _RANGE_TYPES
+    types |= dict.fromkeys(("N", "begin", "end", "step", "stride_before", "stride_after"), "i32")
+    constants: dict[str, object] = {"DESCENT": descent, "LEVELS": 0, "FREE_ZERO": exact, "SCALE_TYPE": 2}
+    constants |= {"FACTORS": factors, "KIND": 0, "NUMBER_TYPE": 2, "TILE": tile, "ROWS": COLUMN_ROWS}
+    absent = ["table_ptr", *(["weight_ptr", "loss_ptr"] if descent else [])]
+    absent += [] if factors else ["importance_ptr", "factors_ptr"]
+    absent += [] if exact else ["kept_ptr", "exact_ptr", "extra_ptr", "price_ptr"]
+    warps = max(1, tile * COLUMN_ROWS // WARP)
+    read = cost(compile_for(columns_kernel, arch, types, constants | dict.fromkeys(absent), ("N",), warps))
+    words = ["descent" if descent else "sweep", f"tile {tile}", *(["exact"] if exact else [])]
+    name = f"columns {' '.join(words)}{f', {factors} ranges' if factors else ''}"
+    return CompileReport(name, arch, read, round(read.per_element(warps, tile * COLUMN_ROWS), 2), 0.0)
+
+
+def range_search(arch: int) -> CompileReport:
+    """Compile the search for scales of large groups; the instructions are per number and range."""
+    types = {f"{name}_ptr": "*fp32" for name in ("x", "importance", "factors", "scale", "zero")} | _RANGE_TYPES
+    types |= dict.fromkeys(("N", "members", "stride_xg", "stride_xn"), "i32")
+    tile = WARP // COLUMN_ROWS
+    constants = {"FACTORS": 40, "KIND": 0, "SCALE_TYPE": 2, "NUMBER_TYPE": 2, "TILE": tile, "ROWS": COLUMN_ROWS}
+    read = cost(compile_for(search_kernel, arch, types, constants, ("stride_xn",), 1))
+    return CompileReport("columns search", arch, read, round(read.per_element(1, WARP), 2), 0.0)
+
+
+def columns_and_ranges(arch: int) -> Iterator[CompileReport]:
+    """Compile a sweep with known scales, sweeps that search scales of small and large groups, and descent."""
+    yield columns(arch, 64)
+    for tile in (32, 128, 512):
+        yield columns(arch, tile, factors=40)
+    yield columns(arch, 64, descent=True, exact=True)
+    yield range_search(arch)
+
+
 def _code(bits: int) -> Code:
     return Code(bits, 12, MULTIPLIERS[12], 1024)
 
@@ -518,6 +561,8 @@ def selection() -> Iterator[CompileReport]:
     for bits in (1, 3, 4):
         yield trellis(HOPPER, bits, 64)
         yield trellis_paths(HOPPER, bits)
+    for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield from columns_and_ranges(arch)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
 
@@ -557,6 +602,7 @@ def quick() -> Iterator[CompileReport]:
         yield trellis(arch, 2, 1)
     yield trellis(HOPPER, 3, 64)
     yield trellis_paths(HOPPER, 2)
+    yield from columns_and_ranges(HOPPER)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
 

@@ -1,0 +1,348 @@
+"""A sweep over columns, descent on their codes, and the search for scales: the loops of `cpu/cpu_columns.cpp` on a GPU.
+
+Shapes: B columns of a block, N outputs, G groups, g members of a group; every array is [columns, N].
+
+A program owns a few outputs. It holds the targets of a tile of columns in registers, [TILE, ROWS]: column j is taken
+out by a masked sum, decided, and its change is added to all later columns of the tile, times their factors. So no
+register is indexed by a number that is not known beforehand, and every target is summed in the order of the columns, as
+on a CPU. A later tile first adds the changes of the tiles before it, from memory.
+
+A tile that is a group may find its own scale: what GPTQ would hold now is what the columns would aim at if each of them
+was taken as it is. So all groups of a block are one launch.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.columns import RANGES, ColumnBlock, DecidedColumns, RangeSearch, Rounding, SweptBlock
+from compress.kernels.cpu.arguments import TYPES
+from compress.kernels.triton.column_rounding import best_range, decide
+
+# Outputs of a program, and columns of a tile that is no group. A warp holds 1,024 numbers, 32 in each thread.
+ROWS, COLUMNS, WARP = 8, 64, 1024
+
+
+@triton.jit(do_not_specialize=["begin", "end", "step"])
+def columns_kernel(
+    weight_ptr,
+    target_ptr,
+    value_ptr,
+    change_ptr,
+    matrix_ptr,
+    diagonal_ptr,
+    loss_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    group_ptr,
+    cost_ptr,
+    kept_ptr,
+    exact_ptr,
+    extra_ptr,
+    price_ptr,
+    table_ptr,
+    importance_ptr,
+    factors_ptr,
+    N,
+    begin,
+    end,
+    step,
+    stride_before,
+    stride_after,
+    low_code,
+    high_code,
+    divisor,
+    least,
+    largest,
+    DESCENT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FREE_ZERO: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    KIND: tl.constexpr,
+    NUMBER_TYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Columns begin ... end, `step` of them at a time, each a group that finds its scale where there is importance [B].
+    Grid: (cdiv(N, ROWS),)."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = n < N
+    k = tl.arange(0, TILE)
+    loss = tl.zeros((ROWS,), tl.float32)
+    for first in range(begin, end, step):
+        last = tl.minimum(first + step, end)
+        here = first + k < last
+        places = (first + k)[:, None] * N + n[None, :]
+        inside = here[:, None] & there[None, :]
+        target = tl.load(target_ptr + places, mask=inside, other=0.0)
+        for i in range(begin, first):
+            factor = tl.load(matrix_ptr + i * stride_before + (first + k) * stride_after, mask=here, other=0.0)
+            if DESCENT:
+                factor = 0.0 - factor
+            moved = tl.load(change_ptr + i * N + n, mask=there, other=0.0)
+            target = tl.fma(factor[:, None], moved[None, :], target)
+        if importance_ptr is not None:
+            x = target
+            for j in range(first, last):
+                own = tl.sum(tl.where((first + k == j)[:, None], x, 0.0), 0)
+                moved = tl.load(weight_ptr + j * N + n, mask=there, other=0.0) - own
+                factor = tl.load(
+                    matrix_ptr + j * stride_before + (first + k) * stride_after, mask=here & (first + k > j), other=0.0
+                )
+                x = tl.fma(factor[:, None], moved[None, :], x)
+            if kept_ptr is not None:
+                x = tl.where(tl.load(kept_ptr + places, mask=inside, other=0) != 0, x, 0.0)
+            tl.store(value_ptr + places, x, mask=inside)
+            tl.debug_barrier()
+            scale, zero = best_range(
+                value_ptr + first * N + n[None, :],
+                N,
+                last - first,
+                there,
+                importance_ptr + first,
+                factors_ptr,
+                low_code,
+                high_code,
+                divisor,
+                least,
+                largest,
+                FACTORS,
+                KIND,
+                SCALE_TYPE,
+                NUMBER_TYPE,
+                TILE,
+                ROWS,
+            )
+            group = tl.load(group_ptr + first) * N + n
+            tl.store(scale_ptr + group, scale, mask=there)
+            tl.store(zero_ptr + group, zero, mask=there)
+            tl.debug_barrier()
+        for j in range(first, last):
+            at = j * N + n
+            group = tl.load(group_ptr + j) * N + n
+            scale = tl.load(scale_ptr + group, mask=there, other=1.0)
+            zero = tl.load(zero_ptr + group, mask=there, other=0.0)
+            diagonal = tl.load(diagonal_ptr + j)
+            cost = tl.load(cost_ptr + j)
+            factor = tl.load(
+                matrix_ptr + j * stride_before + (first + k) * stride_after, mask=here & (first + k > j), other=0.0
+            )
+            aim = tl.sum(tl.where((first + k == j)[:, None], target, 0.0), 0)
+            if DESCENT:
+                factor = 0.0 - factor
+                old = tl.load(value_ptr + at, mask=there, other=0.0)
+                aim = old + tl.div_rn(aim, aim * 0.0 + diagonal)
+            codes, value, extra = decide(
+                aim,
+                scale,
+                zero,
+                at,
+                n,
+                there,
+                cost,
+                kept_ptr,
+                exact_ptr,
+                extra_ptr,
+                price_ptr,
+                table_ptr,
+                low_code,
+                high_code,
+                LEVELS,
+                FREE_ZERO,
+                SCALE_TYPE,
+            )
+            if DESCENT:
+                closer = tl.abs(old - aim) > tl.abs(value - aim)
+                value = tl.where(closer, value, old)
+                moved = value - old
+            else:
+                closer = there
+                error = aim - value
+                loss += diagonal * (error * error)
+                moved = tl.load(weight_ptr + at, mask=there, other=0.0) - value
+            tl.store(codes_ptr + at, codes, mask=there & closer)
+            if extra_ptr is not None:
+                tl.store(extra_ptr + at, extra.to(extra_ptr.dtype.element_ty), mask=there & closer)
+            tl.store(value_ptr + at, value, mask=there)
+            tl.store(change_ptr + at, moved, mask=there)
+            target = tl.fma(factor[:, None], moved[None, :], target)
+        tl.debug_barrier()
+    if not DESCENT:
+        tl.store(loss_ptr + n, tl.load(loss_ptr + n, mask=there, other=0.0) + loss, mask=there)
+
+
+@triton.jit(do_not_specialize=["members"])
+def search_kernel(
+    x_ptr,
+    importance_ptr,
+    factors_ptr,
+    scale_ptr,
+    zero_ptr,
+    N,
+    members,
+    stride_xg,
+    stride_xn,
+    low_code,
+    high_code,
+    divisor,
+    least,
+    largest,
+    FACTORS: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    NUMBER_TYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """x [g, N], importance [g] or none -> scale, zero [N]. Grid: (cdiv(N, ROWS),)."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = n < N
+    scale, zero = best_range(
+        x_ptr + n.to(tl.int64)[None, :] * stride_xn,
+        stride_xg,
+        members,
+        there,
+        importance_ptr,
+        factors_ptr,
+        low_code,
+        high_code,
+        divisor,
+        least,
+        largest,
+        FACTORS,
+        KIND,
+        SCALE_TYPE,
+        NUMBER_TYPE,
+        TILE,
+        ROWS,
+    )
+    tl.store(scale_ptr + n, scale, mask=there)
+    tl.store(zero_ptr + n, zero, mask=there)
+
+
+@cache
+def _factors(factors: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(factors, dtype=torch.float32, device=device)
+
+
+def _bytes(flags: Tensor | None) -> Tensor | None:
+    return None if flags is None else flags.view(torch.uint8)
+
+
+def _rounding(rounding: Rounding) -> dict[str, float]:
+    return {"low_code": float(rounding.lowest), "high_code": float(rounding.highest)}
+
+
+def _search(search: RangeSearch, device: torch.device) -> dict[str, object]:
+    """Arguments of a kernel for a search."""
+    numbers = torch.float16 if search.half else search.rounding.scale_dtype
+    least, largest = search.limits
+    return {
+        "factors_ptr": _factors(search.factors, device),
+        "divisor": search.divisor,
+        "least": least,
+        "largest": largest,
+        "FACTORS": len(search.factors),
+        "KIND": RANGES.index(search.kind),
+        "NUMBER_TYPE": TYPES[numbers],
+    }
+
+
+_NO_SEARCH: dict[str, object] = {"factors_ptr": None, "divisor": 1.0, "least": 1.0, "largest": 1.0}
+_NO_SEARCH |= {"FACTORS": 0, "KIND": 0, "NUMBER_TYPE": 0}
+
+
+def sweep_columns(
+    block: SweptBlock,
+    held: DecidedColumns,
+    begin: int,
+    end: int,
+    search: RangeSearch | None = None,
+    importance_K: Tensor | None = None,
+    group: int = COLUMNS,
+) -> None:
+    """`cpu.column_sweep.sweep_columns` on a GPU (or under the interpreter). search: of a scale for each `group` of
+    columns, whose errors are weighted by importance; None: scales are there."""
+    device, part = block.target.device, slice(block.first, block.first + len(block.target))
+    found = _NO_SEARCH if search is None else _search(search, device)
+    importance = None if importance_K is None else importance_K[part]
+    _launch(block, held, begin, end, group, found | {"DESCENT": False, "importance_ptr": importance})
+
+
+def descend_columns(block: ColumnBlock, held: DecidedColumns) -> None:
+    """`cpu.column_sweep.descend_columns` on a GPU (or under the interpreter)."""
+    _launch(block, held, 0, len(block.target), COLUMNS, _NO_SEARCH | {"DESCENT": True, "importance_ptr": None})
+
+
+def _launch(
+    block: ColumnBlock, held: DecidedColumns, begin: int, end: int, step: int, found: dict[str, object]
+) -> None:
+    count, outputs = block.target.shape
+    part, rounding = slice(block.first, block.first + count), held.rounding
+    tile = triton.next_power_of_2(min(step, end - begin))
+    columns = {"kept": held.kept, "exact": held.exact, "extra": held.extra}
+    kept, exact, extra = (None if tensor is None else tensor[part] for tensor in columns.values())
+    columns_kernel[(triton.cdiv(outputs, ROWS),)](
+        block.weight if isinstance(block, SweptBlock) else None,
+        block.target,
+        block.value,
+        block.change,
+        block.matrix,
+        block.diagonal,
+        block.loss if isinstance(block, SweptBlock) else None,
+        held.codes[part],
+        held.scale,
+        held.zero,
+        held.group_K[part],
+        held.cost_K[part],
+        _bytes(kept),
+        _bytes(exact),
+        extra,
+        held.price,
+        rounding.table,
+        N=outputs,
+        begin=begin,
+        end=end,
+        step=step,
+        stride_before=block.matrix.stride(0),
+        stride_after=block.matrix.stride(1),
+        **_rounding(rounding),
+        **found,
+        LEVELS=0 if rounding.table is None else rounding.table.shape[1],
+        FREE_ZERO=rounding.free_zero,
+        SCALE_TYPE=TYPES[rounding.scale_dtype],
+        TILE=tile,
+        ROWS=ROWS,
+        num_warps=max(1, tile * ROWS // WARP),
+        enable_fp_fusion=False,  # products are rounded before they are added, but for those of changes
+    )
+
+
+def search_ranges(x_gN: Tensor, importance_g: Tensor | None, search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """`cpu.column_sweep.search_ranges` on a GPU (or under the interpreter)."""
+    members, count = x_gN.shape
+    scale, zero = (torch.empty(count, dtype=torch.float32, device=x_gN.device) for _ in range(2))
+    tile = min(triton.next_power_of_2(members), WARP // ROWS)
+    search_kernel[(triton.cdiv(count, ROWS),)](
+        x_gN,
+        None if importance_g is None else importance_g.contiguous(),
+        scale_ptr=scale,
+        zero_ptr=zero,
+        N=count,
+        members=members,
+        stride_xg=x_gN.stride(0),
+        stride_xn=x_gN.stride(1),
+        **_rounding(search.rounding),
+        **_search(search, x_gN.device),
+        SCALE_TYPE=TYPES[search.rounding.scale_dtype],
+        TILE=tile,
+        ROWS=ROWS,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return scale, zero
