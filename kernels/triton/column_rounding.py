@@ -1,5 +1,5 @@
-"""What the loops over columns do to a number: scales of a range, codes, values. Operation by operation that of
-`cpu/cpu_columns.cpp`, in float32.
+"""Scales of ranges, codes and values in the loops over columns, operation by operation as in `cpu/cpu_columns.cpp`, in
+float32.
 """
 
 import triton
