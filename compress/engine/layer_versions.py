@@ -98,7 +98,7 @@ class Versions:
             layer.part(self._copy_of(parameter)).copy_(new)
             self._unchanged.discard(parameter)
         if isinstance(decided, Decision) and decided.inputs is not None:
-            self._input_of(layer).codes = decided.inputs
+            self.round_input(layer, decided.inputs)
         if isinstance(decided, Decision) and decided.outputs is not None:
             self.round_output(layer, decided.outputs)
 
@@ -119,6 +119,10 @@ class Versions:
             self.replace(parameter, parameter.data.clone() if self.originals else parameter.data)
             self._unchanged.add(parameter)
         return self.weights[parameter][1]
+
+    def round_input(self, layer: Layer, codes: ActivationCodes) -> None:
+        """Make a layer round its inputs."""
+        self._input_of(layer).codes = codes
 
     def round_output(self, layer: Layer, codes: ActivationCodes) -> None:
         """Make a layer round its outputs."""

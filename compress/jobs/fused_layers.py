@@ -6,13 +6,23 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from compress.base.errors import InputError
-from compress.checkpoint.read.fused import fused_groups, mixed_experts, mixed_groups, naming
+from compress.checkpoint.read.fused import (
+    Loading,
+    fused_groups,
+    inputs_of_one_range,
+    mixed_experts,
+    mixed_groups,
+    naming,
+)
 from compress.engine.plan.format_limits import with_dense
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.stored_sizes import WrittenLayer, stored_layers
 from compress.inference.check.by_transformers import misread_experts
 from compress.jobs.target_engines import engine_named
 from compress.model.split_experts import NUMBERED
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
+from compress.train.rounding.quantizers import LEARNED
 from compress.weights.scheme import Scheme
 
 LEAVE = "leave --for out"
@@ -27,9 +37,11 @@ def check_merged(name: str, plan: Plan, model: nn.Module) -> None:
 def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[str] = ()) -> str | None:
     """The reason why an engine does not take the result of a plan, a whole line; None where it does. halved: layers to
     be stored without the zeros of 2:4."""
-    merges = engine_named(name).merges
-    if merges == "nothing":
+    loads = engine_named(name).loads
+    if not loads.experts:
         return None
+    if loads.fuses and (why := _why_not_trained(name, plan.passes)) is not None:
+        return why
     layers = {layer.name: layer for layer in stored_layers(plan, halved)}
     coded = {layer.name: layer.scheme for layer in layers.values() if layer.scheme is not None}
     schemes = with_dense(coded, plan)
@@ -39,7 +51,9 @@ def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[s
             f"{name} takes one scheme for all experts of a block, and those of {mixed[0]} would have "
             f"{_words(held, schemes)}: give all of them one (`only`, `but`, ignore), or {LEAVE}"
         )
-    if merges == "experts":
+    if (why := _why_not_experts(name, loads, model, coded)) is not None:
+        return why
+    if not loads.fuses:
         why = misread_experts(model, coded)
         return None if why is None else f"{name} takes these experts for others: {why}; give another scheme, or {LEAVE}"
     if groups := mixed_groups(schemes):
@@ -48,6 +62,37 @@ def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[s
             f"{_words(groups[0], schemes)}: give all of them one scheme (`only`, `but`, ignore), or {LEAVE}"
         )
     return _cut_blocks(name, layers)
+
+
+def _why_not_experts(name: str, loads: Loading, model: nn.Module, coded: Mapping[str, Scheme]) -> str | None:
+    """The reason why an engine does not take experts of one scheme, or one by one; None where it does."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in loads.joined:
+        return (
+            f"{name} reads the experts of {kind} in one tensor, and passes over single ones: {LEAVE}, and serve what "
+            "`compress export --to dense` makes of the result"
+        )
+    experts = [layer for group in inputs_of_one_range(coded) for layer in group]
+    inputs = coded[experts[0]].inputs if experts else None
+    if inputs is not None and not inputs.floating and not coded[experts[0]].dynamic and not loads.int8_experts:
+        return (
+            f"{name} has no fixed ranges of int8 inputs of experts, like {experts[0]}: give activations=dynamic or "
+            f"--scheme fp8, or {LEAVE}"
+        )
+    return None
+
+
+def _why_not_trained(name: str, passes: Iterable[Pass]) -> str | None:
+    """The reason against training the fixed range of each layer's inputs, of which the engine has one for layers that
+    read one input; None where that is not asked for."""
+    found = [*passes]
+    learns = any((stage := p.stage(Learn)) and stage.options.scales in LEARNED for p in found)
+    if not learns or not any(vars(p).get("activations") == "static" for p in found):
+        return None
+    return (
+        f"{name} has one fixed range of inputs for q, k and v, and training learns one for each: give train "
+        f"scales=fixed, or activations=dynamic, or {LEAVE}"
+    )
 
 
 def _words(names: Iterable[str], schemes: Mapping[str, Scheme | None]) -> str:

@@ -165,7 +165,7 @@ def _check_merged(
     engine: str, model: nn.Module | str | Path, passes: Sequence[Pass], options: Mapping[str, Any]
 ) -> None:
     """Raises InputError for passes that give different schemes to layers of which an engine makes one."""
-    if engine_named(engine).merges == "nothing" or any(p.removes for p in passes):
+    if not engine_named(engine).loads.experts or any(p.removes for p in passes):
         return  # layers may have other sizes then, and the same schemes
     empty, _ = shapes_of(find_model(model, None, bool(options.get("trust_remote_code"))))
     how = {word: options[word] for word in ("ignore", "one_block", "convolutions") if word in options}

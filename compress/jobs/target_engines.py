@@ -10,10 +10,11 @@ which of them were run.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from compress.base.errors import InputError, one_of
 from compress.checkpoint.export.limits import LIMITS, Limits
+from compress.checkpoint.read.fused import LOADING, NOTHING, Loading
 from compress.model.patterns import ignoring
 from compress.passes.k_quants import OF_GPTQ
 from compress.passes.options.weight_format import WeightFormat
@@ -30,8 +31,6 @@ HALF = "float16"  # of scales, an option of passes
 ANY = Limits()
 ON_LLAMA_CPP = ("ollama", "lm-studio", "lmstudio", "gguf")  # programs that run models by it, and its files
 SAMPLE = 4096  # inputs and outputs of a layer by which passes are asked what they store
-# Layers of which an engine makes one: the experts of a block; these, and layers that read one input.
-Merges = Literal["nothing", "experts", "inputs"]
 
 
 def _schemes(runs: Callable[[str, NumberFormat], bool]) -> list[str]:
@@ -67,7 +66,7 @@ class Engine:
     tables: bool = True
     table_groups: int | None = None
     several: bool = False
-    merges: Merges = "nothing"
+    loads: Loading = NOTHING
     mix: str | None = None
     table_scheme: str | None = None
     other: str = ""
@@ -113,7 +112,7 @@ ENGINES: Mapping[str, Engine] = {
         "codes of 4 bits in groups of up to 128 have kernels on GPUs (Marlin) and on CPUs with AVX-512",
         _schemes(lambda name, numbers: numbers.vllm),
         Limits(groups=(-1, 32, 64, 128), asymmetric=False),
-        merges="inputs",
+        loads=LOADING["vLLM"],
         run=("vllm serve {out}",),
     ),
     "transformers": Engine(
@@ -121,7 +120,7 @@ ENGINES: Mapping[str, Engine] = {
         None,
         "it decompresses every scheme of compressed-tensors as it loads",
         _schemes(lambda name, numbers: why_not_told(scheme_named(name)) is None),
-        merges="experts",
+        loads=LOADING["transformers"],
         run=("python -c \"import transformers as t; t.{architecture}.from_pretrained('{out}')\"",),
     ),
     "mlx": Engine(
@@ -238,6 +237,13 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return f"--for {name} holds no rounded key-value cache; drop --kv-cache, and choose its cache in {name} itself"
     if (cache := each.cache_scheme) is not None and cache.narrow:
         return f"{name} reads no key-value cache of {cache.number}; give --kv-cache int8 or fp8, or leave --for out"
+    known = engine.loads.caches
+    if cache is not None and known is not None and (cache.number, cache.granularity) not in known:
+        allowed = " or ".join(f"{number} per {granularity}" for number, granularity in known)
+        return (
+            f"{name} reads key-value caches of {allowed}, not of {cache.number} per {cache.granularity}; give "
+            f"--kv-cache {known[0][0]}:{known[0][1]}"
+        )
     if each.name == "rotate" and options.get("online"):
         return f"{name} rotates no inputs as it runs; leave online out of rotate, or leave --for out"
     if options.get("input_range", "minmax") != "minmax":
@@ -259,8 +265,6 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
         return f"{name} does not run {scheme}; it runs {', '.join(engine.schemes)}: give --scheme {engine.scheme}"
     if not isinstance(each, WeightFormat):
         return None
-    if each.per_tensor and each.numbers.floating and engine.merges == "inputs":
-        return f"{name} rounds float8 of q, k and v again, to one scale for all of them; drop per_tensor"
     if not each.numbers.has_groups:
         return None
     if each.grid == "asymmetric" and not engine.limits.asymmetric:

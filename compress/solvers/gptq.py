@@ -77,7 +77,8 @@ def gptq(
     for all of it; not with `kept`. Raises CompressError where H is not finite.
     """
     work = weight_NK.to(hessian_KK.dtype)
-    grid = grid.reaching(float(work.abs().max()))
+    if grid.global_scales:
+        grid = grid.reaching(float(work.abs().max()))
     problem = Problem.of(hessian_KK, damp, act_order, grid.group_size, polish_damp)
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
     price_N = outlier_prices(work, problem, grid, dtype, outliers)

@@ -106,7 +106,8 @@ class Grid:
     are powers of two; `4/6`, the better of two, of e4m3 scales. type: `float` codes are symmetric:
     float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
     `normal` codes are NF4, `nonlinear` ones IQ4_NL; `sign` codes are -1 or 1. scales: the numbers that they can be
-    (`weights.scale_numbers`). global_scale: the divisor of e4m3 scales; None: `quantize` finds one for the matrix.
+    (`weights.scale_numbers`). global_scale: the divisor of e4m3 scales, or 1 / the scale of a float per tensor;
+    None: `quantize` finds one for the matrix.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -243,6 +244,12 @@ class Grid:
         """True where scales have a divisor that all of them share."""
         return self.scales == "e4m3"
 
+    @property
+    def shared(self) -> bool:
+        """True where engines have one number for all weights that they make one layer of: the divisor of e4m3 scales,
+        or the scale of a float per tensor."""
+        return self.global_scales or (self.floating and self.granularity == "tensor")
+
     def group_length(self, columns: int) -> int:
         """Members of one group in a row of `columns`. Raises InputError where the group size does not divide it."""
         if self.group_size is None:
@@ -266,9 +273,12 @@ class Grid:
 
     def reaching(self, largest: float) -> "Grid":
         """The grid with a global scale for weights up to `largest`, where it needs one and has none."""
-        if not self.global_scales or self.global_scale is not None:
+        if not self.shared or self.global_scale is not None:
             return self
-        return replace(self, global_scale=global_scale_for(largest / steps_of_range(self)[1]))
+        steps = steps_of_range(self)[1]
+        if self.global_scales:
+            return replace(self, global_scale=global_scale_for(largest / steps))
+        return replace(self.plain, global_scale=steps / largest) if largest else self
 
     def quantize(self, x_NK: Tensor, scale_dtype: torch.dtype | None = None) -> "Quantized":
         """A matrix, rounded to the nearest points of the grid (`quantize` below). scale_dtype: of the stored scales; a
@@ -540,6 +550,8 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
         best = scale_of_levels(x, weight, zero=grid.ternary)
         return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    if grid.global_scale is not None and not grid.global_scales:
+        hi = torch.full_like(hi, steps_of_range(grid)[1] / grid.global_scale)
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
     if not grid.searches:
         return scale, zero_point
@@ -609,7 +621,8 @@ def to_quantized(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, grid: Grid
     """Pack codes, scales and zero points into their storage dtypes."""
     zero_point = None if grid.symmetric else zero_NG.to(grid.storage)
     codes = codes_NK.to(grid.storage) if grid.levels is None else grid.levels.codes(codes_NK)
-    return Quantized(codes, scale_NG.to(grid.scale_dtype(dtype)), zero_point, grid)
+    known = grid if grid.global_scales else replace(grid, global_scale=None)
+    return Quantized(codes, scale_NG.to(grid.scale_dtype(dtype)), zero_point, known)
 
 
 def quantize(

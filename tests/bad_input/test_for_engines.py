@@ -72,7 +72,14 @@ ASKED: dict[str, tuple[str, str]] = {
         "--for llama.cpp --embeddings q6_k",
         "integer codes alone; give w8a16 (in GGUF Q8_0)",
     ),
-    "one scale for float8": ("--for vllm --scheme fp8 --set per_tensor=true", "to one scale for all of them; drop per"),
+    "a cache with a scale per token": (
+        "--for vllm --kv-cache fp8",
+        "reads key-value caches of fp8 per tensor or fp8 per head, not of fp8 per token; give --kv-cache fp8:tensor",
+    ),
+    "ranges of inputs that are learned": (
+        "--for vllm --scheme w8a8 --set activations=static --recover 1s --calibration demo",
+        "learns one for each: give train scales=fixed, or activations=dynamic, or leave --for out",
+    ),
     "a dense part of a layer": (
         "--for vllm --ignore *.k_proj",
         "vllm makes one layer of model.layers.0.self_attn.q_proj, k_proj and v_proj (2 such groups), which would have",

@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.base.errors import InputError
 from compress.checkpoint.files import VARIANT
-from compress.checkpoint.read.fused import mixed_experts, mixed_groups, naming
+from compress.checkpoint.read.fused import fusing, mixed_experts, mixed_groups, naming
 from compress.checkpoint.write.quantization_config import unknown_to_others
 from compress.engine.plan.plan import Plan
 from compress.inference.check.by_transformers import misread_experts
@@ -214,8 +214,8 @@ def _notes_on_merged(schemes: Mapping[str, Scheme], plan: Plan, model: nn.Module
         yield f"transformers computes these experts otherwise: {why}; run the checkpoint with compress.load or in vLLM"
     if fused := mixed_groups(with_dense(schemes, plan)):
         yield (
-            f"vLLM makes one layer of {naming(fused[0])} ({len(fused)} such groups), which differ in their scheme, and "
-            "refuses the checkpoint; other readers take it"
+            f"{fusing()} make one layer of {naming(fused[0])} ({len(fused)} such groups), which differ in their "
+            "scheme, and refuse the checkpoint; other readers take it"
         )
 
 

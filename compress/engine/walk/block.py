@@ -18,7 +18,7 @@ from compress.engine.layer_versions import Versions
 from compress.engine.restore import hooks_and_buffers, undone
 from compress.engine.walk.collect import collect, collect_outputs, routing_figures
 from compress.engine.walk.curvature import weighing
-from compress.engine.walk.decide import Decided, Reach, decide, together
+from compress.engine.walk.decide import Decided, Reach, decide, together, with_widest_inputs
 from compress.engine.walk.forward import ForwardsDone, suspended_forward
 from compress.engine.walk.reconstruct import reconstruct
 from compress.engine.walk.remarks import RangeNotes, layer_record
@@ -111,6 +111,12 @@ class BlockRun:
                 self.enter(self.observe(group, self.structure, last))
             else:
                 self.carry_out(group[0], last)
+        if widened := with_widest_inputs(self.decided.decisions):
+            self.decided.decisions |= widened
+            for name, decision in widened.items():
+                assert decision.inputs is not None
+                self.versions.round_input(self.layers[name], decision.inputs)
+            self.onward = None
         if plan.kv is not None:
             _round_caches(self, plan.kv)
         if self.onward is None:

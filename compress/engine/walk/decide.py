@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError
+from compress.checkpoint.read.fused import inputs_of_one_range
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
 from compress.passes.protocol.base import Pass
@@ -29,9 +30,9 @@ class Reach:
     before any layer of the group is rounded.
 
     A group is the layers of one module that take as many inputs. Engines stack q, k and v, or gate and up, into one
-    matrix with one global scale. A model does not say which layers they stack; all that they do stack lie in one module
-    and have one width. Others there, like the output of a square attention, share the scale as well, which costs
-    nothing: e4m3 scales span 14 powers of two at full precision.
+    matrix with one global scale, or one scale of floats per tensor. A model does not say which layers they stack; all
+    that they do stack lie in one module and have one width. Others there, like the output of a square attention, share
+    the scale as well, which costs nothing: e4m3 numbers span 14 powers of two at full precision.
     """
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
@@ -121,6 +122,23 @@ def check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) ->
                     f"{name} has weights up to {size:.2g}, whose scales float16 has not ({least:.1g} to {largest:g}); "
                     "scale the model, or leave out what asks for them: scales=float16, K-quants, or --for"
                 )
+
+
+def with_widest_inputs(made: Mapping[str, Decision]) -> dict[str, Decision]:
+    """The decisions about experts whose fixed range of float inputs is narrower than another's of their block, with the
+    widest: engines have one for the first layers of all experts of a block, and one for their last ones."""
+    widened = {}
+    for group in inputs_of_one_range(made):
+        held = {name: codes for name in group if (codes := made[name].inputs) is not None and codes.grid.floating}
+        divisors = [codes.grid.global_scale for codes in held.values() if codes.grid.global_scale is not None]
+        scales = [codes.scale for codes in held.values() if codes.scale is not None]
+        for name, codes in held.items():
+            if divisors and codes.grid.global_scale != min(divisors):
+                grid = replace(codes.grid, global_scale=min(divisors))
+                widened[name] = replace(made[name], inputs=replace(codes, grid=grid))
+            elif codes.scale is not None and not torch.equal(codes.scale, widest := torch.stack(scales).amax(0)):
+                widened[name] = replace(made[name], inputs=replace(codes, scale=widest))
+    return widened
 
 
 def _halves(term: Term) -> Tensor | None:

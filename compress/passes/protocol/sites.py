@@ -37,9 +37,9 @@ class Site:
     largest: Callable[[], float] | None = None
 
     def reached(self, grid: Grid) -> Grid:
-        """The grid with the global scale that all layers of the site share, where it has one: engines make one layer of
-        some of them (q, k and v; gate and up)."""
-        if not grid.global_scales:
+        """The grid with the global scale, or the one scale of floats per tensor, that all layers of the site share:
+        engines make one layer of some of them (q, k and v; gate and up)."""
+        if not grid.shared:
             return grid
         return grid.reaching(self._largest() if self.largest is None else self.largest())
 
