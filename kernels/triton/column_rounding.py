@@ -1,5 +1,9 @@
 """Scales of ranges, codes and values in the loops over columns, operation by operation as in `cpu/cpu_columns.cpp`, in
 float32.
+
+CODES: (lowest, highest code, levels of a table or 0, whether zero points are free, type of scales), as
+`columns.Rounding` has them. RANGE: (shares that are tried, kind, divisor, least, largest scale, type of numbers that
+scales can be), as `columns.RangeSearch` has them.
 """
 
 import triton
@@ -24,54 +28,41 @@ def rounded_to(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def encoded(x, scale, zero, low_code, high_code, table_ptr, LEVELS: tl.constexpr, FREE_ZERO: tl.constexpr):
-    """The codes nearest to x. With a table of LEVELS they are its levels, and each is taken up to its border."""
+def clamped(codes, CODES: tl.constexpr):
+    """Codes from the lowest to the highest."""
+    return tl.minimum(tl.maximum(codes, CODES[0]), CODES[1])
+
+
+@triton.jit
+def encoded(x, scale, zero, table_ptr, CODES: tl.constexpr):
+    """The codes nearest to x. With a table they are its levels, and each is taken up to its border."""
     shares = tl.div_rn(x, scale)
-    if LEVELS > 0:
-        codes = tl.zeros_like(shares) + tl.load(table_ptr)
-        for i in range(1, LEVELS):
-            codes = tl.where(shares <= tl.load(table_ptr + LEVELS + i - 1), codes, tl.load(table_ptr + i))
-    elif FREE_ZERO:
-        codes = tl.minimum(tl.maximum(round_even(shares + zero), low_code), high_code)
-        codes = tl.where(tl.abs(scale) > 0.0, codes, 0.0)
+    if CODES[2] > 0:
+        codes = shares * 0.0 + tl.load(table_ptr)
+        for i in range(1, CODES[2]):
+            codes = tl.where(shares <= tl.load(table_ptr + CODES[2] + i - 1), codes, tl.load(table_ptr + i))
+    elif CODES[3]:
+        codes = tl.where(tl.abs(scale) > 0.0, clamped(round_even(shares + zero), CODES), 0.0)
     else:
-        codes = tl.minimum(tl.maximum(round_even(shares) + zero, low_code), high_code)
+        codes = clamped(round_even(shares) + zero, CODES)
     return codes
 
 
 @triton.jit
-def decoded(codes, scale, zero, SCALE_TYPE: tl.constexpr):
+def decoded(codes, scale, zero, CODES: tl.constexpr):
     """The values of codes."""
-    return rounded_to((codes - zero) * scale, SCALE_TYPE)
+    return rounded_to((codes - zero) * scale, CODES[4])
 
 
 @triton.jit
-def decide(
-    target,
-    scale,
-    zero,
-    at,
-    n,
-    there,
-    cost,
-    kept_ptr,
-    exact_ptr,
-    extra_ptr,
-    price_ptr,
-    table_ptr,
-    low_code,
-    high_code,
-    LEVELS: tl.constexpr,
-    FREE_ZERO: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-):
+def decide(target, scale, zero, at, n, there, cost, kept_ptr, exact_ptr, extra_ptr, price_ptr, table_ptr, CODES):
     """(codes, values, what exact weights have beyond their codes) of some outputs n of a column, which lie at `at` and
     aim at a target. Weights that become exact are noted."""
-    codes = encoded(target, scale, zero, low_code, high_code, table_ptr, LEVELS, FREE_ZERO)
+    codes = encoded(target, scale, zero, table_ptr, CODES)
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + at, mask=there, other=0) != 0
         codes = tl.where(kept, codes, zero)
-    value = decoded(codes, scale, zero, SCALE_TYPE)
+    value = decoded(codes, scale, zero, CODES)
     extra = target * 0.0
     if exact_ptr is not None:
         exact = tl.load(exact_ptr + at, mask=there, other=0) != 0
@@ -84,86 +75,55 @@ def decide(
             tl.store(exact_ptr + at, exact.to(tl.uint8), mask=there)
         none = zero
         if extra_ptr is not None:
-            none = encoded(target * 0.0, scale, zero, low_code, high_code, table_ptr, LEVELS, FREE_ZERO)
-        base = decoded(none, scale, zero, SCALE_TYPE)
-        more = rounded_to(target - base, SCALE_TYPE)
+            none = encoded(target * 0.0, scale, zero, table_ptr, CODES)
+        base = decoded(none, scale, zero, CODES)
+        more = rounded_to(target - base, CODES[4])
         codes = tl.where(exact, none, codes)
-        value = tl.where(exact, rounded_to(base + more, SCALE_TYPE), value)
+        value = tl.where(exact, rounded_to(base + more, CODES[4]), value)
         extra = tl.where(exact, more, 0.0)
     return codes, value, extra
 
 
 @triton.jit
-def of_range(
-    low,
-    high,
-    low_code,
-    high_code,
-    divisor,
-    least,
-    largest,
-    KIND: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    NUMBER_TYPE: tl.constexpr,
-):
+def of_range(low, high, CODES: tl.constexpr, RANGE: tl.constexpr):
     """(scale, zero point) of ranges."""
     down = 0.0 - low
-    if KIND == ASYMMETRIC:
+    if RANGE[1] == ASYMMETRIC:
         span = high - low
-    elif KIND == SIGNED_SCALE:
+    elif RANGE[1] == SIGNED_SCALE:
         span = tl.where(high > down, 0.0 - high, down)
-    elif KIND == UNSIGNED:
+    elif RANGE[1] == UNSIGNED:
         span = high
     else:
         span = tl.maximum(down, high)
-    wanted = tl.div_rn(span, low * 0.0 + divisor)
-    size = tl.minimum(tl.maximum(tl.abs(wanted), least), largest)
-    size = rounded_to(rounded_to(size, SCALE_TYPE), NUMBER_TYPE)
+    wanted = tl.div_rn(span, low * 0.0 + RANGE[2])
+    size = tl.minimum(tl.maximum(tl.abs(wanted), RANGE[3]), RANGE[4])
+    size = rounded_to(rounded_to(size, CODES[4]), RANGE[5])
     scale = tl.where(wanted < 0.0, 0.0 - size, size)
     zero = low * 0.0
-    if KIND == ASYMMETRIC:
-        zero = tl.minimum(tl.maximum(round_even(low_code - tl.div_rn(low, scale)), low_code), high_code)
+    if RANGE[1] == ASYMMETRIC:
+        zero = clamped(round_even(CODES[0] - tl.div_rn(low, scale)), CODES)
     return scale, zero
 
 
 @triton.jit
-def best_range(
-    x_ptr,
-    stride,
-    members,
-    there,
-    importance_ptr,
-    factors_ptr,
-    low_code,
-    high_code,
-    divisor,
-    least,
-    largest,
-    FACTORS: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    NUMBER_TYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def best_range(x_ptr, stride, members, there, importance_ptr, factors_ptr, CODES, RANGE, TILE: tl.constexpr):
     """(scale, zero point) [ROWS] of groups whose first members are at x_ptr [1, ROWS]: the share of the whole range
     with the least squared error, which importance weights, if there is any."""
     k = tl.arange(0, TILE)
-    low = tl.zeros((ROWS,), tl.float32)
-    high = tl.zeros((ROWS,), tl.float32)
+    low = tl.where(there, 0.0, 0.0)
+    high = low
     for first in range(0, members, TILE):
         inside = (first + k < members)[:, None] & there[None, :]
         x = tl.load(x_ptr + (first + k).to(tl.int64)[:, None] * stride, mask=inside, other=0.0)
         low = tl.minimum(low, tl.min(x, 0))
         high = tl.maximum(high, tl.max(x, 0))
-    scale, zero = of_range(low, high, low_code, high_code, divisor, least, largest, KIND, SCALE_TYPE, NUMBER_TYPE)
-    fewest = tl.full((ROWS,), float("inf"), tl.float32)
-    for f in range(FACTORS):
+    scale, zero = of_range(low, high, CODES, RANGE)
+    fewest = low * 0.0 + float("inf")
+    for f in range(RANGE[0]):
         factor = tl.load(factors_ptr + f)
-        tried, tried_zero = of_range(
-            low * factor, high * factor, low_code, high_code, divisor, least, largest, KIND, SCALE_TYPE, NUMBER_TYPE
-        )
-        error = tl.zeros((ROWS,), tl.float32)
+        tried, tried_zero = of_range(low * factor, high * factor, CODES, RANGE)
+        error = low * 0.0
         for first in range(0, members, TILE):
             here = first + k < members
             inside = here[:, None] & there[None, :]
@@ -171,8 +131,8 @@ def best_range(
             weight = here.to(tl.float32)
             if importance_ptr is not None:
                 weight = tl.load(importance_ptr + first + k, mask=here, other=0.0)
-            codes = encoded(x, tried[None, :], tried_zero[None, :], low_code, high_code, None, 0, False)
-            off = decoded(codes, tried[None, :], tried_zero[None, :], SCALE_TYPE) - x
+            codes = encoded(x, tried[None, :], tried_zero[None, :], None, CODES)
+            off = decoded(codes, tried[None, :], tried_zero[None, :], CODES) - x
             error += tl.sum(off * off * weight[:, None], 0)
         better = error < fewest
         fewest = tl.where(better, error, fewest)

@@ -53,18 +53,9 @@ def columns_kernel(
     step,
     stride_before,
     stride_after,
-    low_code,
-    high_code,
-    divisor,
-    least,
-    largest,
     DESCENT: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FREE_ZERO: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    FACTORS: tl.constexpr,
-    KIND: tl.constexpr,
-    NUMBER_TYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    RANGE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -99,25 +90,8 @@ def columns_kernel(
                 x = tl.where(tl.load(kept_ptr + places, mask=inside, other=0) != 0, x, 0.0)
             tl.store(value_ptr + places, x, mask=inside)
             tl.debug_barrier()
-            scale, zero = best_range(
-                value_ptr + first * N + n[None, :],
-                N,
-                last - first,
-                there,
-                importance_ptr + first,
-                factors_ptr,
-                low_code,
-                high_code,
-                divisor,
-                least,
-                largest,
-                FACTORS,
-                KIND,
-                SCALE_TYPE,
-                NUMBER_TYPE,
-                TILE,
-                ROWS,
-            )
+            own_ptr, weight_of_ptr = value_ptr + first * N + n[None, :], importance_ptr + first
+            scale, zero = best_range(own_ptr, N, last - first, there, weight_of_ptr, factors_ptr, CODES, RANGE, TILE)
             group = tl.load(group_ptr + first) * N + n
             tl.store(scale_ptr + group, scale, mask=there)
             tl.store(zero_ptr + group, zero, mask=there)
@@ -138,23 +112,7 @@ def columns_kernel(
                 old = tl.load(value_ptr + at, mask=there, other=0.0)
                 aim = old + tl.div_rn(aim, aim * 0.0 + diagonal)
             codes, value, extra = decide(
-                aim,
-                scale,
-                zero,
-                at,
-                n,
-                there,
-                cost,
-                kept_ptr,
-                exact_ptr,
-                extra_ptr,
-                price_ptr,
-                table_ptr,
-                low_code,
-                high_code,
-                LEVELS,
-                FREE_ZERO,
-                SCALE_TYPE,
+                aim, scale, zero, at, n, there, cost, kept_ptr, exact_ptr, extra_ptr, price_ptr, table_ptr, CODES
             )
             if DESCENT:
                 closer = tl.abs(old - aim) > tl.abs(value - aim)
@@ -187,40 +145,16 @@ def search_kernel(
     members,
     stride_xg,
     stride_xn,
-    low_code,
-    high_code,
-    divisor,
-    least,
-    largest,
-    FACTORS: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    NUMBER_TYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    RANGE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """x [g, N], importance [g] or none -> scale, zero [N]. Grid: (cdiv(N, ROWS),)."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = n < N
-    scale, zero = best_range(
-        x_ptr + n.to(tl.int64)[None, :] * stride_xn,
-        stride_xg,
-        members,
-        there,
-        importance_ptr,
-        factors_ptr,
-        low_code,
-        high_code,
-        divisor,
-        least,
-        largest,
-        FACTORS,
-        KIND,
-        SCALE_TYPE,
-        NUMBER_TYPE,
-        TILE,
-        ROWS,
-    )
+    own_ptr = x_ptr + n.to(tl.int64)[None, :] * stride_xn
+    scale, zero = best_range(own_ptr, stride_xg, members, there, importance_ptr, factors_ptr, CODES, RANGE, TILE)
     tl.store(scale_ptr + n, scale, mask=there)
     tl.store(zero_ptr + n, zero, mask=there)
 
@@ -234,27 +168,16 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
     return None if flags is None else flags.view(torch.uint8)
 
 
-def _rounding(rounding: Rounding) -> dict[str, float]:
-    return {"low_code": float(rounding.lowest), "high_code": float(rounding.highest)}
+def _codes(rounding: Rounding) -> tuple[int, int, int, bool, int]:
+    """CODES of a kernel (`column_rounding`)."""
+    levels = 0 if rounding.table is None else rounding.table.shape[1]
+    return rounding.lowest, rounding.highest, levels, rounding.free_zero, TYPES[rounding.scale_dtype]
 
 
-def _search(search: RangeSearch, device: torch.device) -> dict[str, object]:
-    """Arguments of a kernel for a search."""
-    numbers = torch.float16 if search.half else search.rounding.scale_dtype
-    least, largest = search.limits
-    return {
-        "factors_ptr": _factors(search.factors, device),
-        "divisor": search.divisor,
-        "least": least,
-        "largest": largest,
-        "FACTORS": len(search.factors),
-        "KIND": RANGES.index(search.kind),
-        "NUMBER_TYPE": TYPES[numbers],
-    }
-
-
-_NO_SEARCH: dict[str, object] = {"factors_ptr": None, "divisor": 1.0, "least": 1.0, "largest": 1.0}
-_NO_SEARCH |= {"FACTORS": 0, "KIND": 0, "NUMBER_TYPE": 0}
+def _range(search: RangeSearch) -> tuple[int, int, float, float, float, int]:
+    """RANGE of a kernel (`column_rounding`)."""
+    numbers = TYPES[torch.float16 if search.half else search.rounding.scale_dtype]
+    return len(search.factors), RANGES.index(search.kind), search.divisor, *search.limits, numbers
 
 
 def sweep_columns(
@@ -264,37 +187,43 @@ def sweep_columns(
     end: int,
     search: RangeSearch | None = None,
     importance_K: Tensor | None = None,
-    group: int = COLUMNS,
+    group: int = 0,
 ) -> None:
     """`cpu.column_sweep.sweep_columns` on a GPU (or under the interpreter). search: of a scale for each `group` of
     columns, whose errors are weighted by importance; None: scales are there."""
-    device, part = block.target.device, slice(block.first, block.first + len(block.target))
-    found = _NO_SEARCH if search is None else _search(search, device)
-    importance = None if importance_K is None else importance_K[part]
-    _launch(block, held, begin, end, group, found | {"DESCENT": False, "importance_ptr": importance})
+    _launch(block, held, begin, end, group or COLUMNS, search, importance_K, block.weight, block.loss)
 
 
 def descend_columns(block: ColumnBlock, held: DecidedColumns) -> None:
     """`cpu.column_sweep.descend_columns` on a GPU (or under the interpreter)."""
-    _launch(block, held, 0, len(block.target), COLUMNS, _NO_SEARCH | {"DESCENT": True, "importance_ptr": None})
+    _launch(block, held, 0, len(block.target), COLUMNS)
 
 
 def _launch(
-    block: ColumnBlock, held: DecidedColumns, begin: int, end: int, step: int, found: dict[str, object]
+    block: ColumnBlock,
+    held: DecidedColumns,
+    begin: int,
+    end: int,
+    step: int,
+    search: RangeSearch | None = None,
+    importance_K: Tensor | None = None,
+    weight: Tensor | None = None,
+    loss: Tensor | None = None,
 ) -> None:
+    """Without a weight: descent."""
     count, outputs = block.target.shape
-    part, rounding = slice(block.first, block.first + count), held.rounding
+    part = slice(block.first, block.first + count)
     tile = triton.next_power_of_2(min(step, end - begin))
-    columns = {"kept": held.kept, "exact": held.exact, "extra": held.extra}
-    kept, exact, extra = (None if tensor is None else tensor[part] for tensor in columns.values())
+    columns = (held.kept, held.exact, held.extra, importance_K)
+    kept, exact, extra, importance = (None if tensor is None else tensor[part] for tensor in columns)
     columns_kernel[(triton.cdiv(outputs, ROWS),)](
-        block.weight if isinstance(block, SweptBlock) else None,
+        weight,
         block.target,
         block.value,
         block.change,
         block.matrix,
         block.diagonal,
-        block.loss if isinstance(block, SweptBlock) else None,
+        loss,
         held.codes[part],
         held.scale,
         held.zero,
@@ -304,18 +233,17 @@ def _launch(
         _bytes(exact),
         extra,
         held.price,
-        rounding.table,
-        N=outputs,
-        begin=begin,
-        end=end,
-        step=step,
-        stride_before=block.matrix.stride(0),
-        stride_after=block.matrix.stride(1),
-        **_rounding(rounding),
-        **found,
-        LEVELS=0 if rounding.table is None else rounding.table.shape[1],
-        FREE_ZERO=rounding.free_zero,
-        SCALE_TYPE=TYPES[rounding.scale_dtype],
+        held.rounding.table,
+        importance,
+        None if search is None else _factors(search.factors, block.target.device),
+        outputs,
+        begin,
+        end,
+        step,
+        *block.matrix.stride(),
+        DESCENT=weight is None,
+        CODES=_codes(held.rounding),
+        RANGE=None if search is None else _range(search),
         TILE=tile,
         ROWS=ROWS,
         num_warps=max(1, tile * ROWS // WARP),
@@ -327,20 +255,18 @@ def search_ranges(x_gN: Tensor, importance_g: Tensor | None, search: RangeSearch
     """`cpu.column_sweep.search_ranges` on a GPU (or under the interpreter)."""
     members, count = x_gN.shape
     scale, zero = (torch.empty(count, dtype=torch.float32, device=x_gN.device) for _ in range(2))
-    tile = min(triton.next_power_of_2(members), WARP // ROWS)
     search_kernel[(triton.cdiv(count, ROWS),)](
         x_gN,
         None if importance_g is None else importance_g.contiguous(),
-        scale_ptr=scale,
-        zero_ptr=zero,
-        N=count,
-        members=members,
-        stride_xg=x_gN.stride(0),
-        stride_xn=x_gN.stride(1),
-        **_rounding(search.rounding),
-        **_search(search, x_gN.device),
-        SCALE_TYPE=TYPES[search.rounding.scale_dtype],
-        TILE=tile,
+        _factors(search.factors, x_gN.device),
+        scale,
+        zero,
+        count,
+        members,
+        *x_gN.stride(),
+        CODES=_codes(search.rounding),
+        RANGE=_range(search),
+        TILE=min(triton.next_power_of_2(members), WARP // ROWS),
         ROWS=ROWS,
         num_warps=1,
         enable_fp_fusion=False,

@@ -80,8 +80,6 @@ ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
 # Of SpQR's tiles.
 TILE_ROWS = 16
-# Of a search for the scales of columns.
-_RANGE_TYPES = dict.fromkeys(("low_code", "high_code", "divisor", "least", "largest"), "fp32")
 TABLE_NAMES = {SIGNED: "signed levels", FULL: "levels"}
 # Additional arguments of kernels for experts.
 EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
@@ -446,10 +444,10 @@ def columns(arch: int, tile: int, factors: int = 0, descent: bool = False, exact
     numbers = ("weight", "target", "value", "change", "matrix", "diagonal", "loss", "codes", "scale", "zero", "cost")
     numbers += ("price", "table", "importance", "factors")
     types = {f"{name}_ptr": "*fp32" for name in numbers} | {"group_ptr": "*i32", "extra_ptr": "*bf16"}
-    types |= {"kept_ptr": "*u8", "exact_ptr": "*u8"} | _RANGE_TYPES
+    types |= {"kept_ptr": "*u8", "exact_ptr": "*u8"}
     types |= dict.fromkeys(("N", "begin", "end", "step", "stride_before", "stride_after"), "i32")
-    constants: dict[str, object] = {"DESCENT": descent, "LEVELS": 0, "FREE_ZERO": exact, "SCALE_TYPE": 2}
-    constants |= {"FACTORS": factors, "KIND": 0, "NUMBER_TYPE": 2, "TILE": tile, "ROWS": COLUMN_ROWS}
+    constants = {"DESCENT": descent, "TILE": tile, "ROWS": COLUMN_ROWS}
+    constants |= {"CODES": (0, 15, 0, exact, 2), "RANGE": (factors, 0, 15.0, 2.0**-126, 2.0**127, 2)}
     absent = ["table_ptr", *(["weight_ptr", "loss_ptr"] if descent else [])]
     absent += [] if factors else ["importance_ptr", "factors_ptr"]
     absent += [] if exact else ["kept_ptr", "exact_ptr", "extra_ptr", "price_ptr"]
@@ -462,10 +460,11 @@ def columns(arch: int, tile: int, factors: int = 0, descent: bool = False, exact
 
 def range_search(arch: int) -> CompileReport:
     """Compile the search for scales of large groups; the instructions are per number and range."""
-    types = {f"{name}_ptr": "*fp32" for name in ("x", "importance", "factors", "scale", "zero")} | _RANGE_TYPES
+    types = {f"{name}_ptr": "*fp32" for name in ("x", "importance", "factors", "scale", "zero")}
     types |= dict.fromkeys(("N", "members", "stride_xg", "stride_xn"), "i32")
     tile = WARP // COLUMN_ROWS
-    constants = {"FACTORS": 40, "KIND": 0, "SCALE_TYPE": 2, "NUMBER_TYPE": 2, "TILE": tile, "ROWS": COLUMN_ROWS}
+    constants = {"CODES": (0, 15, 0, False, 2), "RANGE": (40, 0, 15.0, 2.0**-126, 2.0**127, 2), "TILE": tile}
+    constants |= {"ROWS": COLUMN_ROWS}
     read = cost(compile_for(search_kernel, arch, types, constants, ("stride_xn",), 1))
     return CompileReport("columns search", arch, read, round(read.per_element(1, WARP), 2), 0.0)
 
