@@ -30,8 +30,9 @@ class Rounding:
 @dataclass(frozen=True)
 class RangeSearch:
     """A search for scales: among these shares of a group's whole range, the one of least squared error; without shares,
-    the whole range. divisor: turns a range into a scale. least, largest: magnitudes of scales; half: those of float16
-    alone."""
+    the whole range. divisor: turns a range into a scale. least, largest: magnitudes of scales, normal numbers of
+    float32; half: those of float16 alone. importance: of the error of each member [g], or of each column [K] where a
+    sweep searches the scale of each `group` of these; None: all the same."""
 
     factors: tuple[float, ...]
     kind: Range
@@ -40,12 +41,8 @@ class RangeSearch:
     least: float
     largest: float
     half: bool = False
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """The least and the largest scale, normal numbers of float32."""
-        numbers = torch.finfo(torch.float32)
-        return max(self.least, numbers.tiny), min(self.largest, numbers.max)
+    importance: Tensor | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True)

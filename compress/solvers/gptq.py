@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.columns import DecidedColumns, Rounding, SweptBlock
-from compress.kernels.operators.columns import LARGEST_GROUP, on_gpu, sweep_groups, takes
+from compress.kernels.operators.columns import LARGEST_GROUP, on_gpu, sweep_columns, takes
 from compress.solvers.column_sweep import CodeRule, Polish, Solved, group_members
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
 from compress.solvers.outliers import costs, exact_places, grouped_costs, places_at, price_by_trial, sampled_rows
@@ -218,7 +218,8 @@ class GridRule(CodeRule):
             return False
         if self.exact is not None or self.outputs is not None or (grid.ternary and grid.searches):
             return False
-        sweep_groups(block, held, range_search(grid, self.scale_dtype), self.shares, self.group)
+        search = range_search(grid, self.scale_dtype, self.shares, self.group)
+        sweep_columns(block, held, 0, len(block.target), search)
         return True
 
     @cached_property
@@ -250,8 +251,9 @@ class GridRule(CodeRule):
         return () if self.exact is None else (self.exact[column],)
 
     def compiled(self) -> DecidedColumns | None:
-        levels = self.grid.levels
-        if (self.grid.type != "int" and levels is None) or not takes(self.codes, self.scale_dtype, levels is not None):
+        levels, gpu = self.grid.levels, on_gpu(self.codes)
+        known = (self.grid.type == "int" and not (gpu and self.outputs is not None)) or (gpu and levels is not None)
+        if not known or not takes(self.codes, self.scale_dtype):
             return None
         table = None if levels is None else levels.table(self.codes.device)
         rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype, table=table)

@@ -557,7 +557,7 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
         return scale, zero_point
     importance = None if weight is None else shares_of(weight).to(x.dtype)
     if grid.type == "int" and columns.searches(x, scale_dtype):
-        found = columns.search_ranges(x.reshape(-1, x.shape[-1]).t(), importance, range_search(grid, scale_dtype))
+        found = columns.search_ranges(x.reshape(-1, x.shape[-1]).t(), range_search(grid, scale_dtype, importance))
         return found[0].view_as(scale), found[1].view_as(scale)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point
@@ -580,12 +580,13 @@ def shares_of(weight: Tensor) -> Tensor:
     return weight / weight.mean(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-def range_search(grid: Grid, scale_dtype: torch.dtype) -> RangeSearch:
+def range_search(grid: Grid, scale_dtype: torch.dtype, importance: Tensor | None = None, group: int = 0) -> RangeSearch:
     """The search for the ranges of a grid of integers, as the loops over columns do it."""
     factors = tuple(range_factors(grid)) if grid.searches else ()
-    limits = scale_limits(scale_dtype, grid.scales)
-    rounding = Rounding(grid.qmin, grid.qmax, scale_dtype)
-    return RangeSearch(factors, *steps_of_range(grid), rounding, *limits, half=grid.scales == "float16")
+    (least, largest), normal = scale_limits(scale_dtype, grid.scales), torch.finfo(torch.float32)
+    limits, rounding = (max(least, normal.tiny), min(largest, normal.max)), Rounding(grid.qmin, grid.qmax, scale_dtype)
+    half = grid.scales == "float16"
+    return RangeSearch(factors, *steps_of_range(grid), rounding, *limits, half, importance, group)
 
 
 def grouped(x_NK: Tensor, grid: Grid) -> Tensor:

@@ -55,7 +55,8 @@ class Levels:
 
     def table(self, device: torch.device) -> Tensor:
         """[2, L] float32: different levels, rising, and the largest number that is rounded to each."""
-        return _table(self, device)
+        rising, borders, _ = _sorted(self, torch.float32, device)
+        return torch.stack([rising, torch.nn.functional.pad(borders, (0, 1), value=torch.inf)])
 
     def of(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The levels of codes."""
@@ -80,12 +81,6 @@ def _sorted(levels: Levels, dtype: torch.dtype, device: torch.device) -> tuple[T
     up = (codes[1:] % 2 == 0) if levels.ties == "even" else torch.zeros_like(codes[1:], dtype=torch.bool)
     below = torch.nextafter(middle, torch.full_like(middle, -torch.inf))
     return rising.to(device), torch.where(up, below, middle).to(device), codes.to(device)
-
-
-@cache
-def _table(levels: Levels, device: torch.device) -> Tensor:
-    rising, borders, _ = _sorted(levels, torch.float32, device)
-    return torch.stack([rising, torch.nn.functional.pad(borders, (0, 1), value=torch.inf)])
 
 
 def _float(name: str, exponent_bits: int, significand_bits: int) -> Levels:

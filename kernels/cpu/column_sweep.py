@@ -64,9 +64,12 @@ def _as_read(rounding: Rounding) -> _Rounding:
     return _Rounding(rounding.lowest, rounding.highest, TYPES[rounding.scale_dtype], rounding.free_zero)
 
 
-def sweep_columns(block: SweptBlock, held: DecidedColumns, begin: int, end: int) -> None:
+def sweep_columns(
+    block: SweptBlock, held: DecidedColumns, begin: int, end: int, search: RangeSearch | None = None
+) -> None:
     """Decide columns begin ... end of a block one after another, each compensating for the errors of those before
     it."""
+    assert search is None, "scales are found before"
     _call("sweep_columns", block, held, begin, end)
 
 
@@ -106,21 +109,21 @@ def _call(
     getattr(build.library("columns"), loop)(ctypes.byref(filled))
 
 
-def search_ranges(x_gN: Tensor, importance_g: Tensor | None, search: RangeSearch) -> tuple[Tensor, Tensor]:
-    """(scale, zero) [N] of N groups: errors are weighted by importance."""
+def search_ranges(x_gN: Tensor, search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """(scale, zero) [N] of N groups."""
     members, count = x_gN.shape
     x_gN, tried = x_gN.contiguous(), torch.tensor(search.factors, dtype=torch.float32)
     scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)
     rounding = search.rounding
     filled = _ColumnSearch(N=count, g=members, count=len(tried), rounding=_as_read(rounding), divisor=search.divisor)
-    filled.least_scale, filled.largest_scale = search.limits
+    filled.least_scale, filled.largest_scale = search.least, search.largest
     filled.number_type = TYPES[torch.float16 if search.half else rounding.scale_dtype]
     filled.kind = RANGES.index(search.kind)
     filled.threads = useful_threads(count * members * len(tried) * DECISION)
     filled.x, filled.factors = x_gN.data_ptr(), tried.data_ptr()
     filled.scale, filled.zero = scale_N.data_ptr(), zero_N.data_ptr()
-    if importance_g is not None:
-        importance_g = importance_g.contiguous()
+    if search.importance is not None:
+        importance_g = search.importance.contiguous()
         filled.importance = importance_g.data_ptr()
     build.library("columns").search_ranges(ctypes.byref(filled))
     return scale_N, zero_N

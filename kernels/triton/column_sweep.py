@@ -164,10 +164,6 @@ def _factors(factors: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(factors, dtype=torch.float32, device=device)
 
 
-def _bytes(flags: Tensor | None) -> Tensor | None:
-    return None if flags is None else flags.view(torch.uint8)
-
-
 def _codes(rounding: Rounding) -> tuple[int, int, int, bool, int]:
     """CODES of a kernel (`column_rounding`)."""
     levels = 0 if rounding.table is None else rounding.table.shape[1]
@@ -177,26 +173,20 @@ def _codes(rounding: Rounding) -> tuple[int, int, int, bool, int]:
 def _range(search: RangeSearch) -> tuple[int, int, float, float, float, int]:
     """RANGE of a kernel (`column_rounding`)."""
     numbers = TYPES[torch.float16 if search.half else search.rounding.scale_dtype]
-    return len(search.factors), RANGES.index(search.kind), search.divisor, *search.limits, numbers
+    return len(search.factors), RANGES.index(search.kind), search.divisor, search.least, search.largest, numbers
 
 
 def sweep_columns(
-    block: SweptBlock,
-    held: DecidedColumns,
-    begin: int,
-    end: int,
-    search: RangeSearch | None = None,
-    importance_K: Tensor | None = None,
-    group: int = 0,
+    block: SweptBlock, held: DecidedColumns, begin: int, end: int, search: RangeSearch | None = None
 ) -> None:
-    """`cpu.column_sweep.sweep_columns` on a GPU (or under the interpreter). search: of a scale for each `group` of
-    columns, whose errors are weighted by importance; None: scales are there."""
-    _launch(block, held, begin, end, group or COLUMNS, search, importance_K, block.weight, block.loss)
+    """`cpu.column_sweep.sweep_columns` on a GPU (or under the interpreter). search: of the scale of each group of these
+    columns."""
+    _launch(block, held, begin, end, block.weight, block.loss, search)
 
 
 def descend_columns(block: ColumnBlock, held: DecidedColumns) -> None:
     """`cpu.column_sweep.descend_columns` on a GPU (or under the interpreter)."""
-    _launch(block, held, 0, len(block.target), COLUMNS)
+    _launch(block, held, 0, len(block.target), None, None, None)
 
 
 def _launch(
@@ -204,43 +194,24 @@ def _launch(
     held: DecidedColumns,
     begin: int,
     end: int,
-    step: int,
-    search: RangeSearch | None = None,
-    importance_K: Tensor | None = None,
-    weight: Tensor | None = None,
-    loss: Tensor | None = None,
+    weight: Tensor | None,
+    loss: Tensor | None,
+    search: RangeSearch | None,
 ) -> None:
     """Without a weight: descent."""
+    assert held.outputs is None, "outputs do not depend on each other here"
     count, outputs = block.target.shape
-    part = slice(block.first, block.first + count)
+    part, step = slice(block.first, block.first + count), COLUMNS if search is None else search.group
     tile = triton.next_power_of_2(min(step, end - begin))
-    columns = (held.kept, held.exact, held.extra, importance_K)
+    columns = (held.kept, held.exact, held.extra, None if search is None else search.importance)
     kept, exact, extra, importance = (None if tensor is None else tensor[part] for tensor in columns)
+    flags = (None if tensor is None else tensor.view(torch.uint8) for tensor in (kept, exact))
+    factors = None if search is None else _factors(search.factors, block.target.device)
+    numbers = (weight, block.target, block.value, block.change, block.matrix, block.diagonal, loss)
+    decided = (held.codes[part], held.scale, held.zero, held.group_K[part], held.cost_K[part])
+    sizes = (outputs, begin, end, step, *block.matrix.stride())
     columns_kernel[(triton.cdiv(outputs, ROWS),)](
-        weight,
-        block.target,
-        block.value,
-        block.change,
-        block.matrix,
-        block.diagonal,
-        loss,
-        held.codes[part],
-        held.scale,
-        held.zero,
-        held.group_K[part],
-        held.cost_K[part],
-        _bytes(kept),
-        _bytes(exact),
-        extra,
-        held.price,
-        held.rounding.table,
-        importance,
-        None if search is None else _factors(search.factors, block.target.device),
-        outputs,
-        begin,
-        end,
-        step,
-        *block.matrix.stride(),
+        *(*numbers, *decided, *flags, extra, held.price, held.rounding.table, importance, factors, *sizes),
         DESCENT=weight is None,
         CODES=_codes(held.rounding),
         RANGE=None if search is None else _range(search),
@@ -251,19 +222,13 @@ def _launch(
     )
 
 
-def search_ranges(x_gN: Tensor, importance_g: Tensor | None, search: RangeSearch) -> tuple[Tensor, Tensor]:
+def search_ranges(x_gN: Tensor, search: RangeSearch) -> tuple[Tensor, Tensor]:
     """`cpu.column_sweep.search_ranges` on a GPU (or under the interpreter)."""
     members, count = x_gN.shape
     scale, zero = (torch.empty(count, dtype=torch.float32, device=x_gN.device) for _ in range(2))
+    importance = None if search.importance is None else search.importance.contiguous()
     search_kernel[(triton.cdiv(count, ROWS),)](
-        x_gN,
-        None if importance_g is None else importance_g.contiguous(),
-        _factors(search.factors, x_gN.device),
-        scale,
-        zero,
-        count,
-        members,
-        *x_gN.stride(),
+        *(x_gN, importance, _factors(search.factors, x_gN.device), scale, zero, count, members, *x_gN.stride()),
         CODES=_codes(search.rounding),
         RANGE=_range(search),
         TILE=min(triton.next_power_of_2(members), WARP // ROWS),

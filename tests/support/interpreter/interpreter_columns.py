@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.kernels.operators import columns
 from compress.kernels.triton import column_sweep as triton_columns
-from compress.solvers.column_sweep import BLOCK, sweep
+from compress.solvers.column_sweep import BLOCK, Polish, sweep
 from compress.solvers.gptq import GridRule, gptq
 from compress.solvers.hessian_with_drift import Problem
+from compress.solvers.spqr import spqr
 from compress.weights import grid as grids
+from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid
 
 OUTPUTS, INPUTS, GROUP = 11, 32, 16
@@ -45,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a group of a channel": {"grid": replace(SIGNED, granularity="channel", group_size=None)},
     "pruned": {"grid": SIGNED, "kept_NK": kept(), "sweeps": 1},
     "outliers": {"grid": SIGNED, "outliers": 0.05, "scale_dtype": torch.bfloat16, "sweeps": 1},
+    "coupled outputs": {"grid": SIGNED, "outputs_NS": torch.eye(4).repeat(3, 1)[:OUTPUTS] + 0.3, "sweeps": 1},
     "NF4": {"grid": TABLE, "scale_dtype": torch.bfloat16, "sweeps": 1},
     "MXFP4": {"grid": MXFP4, "scale_dtype": torch.bfloat16, "sweeps": 1},
 }
@@ -76,12 +79,22 @@ def test_gptq(case: str, in_tiles: None, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(there.loss_N.sum(), here.loss_N.sum(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("outliers", [0.0, 0.05])
+def test_spqr(outliers: float, in_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = layer()
+    how: dict[str, Any] = {"format_": Tiles(group_size=GROUP), "outliers": outliers, "scale_dtype": torch.bfloat16}
+    there, here = on_both(monkeypatch, lambda: spqr(weight, hessian, **how, **ROUNDS))
+    one, other = (solved.weight.dequantize(torch.float32) for solved in (there, here))
+    assert (one != other).float().mean() < 0.01
+    torch.testing.assert_close(there.loss_N.sum(), here.loss_N.sum(), rtol=1e-3, atol=0)
+
+
 class Launches(TorchDispatchMode):
     """Counts the operations of torch that launch something, and stands in for a kernel that it counts, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view and "empty" not in func.name()
@@ -90,6 +103,7 @@ class Launches(TorchDispatchMode):
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             self.count += 1
+            self.kernels += 1
 
         return launch
 
@@ -108,3 +122,8 @@ def test_a_block_of_columns_takes_three_launches(group: int, monkeypatch: pytest
             sweep(weight, problem, rule)
         found.append(launches.count)
     assert found[1] - found[0] <= 3 * 3
+    polish = Polish(weight, weight, rule, problem.polish_hessian())
+    with Launches() as launches:
+        monkeypatch.setattr(triton_columns, "columns_kernel", launches)
+        polish.descend(slice(0, BLOCK))
+    assert launches.kernels == 1
