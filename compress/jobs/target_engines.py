@@ -46,7 +46,8 @@ def _integers(limits: Limits) -> list[str]:
 class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
     reason, a sentence of one line. schemes: all that it runs. limits: of their integers. methods: those with a format
-    of their own that it runs, too, and the multiples in which their groups are (0: they settle that). to: the word of
+    of their own that it runs, too, and the multiples in which their groups are (0: they settle that). sizes: of the groups
+    of schemes for which another than `group_size` is picked. to: the word of
     the export that it opens (None: the checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed
     embeddings fit in it. table_groups: of those, where nobody says otherwise (None: the pass's own). several: its
     layers may have groups of several sizes. merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix:
@@ -61,6 +62,7 @@ class Engine:
     schemes: Sequence[str]
     limits: Limits = ANY
     methods: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     to: str | None = None
     reads: str = "OUT"
     tables: bool = True
@@ -88,10 +90,11 @@ ENGINES: Mapping[str, Engine] = {
     "llama.cpp": Engine(
         "w4a16",
         32,
-        "groups of 32 are blocks of its Q4_0, byte for byte",
+        "groups of 32 are blocks of its Q4_0, those of 64 codes of 2 bits of its Q2_0, byte for byte",
         [*_integers(LIMITS["gguf"]), *_schemes(lambda name, numbers: numbers.blocks is not None)],
         LIMITS["gguf"],
         methods={"k-quants": 0, "ternary": 256, "binary": 128},
+        sizes={"w2a16": 64},
         to="gguf",
         reads="OUT/model.gguf",
         table_groups=32,  # in one scale per token each block would repeat it
@@ -194,10 +197,11 @@ def pick_options(
         mix = f"{engine.mix}, and {engine.table_scheme} for the embedding; {engine.other}"
         return Picked({**options, "scheme": engine.mix}, [f"--for {name} picks {mix}; {opens}"], engine.table_scheme)
     size = "group_up_to" if engine.several and "group_size" not in options else "group_size"
-    wanted = {"scheme": engine.scheme, size: engine.group_size}
+    scheme = str(options.get("scheme", engine.scheme))
+    wanted = {"scheme": engine.scheme, size: engine.sizes.get(scheme, engine.group_size)}
     if method in engine.methods:
         wanted = {"group_size": engine.methods[method] or None}
-    elif "scheme" in options and not _has_groups(engine, str(options["scheme"])):
+    elif "scheme" in options and not _has_groups(engine, scheme):
         wanted = {}  # a type with groups of its own, or one that `check_engine` refuses
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     words = ", ".join(f"{key} {value}" for key, value in added.items())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.checkpoint.export.gguf.blocks import Q1_0, Q4_0, Q5_0, Q8_0, TQ2_0, pack_q4_1
+from compress.checkpoint.export.gguf.blocks import Q1_0, Q2_0, Q4_0, Q5_0, Q8_0, TQ2_0, pack_q4_1, unpack_q2_0
 
 ROWS, COLUMNS = 3, 512
 
@@ -40,6 +40,23 @@ def test_minima_are_read_as_packed():
     packed = pack_q4_1(codes, scale, least).numpy()
     values = expected(codes, scale) + least.float().repeat_interleave(32, 1).numpy()
     assert np.array_equal(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1), values)
+
+
+def test_two_bits_lie_one_behind_the_other():
+    """gguf-py 0.19.0 has no Q2_0: here is dequantize_row_q2_0 of ggml-quants.c (llama.cpp#24448) in loops, which gave
+    the same as that of xllamacpp 2026.10.11549. A code that we have is 1 - q there, by the scale of the other sign."""
+    codes, scale = drawn(Q2_0.least, Q2_0.most, Q2_0.size)
+    packed = Q2_0.pack(codes, scale)
+    assert packed.shape == (ROWS, Q2_0.row(COLUMNS))
+    assert Q2_0.bytes * 8 / Q2_0.size == 2.25
+    values = np.zeros((ROWS, COLUMNS), np.float32)
+    for row in range(ROWS):
+        for i, block in enumerate(packed[row].numpy().reshape(-1, Q2_0.bytes)):
+            d = float(block[:2].view(np.float16)[0])
+            for j in range(Q2_0.size):
+                values[row, i * Q2_0.size + j] = (int(block[2 + j // 4] >> (2 * (j % 4)) & 3) - 1) * d
+    assert np.array_equal(values, expected(codes, scale))
+    assert np.array_equal(values + 0.0, unpack_q2_0(packed).numpy())
 
 
 def test_signs_lie_bit_after_bit():

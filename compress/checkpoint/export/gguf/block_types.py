@@ -3,6 +3,7 @@
 Nothing is quantized again: a code that has been decided is written as it is, with its scale. Integers take the smallest
 block whose codes reach as far, and blocks within one group repeat its scale:
 
+    q from -2 to 1            Q2_0, 2.25 bits   symmetric of 2 bits in groups of 64, or multiples of it
     q - z from -8 to 7        Q4_0, 4.5 bits    codes of 2 to 4 bits; asymmetric of 2 and 3
     q - z from -16 to 15      Q5_0, 5.5 bits    codes of 5 bits; asymmetric of 4, where float16 has not the minima
     q - z from -128 to 127    Q8_0, 8.5 bits    codes of 6 to 8 bits; asymmetric of 5 to 7
@@ -27,6 +28,7 @@ from compress.checkpoint.export.gguf.blocks import (
     MX_BLOCK,
     NV_BLOCK,
     Q1_0,
+    Q2_0,
     Q4_0,
     Q4_1_BYTES,
     Q4_1_NAME,
@@ -44,6 +46,7 @@ from compress.weights.formats.codes import Codes, CodesFormat, Int8Table, Packed
 from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.formats.levels import IQ4NL, MXFP4, NVFP4
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
+from compress.weights.number_formats import MIN_BITS
 from compress.weights.scheme import Scheme
 from compress.weights.terms import Format, StoredTerm
 
@@ -90,6 +93,8 @@ def _block_for(form: CodesFormat, columns: int) -> Block | None:
         return TQ2_0 if isinstance(form, TernaryCodes) else Q1_0
     if form.grid.ternary and not (form.grid.group_size or columns) % TQ2_0.size:
         return TQ2_0
+    if form.grid.symmetric and form.grid.bits == MIN_BITS and not (form.grid.group_size or columns) % Q2_0.size:
+        return Q2_0
     low, high = form.grid.qmin, form.grid.qmax
     reach = (low, high) if form.grid.symmetric else (low - high, high - low)
     return next((block for block in INTEGERS if block.least <= reach[0] and reach[1] <= block.most), None)

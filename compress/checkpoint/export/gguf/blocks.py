@@ -7,6 +7,7 @@ numbered from the lowest. Layouts are those of ggml-common.h and ggml-quants.c (
     Q4_1   32 in 20 bytes    d | m | 16 bytes as Q4_0                                           w = d q + m
     Q5_0   32 in 22 bytes    d | 32 bits: bit 4 of q[j] | 16 bytes of bits 0-3, as Q4_0         w = d (q - 16)
     Q8_0   32 in 34 bytes    d | 32 x int8                                                      w = d q
+    Q2_0   64 in 18 bytes    d | 16 x (four codes, one after the other)                         w = d (q - 1)
     TQ2_0  256 in 66 bytes   64 x (four codes: of j, j + 32, j + 64, j + 96 in 128) | d         w = d (q - 1)
     Q1_0   128 in 18 bytes   d | 128 bits, one after the other                                  w = d (2 q - 1)
     MXFP4  32 in 17 bytes    exponent of d, in e8m0 | 16 bytes as Q4_0                          w = d E2M1[q]
@@ -68,6 +69,20 @@ def pack_q8_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return _joined(_bytes(scale_NB), _blocks(codes_NK, 32).to(torch.int8).view(torch.uint8))
 
 
+def pack_q2_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
+    """Codes -2 to 1, which it holds as 1 - code by a scale of the other sign."""
+    codes = (1 - _blocks(codes_NK, 64)).to(torch.uint8).unflatten(-1, (-1, 4))
+    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    return _joined(_bytes(-scale_NB), (codes << places).sum(-1, dtype=torch.uint8))
+
+
+def unpack_q2_0(rows: Tensor) -> Tensor:
+    """float32 [N, K] of uint8 [N, bytes of a row]; no zero has a sign."""
+    blocks = rows.unflatten(-1, (-1, Q2_0.bytes))
+    codes = (blocks[..., 2:].unsqueeze(-1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten(-2)
+    return ((codes.float() - 1) * blocks[..., :2].contiguous().view(torch.float16).float() + 0.0).flatten(-2)
+
+
 def pack_tq2_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     """Codes -1 to 1."""
     codes = _blocks(codes_NK + 1, 256).unflatten(-1, (2, 4, 32))
@@ -101,6 +116,7 @@ def pack_nvfp4(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
 Q4_0 = Block("Q4_0", 32, 18, -8, 7, pack_q4_0)
 Q5_0 = Block("Q5_0", 32, 22, -16, 15, pack_q5_0)
 Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0)
+Q2_0 = Block("Q2_0", 64, 18, -2, 1, pack_q2_0)
 TQ2_0 = Block("TQ2_0", 256, 66, -1, 1, pack_tq2_0)
 Q1_0 = Block("Q1_0", 128, 18, -1, 1, pack_q1_0)
 # Codes of tables of levels: packed by `pack_mxfp4`, `pack_nvfp4`, `pack_iq4_nl`. (Elements, bytes) of a block.

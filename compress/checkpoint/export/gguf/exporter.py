@@ -24,7 +24,7 @@ from compress.checkpoint.export.gguf.architectures import FAMILIES, Architecture
 from compress.checkpoint.export.gguf.block_types import why_not as why_no_block
 from compress.checkpoint.export.gguf.file import FILE, Entry, add_all, write_file
 from compress.checkpoint.export.gguf.graft import Template, entries_of
-from compress.checkpoint.export.gguf.library import gguf, missing
+from compress.checkpoint.export.gguf.library import NEWER, NEWER_FILES, gguf, missing
 from compress.checkpoint.export.gguf.names import entry_of, floats_why_not, planned, unnamed
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.export.integers import note_losses, why_not_float16
@@ -139,7 +139,8 @@ def _why_no_blocks(source: Source) -> list[str]:
 
 
 def _spread(entries: Sequence[Entry], source: Source) -> Iterator[str]:
-    """A line for each scheme whose codes take more bytes in blocks than in the checkpoint."""
+    """A line for each scheme whose codes take more bytes in blocks than in the checkpoint, and for types that older
+    llama.cpp has not."""
     larger: dict[tuple[str, str], list[str]] = {}
     layers_of = stored_in(source).layers
     for entry in entries:
@@ -152,6 +153,8 @@ def _spread(entries: Sequence[Entry], source: Source) -> Iterator[str]:
             larger.setdefault((str(layer.scheme), entry.type), []).append(entry.of)
     for (scheme, kind), layers in larger.items():
         yield f"{len(layers)} layers of {scheme}, like {layers[0]}, take more bytes as blocks of {kind}"
+    for kind in {entry.type for entry in entries} & NEWER.keys():
+        yield f"{kind} is read by llama.cpp since July 2026 (#24448); for an older one quantize with --group-size 32"
 
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
@@ -164,7 +167,7 @@ def _file_type(entries: Sequence[Entry]) -> dict[str, int]:
         if entry.name.startswith("blk.") and len(entry.shape) > 1:
             kinds[entry.type] += entry.nbytes
     most = kinds.most_common(1)[0][0] if kinds else "F32"
-    words = gguf().LlamaFileType.__members__
+    words = {**NEWER_FILES, **gguf().LlamaFileType.__members__}
     found = words.get(FILE_TYPES.get(most, f"MOSTLY_{most}"), words["MOSTLY_F16"])
     return {"general.file_type": int(found), "general.quantization_version": QUANTIZATION_VERSION}
 

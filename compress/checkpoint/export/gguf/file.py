@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.checkpoint.export.gguf.blocks import Q2_0
 from compress.checkpoint.export.gguf.library import gguf
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.files import checksum
@@ -48,13 +49,18 @@ def write_file(
         writer.write_ti_data_to_file()
         for i, entry in enumerate(entries, 1):
             writer.write_tensor_data(_array(entry.data()))
-            values = entry.values()
+            values = as_read(entry.values(), entry.type)
             dtype = str(values.dtype).removeprefix("torch.")
             records[entry.name] = {"type": entry.type, "dtype": dtype, "sha256": checksum(values)}
             place.step(i, len(entries), entry.of)
     finally:
         writer.close()
     return records
+
+
+def as_read(values: Tensor, kind: str) -> Tensor:
+    """Values as a file of this type has them: in Q2_0 no zero has a sign."""
+    return values + 0.0 if kind == Q2_0.name else values
 
 
 def add_all(writer: Any, metadata: Mapping[str, Any]) -> None:

@@ -2,9 +2,14 @@
 
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from compress.base.errors import install
 
+# Types that ggml has (llama.cpp#24448) and gguf-py 0.19.0 lacks: {name: (number, elements, bytes)}, and {word of a file
+# of such: number}.
+NEWER = {"Q2_0": (42, 64, 18)}
+NEWER_FILES = {"MOSTLY_Q2_0": 41}
 MISSING = f"the package gguf, which writes and reads GGUF files, is not installed ({install('gguf')})"
 
 
@@ -14,9 +19,16 @@ def missing() -> str | None:
 
 
 def gguf() -> ModuleType:
-    """The package."""
+    """The package, which knows the types that are newer than it."""
     import gguf as package
 
+    kinds: Any = package.GGMLQuantizationType
+    for name, (number, *sizes) in NEWER.items():
+        if name not in kinds.__members__:
+            kind = int.__new__(kinds, number)
+            kind._name_, kind._value_ = name, number
+            kinds._member_map_[name] = kinds._value2member_map_[number] = kind
+            package.GGML_QUANT_SIZES[kind] = tuple(sizes)
     return package
 
 

@@ -8,6 +8,7 @@ import torch
 
 from compress.base.errors import CheckpointError, InputError, first_line
 from compress.base.schema import fits
+from compress.checkpoint.export.gguf.blocks import Q2_0, unpack_q2_0
 from compress.checkpoint.export.gguf.library import gguf, missing, reader
 from compress.checkpoint.files import RECORD, checksum
 
@@ -45,7 +46,10 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
         if tensor.tensor_type.name != wanted["type"]:
             raise CheckpointError(f"{name} of {path} has the type {tensor.tensor_type.name}, not {wanted['type']}")
         try:
-            values = torch.from_numpy(gguf().quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            if wanted["type"] == Q2_0.name:  # gguf-py 0.19.0 has no reader of it
+                values = unpack_q2_0(torch.from_numpy(tensor.data.copy()))
+            else:
+                values = torch.from_numpy(gguf().quants.dequantize(tensor.data, tensor.tensor_type).copy())
         except NotImplementedError:
             unread[wanted["type"]] = unread.get(wanted["type"], 0) + 1
             continue
