@@ -46,14 +46,14 @@ def _integers(limits: Limits) -> list[str]:
 class Engine:
     """The formats that an engine runs. scheme, group_size: those that are picked; None: the method's own. why: the
     reason, a sentence of one line. schemes: all that it runs. limits: of their integers. methods: those with a format
-    of their own that it runs, too, and the multiples in which their groups are (0: they settle that). sizes: of the groups
-    of schemes for which another than `group_size` is picked. to: the word of
-    the export that it opens (None: the checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed
-    embeddings fit in it. table_groups: of those, where nobody says otherwise (None: the pass's own). several: its
-    layers may have groups of several sizes. merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix:
-    a scheme of its own types, picked for gptq and rtn where no option asks for anything else, with table_scheme for the
-    embedding; other: what a person may prefer to it, a phrase; untrained: what training costs, a sentence. run: command
-    lines that run the result, of {out}, its {name} and the model's {architecture}.
+    of their own that it runs, too, and the multiples in which their groups are (0: they settle that). sizes: those of
+    groups of schemes for which another than `group_size` is picked. to: the word of the export that it opens (None: the
+    checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed embeddings fit in it. table_groups: of
+    those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
+    merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
+    gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
+    prefer to it, a phrase; untrained: what training costs, a sentence. run: command lines that run the result, of
+    {out}, its {name} and the model's {architecture}.
     """
 
     scheme: str

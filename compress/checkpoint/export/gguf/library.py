@@ -23,12 +23,12 @@ def gguf() -> ModuleType:
     import gguf as package
 
     kinds: Any = package.GGMLQuantizationType
-    for name, (number, *sizes) in NEWER.items():
+    for name, (number, elements, size) in NEWER.items():
         if name not in kinds.__members__:
             kind = int.__new__(kinds, number)
             kind._name_, kind._value_ = name, number
             kinds._member_map_[name] = kinds._value2member_map_[number] = kind
-            package.GGML_QUANT_SIZES[kind] = tuple(sizes)
+            package.GGML_QUANT_SIZES[kind] = (elements, size)
     return package
 
 
