@@ -102,8 +102,8 @@ ENGINES: Mapping[str, Engine] = {
         table_scheme="w8a16",  # Q8_0; llama.cpp's own mix has Q6_K for a head, and Q8_0 where that does not fit
         other="smaller: --scheme w4a16 --embeddings w8a16 (Q4_0); closer to the original: --scheme q5_k_m --embeddings "
         "w8a16",
-        untrained="--effort best and --recover train scales, which K-quants have not: this file is Q4_0; without them "
-        "Q4_K_M is usually closer to the original",
+        untrained="--recover trains scales, which K-quants have not: this file is Q4_0; without it Q4_K_M is usually "
+        "closer to the original",
         run=(
             "llama-cli -m {out}/model.gguf",
             "ollama create {name} -f {out}/Modelfile && ollama run {name}",

@@ -32,13 +32,7 @@ Departs from the paper:
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
   single codes while that lowers the loss (`solvers.column_sweep`). Free to move every code, they fit noise more than
   the sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
-- `objective=loss` rounds for the predictions (`solvers.output_feedback`): with g the gradient by a layer's output of
-  the KL to the original, drawn from its own softmax (`engine.walk.output_gradients`), it minimises tr(H_O E H E^T) for
-  H_O = E g g^T, where tokens count in H by |g|^2 (half: the other half alike). Outputs make up for each other's errors
-  in runs of 1024, in the sweep, in `refit` and in descent, which have twice the rounds: what they gain holds on other
-  text. It takes a backward pass through the original, a block at a time. Close relatives: YAQA (arXiv 2505.22988),
-  GuidedQuant (arXiv 2505.07004). Convolutions, stacked experts and pruned layers are rounded for what they return; the
-  run says so.
+- `objective=loss` rounds for the predictions of the model (`passes.options.loss_aware`).
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
 - a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it before
   they are rounded (`sparsegpt.fit_survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
@@ -48,37 +42,27 @@ Departs from the authors' code:
 - damping that is too small is raised and reported, never replaced by plain rounding.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError, check_least, one_of
+from compress.base.errors import InputError, check_least
+from compress.passes.options.loss_aware import LossAware
 from compress.passes.options.quantize import QuantizeWeights
-from compress.passes.options.second_order import SecondOrder, Target
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import moved, solve_stacked
-from compress.passes.protocol.stages import Decide
 from compress.solvers.gptq import outlier_prices, solve_on_grid
 from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.outliers import nearest
-from compress.solvers.output_feedback import relied_curvature
 from compress.solvers.sparsegpt import STEPS
-from compress.weights.decision import Decision, Figures
+from compress.weights.decision import Decision
 from compress.weights.grid import fit_matrix
 from compress.weights.matrix import Matrix
 
-Objective = Literal["layer", "loss"]
-CPU = torch.device("cpu")
-# Of refit and descent for the loss, each round that a layer's own error has: more of these still hold on other text.
-COUPLED_ROUNDS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
-class GPTQ(SecondOrder, QuantizeWeights):
+class GPTQ(LossAware, QuantizeWeights):
     """GPTQ with input-drift correction."""
 
     name: ClassVar[str] = "gptq"
@@ -94,9 +78,6 @@ class GPTQ(SecondOrder, QuantizeWeights):
     sweeps: int = 2
     """0 or more: rounds of coordinate descent on single codes, after the columns are solved."""
 
-    objective: Objective = "layer"
-    """Least error of what a layer returns, or of the model's predictions as far as their curvature tells (loss)."""
-
     steps: int = STEPS
     """0 or more: steps in which the remaining weights of a pruned layer compensate for its zeros before rounding; 0:
     while rounding."""
@@ -105,19 +86,16 @@ class GPTQ(SecondOrder, QuantizeWeights):
         super().__post_init__()
         check_least(self, 0, "refit", "sweeps", unit=" rounds")
         check_least(self, 0, "steps", unit=" steps")
-        one_of("objective", self.objective, get_args(Objective))
         if self.objective == "loss" and self.weight_grid().type != "int":
-            raise InputError("objective=loss decides integer codes; leave it out for small floats")
+            raise InputError(
+                f"objective=loss (--effort best) decides integer codes, and {self.scheme} has others; leave it out"
+            )
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 
     @property
     def group_length(self) -> int | None:
         return self.weight_grid().group_size
-
-    @property
-    def decide_stage(self) -> Decide:
-        return replace(super().decide_stage, curvature=self.objective == "loss")
 
     def apply(self, site: Site) -> dict[str, Decision]:
         inputs = self.input_codes(site)
@@ -144,34 +122,5 @@ class GPTQ(SecondOrder, QuantizeWeights):
         return rows
 
     def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
-        rounds = COUPLED_ROUNDS if "outputs_NS" in rows else 1
-        solve = partial(solve_on_grid, refit=rounds * self.refit, sweeps=rounds * self.sweeps, steps=self.steps)
-        device, grid = rows["weight_NK"].device, site.reached(self.weight_grid())
-        if "outputs_NS" in rows:  # one output after another: loops that are compiled for float32 on a CPU
-            problem = problem.converted(CPU, torch.float32)
-            rows = {name: t.to(CPU, torch.float32 if t.is_floating_point() else t.dtype) for name, t in rows.items()}
-        return moved(solve(problem=problem, grid=grid, scale_dtype=scale_dtype, **rows).weight, device)
-
-    def solve_targets(self, site: Site, targets: Mapping[str, Tensor], problem: Problem) -> dict[str, Matrix]:
-        """Layers of which the curvature is known each by itself, runs of their rows together; the others as ever."""
-        solved: dict[str, Matrix] = {}
-        for name in coupled_layers(site):
-            rows = self.rows(site, name, targets[name], problem)
-            rows["outputs_NS"] = relied_curvature(site.stats["curvature"][name].of_outputs).to(targets[name])
-            solve, run = partial(self.solve_rows, site, problem), rows["outputs_NS"].shape[1]
-            solved |= solve_stacked(site.rows({name: slice(None)}), {name: rows}, solve, run)
-        rest = {name: slice(None) for name in targets if name not in solved}
-        return solved | (super().solve_targets(site.rows(rest), {n: targets[n] for n in rest}, problem) if rest else {})
-
-    def figures(self, site: Site, name: str, weight: Matrix, target: Target, problem: Problem) -> Figures:
-        figures = super().figures(site, name, weight, target, problem)
-        if self.objective == "layer":
-            return figures
-        why = "no gradient of its outputs" if name not in site.stats.get("curvature", ()) else "pruned"
-        return {**figures, "objective": "loss" if name in coupled_layers(site) else f"layer: {why}"}
-
-
-def coupled_layers(site: Site) -> list[str]:
-    """The layers whose outputs are decided together: their curvature is known, and no weight is pruned."""
-    pruned = any(site.kept(name) is not None for name in site.weights)
-    return [] if pruned else [name for name in site.weights if name in site.stats.get("curvature", ())]
+        rows |= {"problem": problem, "grid": site.reached(self.weight_grid()), "scale_dtype": scale_dtype}
+        return solve_on_grid(**rows, refit=self.refit, sweeps=self.sweeps, steps=self.steps).weight

@@ -42,7 +42,7 @@ from compress.kernels.layouts.k_quants import BLOCK
 from compress.model.patterns import ignoring
 from compress.passes.gptq import GPTQ
 from compress.passes.options.k_mixes import K_SCHEMES, MIXES, blocks_of_names, type_in, types_of
-from compress.passes.options.second_order import SecondOrder
+from compress.passes.options.loss_aware import LossAware
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
@@ -61,11 +61,11 @@ Rounding = Literal["gptq", "nearest"]
 FALLBACKS = {"q2_k": "w4a16", "q3_k": "w4a16", "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16"}
 FALLBACK_GROUP = 32
 # The options that are of the sweep, and of the fallback's.
-OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps")
+OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps", "objective")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KQuants(SecondOrder):
+class KQuants(LossAware):
     """llama.cpp's K-quants, by GPTQ or to nearest."""
 
     name: ClassVar[str] = "k-quants"
@@ -176,4 +176,4 @@ class KQuants(SecondOrder):
 
     def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
         rule = KRule.of(rows["weight_NK"], problem, self.format)
-        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps, rows.get("outputs_NS")).weight

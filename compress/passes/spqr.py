@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError, check_least
+from compress.passes.options.loss_aware import LossAware
 from compress.passes.options.quantize import beside_outliers
-from compress.passes.options.second_order import SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.solvers.hessian_with_drift import ActOrder, Problem
@@ -55,7 +55,7 @@ USUAL_GROUP, LEAST_GROUP = 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpQR(SecondOrder):
+class SpQR(LossAware):
     """Codes in tiles and exact outliers."""
 
     name: ClassVar[str] = "spqr"
@@ -223,4 +223,4 @@ class SpQR(SecondOrder):
     def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
         how = rows.get("price_N"), self.threshold > 0, self.search
         rule = TileRule.of(rows["weight_NK"], problem, self.tiles, scale_dtype, *how)
-        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps, rows.get("outputs_NS")).weight

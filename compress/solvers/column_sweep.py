@@ -143,6 +143,11 @@ class CodeRule(ColumnRule):
         """int32 [K] on the device of the codes, the group of each column."""
         return torch.tensor(self.group_of, dtype=torch.int32, device=self.codes_at(0)[0].device)
 
+    @property
+    def curvature(self) -> Tensor | float:
+        """[N] of the loss by each output alone; 1 of a layer's own."""
+        return 1.0 if self.outputs is None else self.outputs.diagonal
+
     def chosen_at(self, column: int) -> tuple[Tensor, ...]:
         """The tensors of a column to which `decide` adds."""
         return ()
@@ -208,8 +213,12 @@ class CodeRule(ColumnRule):
         loss = polish.run(refit, sweeps)
         return polish.values.t(), loss
 
-    def solve(self, weight_NK: Tensor, problem: Problem, refit: int, sweeps: int) -> Solved:
-        """The weight [N, K], of which columns are in the layer's own order, as `solve_columns` decides it."""
+    def solve(
+        self, weight_NK: Tensor, problem: Problem, refit: int, sweeps: int, outputs_NS: Tensor | None = None
+    ) -> Solved:
+        """The weight [N, K], of which columns are in the layer's own order, as `solve_columns` decides it. outputs: H_O
+        of outputs that are coupled."""
+        self.outputs = OutputCurvature.of(outputs_NS)
         values, loss = self.solve_columns(weight_NK[:, problem.order], problem, refit, sweeps)
         return Solved(self.to_weight(problem, values), loss, problem.damp)
 
@@ -239,6 +248,22 @@ class Polish:
 
     def loss(self) -> Tensor:
         return (self.gradient * (self.weight - self.values)).sum(0)
+
+    def gain(self, columns: Tensor | slice, change: Tensor) -> Tensor:
+        """[N] by how much the loss falls where the values of some columns change by [g, N]: that of each output, or,
+        where outputs are coupled, that of its run."""
+        own = self.hessian[columns][:, columns]
+        gain = (change * (2 * self.gradient[columns] - self.coupled(own @ change))).sum(0)
+        return gain if self.rule.outputs is None else self.rule.outputs.of_runs(gain)
+
+    def lowers(self, columns: Tensor | slice, change: Tensor) -> Tensor:
+        """[N] True where a change of coupled outputs lowers the loss of their run. Of others everywhere: each was
+        chosen by its own."""
+        return (
+            torch.ones_like(change[0], dtype=torch.bool)
+            if self.rule.outputs is None
+            else self.gain(columns, change) > 0
+        )
 
     def move(self, columns: Tensor | slice, change: Tensor) -> None:
         """Change the values of some columns by [g, N]."""

@@ -19,7 +19,7 @@ Several weights with one Hessian share what is computed of it: `Problem.of` once
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -108,9 +108,8 @@ def solve_on_grid(
     """
     ranges = None if scale_NG is None or zero_NG is None else (scale_NG, zero_NG)
     rule = GridRule.of(weight_NK, problem, grid, scale_dtype, ranges, kept_NK, price_N)
-    if outputs_NS is not None:
-        assert kept_NK is None, "outputs that are decided together have no mask"
-        rule.outputs = OutputCurvature(outputs_NS.contiguous())
+    assert outputs_NS is None or kept_NK is None, "outputs that are decided together have no mask"
+    rule.outputs = OutputCurvature.of(outputs_NS)
     weight, mask = weight_NK[:, problem.order], None if rule.kept is None else rule.kept.t()
     other = deepcopy(rule) if steps and mask is not None else None
     # With a mask, both ways are judged by the H of the steps after a sweep, be there any or not.
@@ -167,7 +166,6 @@ class GridRule(CodeRule):
     exact: Tensor | None = None
     price: Tensor | None = None
     swept: bool = False
-    outputs: OutputCurvature | None = None
 
     @classmethod
     def of(
@@ -260,10 +258,7 @@ class GridRule(CodeRule):
         price = None if self.swept or self.exact is None else self.price
         decided = (self.codes, self.scale, self.zero_point, self.groups)
         made = DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
-        if self.outputs is None:
-            return made
-        own = (self.outputs.hessian_NS, self.outputs.diagonal) if self.swept else self.outputs.factors
-        return replace(made, outputs=own[0], share=own[1])
+        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
 
     def refit(self, polish: Polish) -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
@@ -283,9 +278,7 @@ class GridRule(CodeRule):
             if self.exact is not None:
                 change = change.masked_fill(self.exact[columns], 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = (change * (2 * gradient - polish.coupled(own @ change))).sum(0)
-            if self.outputs is not None:
-                gain = self.outputs.of_runs(gain)
+            gain = polish.gain(columns, change)
             self.scale[group] = torch.where(gain > 0, new, old)
             polish.move(columns, torch.where(gain > 0, change, torch.zeros_like(change)))
 

@@ -17,21 +17,21 @@ So columns are walked as before, and inside a column outputs are decided one aft
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from compress.kernels.columns import ColumnBlock, SweptBlock
+from compress.kernels.columns import ColumnBlock, DecidedColumns, SweptBlock
 from compress.solvers.hessian_with_drift import add_damping
 
 # The share of H_O off its diagonal that is relied on: tokens of one text, and one draw of each, overstate it.
 RELIED = 0.8
 DAMP = 0.01
 # The share of a token's weight that goes by its gradients, and the most that one counts by these.
-BY_GRADIENT, MOST = 0.5, 20.0
+BY_GRADIENT, MOST = 0.75, 20.0
 
 
 def relied_curvature(moments_NS: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class Rule(Protocol):
 
 
 def token_weights(sizes: Sequence[Tensor]) -> Tensor:
-    """[M] how much each token counts, by |g|^2 of the layers that read it, of mean 1 each: half of it alike, half by
-    the mean of these, which is clipped."""
+    """[M] how much each token counts, by |g|^2 of the layers that read it, of mean 1 each: a quarter of it alike,
+    the rest by the mean of these, which is clipped."""
     return (1 - BY_GRADIENT) + BY_GRADIENT * torch.stack(list(sizes)).mean(0).clamp(max=MOST)
 
 
@@ -59,6 +59,16 @@ class OutputCurvature:
     """H_O [N, S], the rows of each run below each other; positive definite."""
 
     hessian_NS: Tensor
+
+    @classmethod
+    def of(cls, hessian_NS: Tensor | None) -> "OutputCurvature | None":
+        """None where outputs are not coupled."""
+        return None if hessian_NS is None else cls(hessian_NS.contiguous())
+
+    def coupling(self, made: DecidedColumns, swept: bool) -> DecidedColumns:
+        """Decisions whose outputs the compiled loops couple: in a sweep, or, once it is over, in descent."""
+        outputs, share = (self.hessian_NS, self.diagonal) if swept else self.factors
+        return replace(made, outputs=outputs, share=share)
 
     @property
     def run(self) -> int:

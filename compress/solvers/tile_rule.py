@@ -151,7 +151,9 @@ class TileRule(CodeRule):
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)
         decided = (self.codes, self.scale, self.zero, self.groups)
-        return DecidedColumns(*decided, rounding, None, exact, None if self.swept else price, self.cost_K, self.extra)
+        price = None if self.swept else price
+        made = DecidedColumns(*decided, rounding, None, exact, price, self.cost_K, self.extra)
+        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
 
     def refit(self, polish: Polish) -> None:
         """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it
@@ -166,15 +168,16 @@ class TileRule(CodeRule):
         def tried(numbers: Sequence[Tensor]) -> Candidate:
             values = self._values(codes, *scales_and_zeros(numbers[0], numbers[1], self.ranges[group]))
             moved = torch.where(exact, self.complete(old, values)[0], values) - old
-            return -(moved * (2 * gradient - block @ moved)).sum(0), (moved, *numbers)
+            return -(moved * (2 * gradient - self.curvature * (block @ moved))).sum(0), (moved, *numbers)
 
         first = self.scale_codes[group].clone(), self.zero_codes[group].clone()
         stay = torch.zeros_like(self.scale[group]), (torch.zeros_like(old), *first)
         _, (change, *chosen) = least_cost(stay, map(tried, neighbours(first, self.format)))
-        self._choose(group, chosen)
+        lower = polish.lowers(columns, change)
+        self._choose(group, [torch.where(lower, new, held) for new, held in zip(chosen, first, strict=True)])
         extra = self.complete(old, self._values(codes, self.scale[group], self.zero[group]))[1]
         self.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
-        polish.move(columns, change)
+        polish.move(columns, change * lower)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> Matrix:
         small = (self.codes, self.scale_codes, self.zero_codes)

@@ -726,9 +726,9 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.gptq(d.tokens, "--method", "binary", "--group-size", -1, "--set", "salient=80"),
         ("salient 80", "q_proj has 64 columns"),
     ),
-    "training of K-quants": (
-        lambda d: command("quantize", d.model, "--effort", "best", "--scheme", "q4_k", "--output", d.output),
-        ("--effort best", "k-quants (q4_k)", "leave it out"),
+    "best effort for small floats": (
+        lambda d: command("quantize", d.model, "--effort", "best", "--scheme", "fp8", "--output", d.output),
+        ("--effort best", "integer codes", "fp8", "leave it out"),
     ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (

@@ -1010,7 +1010,6 @@ def test_an_effort_is_passes_and_says_which() -> None:
     (fast,), notes = passes_with_effort("gptq", {"scheme": "w3a16", "sweeps": 1}, "fast")
     assert (fast.scheme, fast.clip, fast.refit, fast.sweeps) == ("w3a16", False, 0, 1)
     assert notes == ["--effort fast: gptq with clip=False, refit=0"]
-    passes, notes = passes_with_effort("gptq", {"scheme": "w3a16"}, "best")
-    assert [p.name for p in passes] == ["gptq", "reconstruct"]
-    assert passes[0] == plain
-    assert "then reconstruct" in notes[0]
+    for scheme, name in (("w3a16", "gptq"), ("q3_k", "k-quants")):
+        (best,), notes = passes_with_effort("gptq", {"scheme": scheme}, "best")
+        assert (best.name, best.objective, notes) == (name, "loss", ["--effort best: gptq with objective=loss"])

@@ -5,9 +5,13 @@ import torch
 from torch import Tensor
 
 from compress.solvers.gptq import gptq
-from compress.solvers.hessian_with_drift import POLISH_DAMP
+from compress.solvers.hessian_with_drift import POLISH_DAMP, Problem
+from compress.solvers.k_quants.solve import KRule
 from compress.solvers.output_feedback import OutputCurvature, relied_curvature, token_weights
 from compress.solvers.statistics.output_moments import OutputMoments, run_length
+from compress.solvers.tile_rule import TileRule
+from compress.weights.formats.k_quants import KQuant
+from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid
 
 OUTPUTS, INPUTS, RUN, GROUP = 10, 12, 4, 6
@@ -144,6 +148,37 @@ def test_moments_of_runs_are_shrunk_by_their_noise(monkeypatch):
     assert float(torch.linalg.eigvalsh(OutputCurvature(relied_curvature(result)).squares).min()) > 0
 
 
-def test_tokens_count_by_their_gradients_half_and_not_without_limit():
+def test_tokens_count_by_their_gradients_in_part_and_not_without_limit():
     sizes = [torch.tensor([0.0, 1.0, 100.0]), torch.tensor([0.0, 3.0, 100.0])]
-    assert token_weights(sizes).tolist() == [0.5, 1.5, 10.5]
+    assert token_weights(sizes).tolist() == [0.25, 1.75, 15.25]
+
+
+def k_rule(weight: Tensor, problem: Problem) -> KRule:
+    return KRule.of(weight, problem, KQuant(type="q3_k"))
+
+
+def tile_rule(weight: Tensor, problem: Problem) -> TileRule:
+    tiles = Tiles(bits=3, scale_bits=3, zero_bits=3, group_size=16, tile_rows=5)
+    return TileRule.of(weight, problem, tiles, torch.float32, weight.new_full((OUTPUTS,), 0.5))
+
+
+@pytest.mark.parametrize("rule_of", [k_rule, tile_rule])
+def test_scales_that_are_codes_are_refitted_for_the_loss(rule_of):
+    """With the compiled loops as without: the loss is that of the Kronecker product, and it falls."""
+    columns, runs = 256, torch.arange(OUTPUTS) // RUN
+    x = normal(600, columns, seed=1) @ (torch.eye(columns) + normal(columns, columns, seed=2) / 16)
+    g = normal(60, OUTPUTS, seed=3) @ (torch.eye(OUTPUTS) + normal(OUTPUTS, OUTPUTS, seed=4) / 2)
+    hessian, outputs = x.t() @ x / 600, g.t() @ g / 60 * (runs[:, None] == runs)
+    weight, losses = normal(OUTPUTS, columns, seed=5), {}
+    for dtype, exact in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        problem = Problem.of(hessian.to(dtype), DAMP)
+        for refit, sweeps in ((0, 1), (1, 0), (2, 2)):
+            rule = rule_of(weight.to(dtype), problem)
+            rule.outputs = OutputCurvature(in_runs(outputs.to(dtype)))
+            values, loss_N = rule.solve_columns(weight.to(dtype), problem, refit, sweeps)
+            own = loss(weight - values.double(), damped(hessian, POLISH_DAMP), outputs)
+            torch.testing.assert_close(float(loss_N.sum()), own, rtol=exact, atol=0)
+            losses[dtype, refit, sweeps] = own
+    for dtype in (torch.float64, torch.float32):
+        assert losses[dtype, 2, 2] < min(losses[dtype, 0, 1], losses[dtype, 1, 0])
+    assert losses[torch.float32, 2, 2] == pytest.approx(losses[torch.float64, 2, 2], rel=0.02)

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from compress.jobs.target_engines import Picked
     from compress.passes.protocol.base import Pass
 
-EFFORTS = ("fast", "default", "best")
-# What --effort fast leaves out of gptq: the searches before and behind its sweep.
-FAST = {"clip": False, "refit": 0, "sweeps": 0}
+# Options of gptq. fast: without the searches before and behind its sweep.
+EFFORTS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"clip": False, "refit": 0, "sweeps": 0},
+    "default": {},
+    "best": {"objective": "loss"},
+}
 
 
 recipe_options = group(
@@ -25,8 +28,8 @@ recipe_options = group(
     click.option(
         "--effort",
         help="For gptq. fast: without the searches for ranges and scales (clip=false, refit=0, sweeps=0); default: "
-        "with them; best: then block-wise reconstruction (`compress methods reconstruct`), 4 to 7 times as long.  "
-        "[default: default]",
+        "with them; best: rounded for the loss of the model instead of each layer's own (objective=loss), 2 to 3 times "
+        "as long.  [default: default]",
     ),
     click.option(
         "--recipe",
@@ -117,7 +120,6 @@ def passes_asked(
     trained: --recover follows."""
     picks: list[str] = []
     if engine is not None:
-        trained = trained or effort == "best"
         chosen, picks, tables = for_engine(engine, method, chosen, recipe, trained)
         embeddings = embeddings or tables
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
@@ -171,20 +173,10 @@ def passes_with_effort(
         one_of("effort", effort, EFFORTS)
         if method != "gptq":
             raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
-    gptq = make_pass(method, chosen)  # of gptq k-quants, where the scheme is one of llama.cpp's
-    if effort == "fast":
-        known = options_of(type(gptq))
-        fast = {name: value for name, value in FAST.items() if name in known and name not in chosen}
-        words = ", ".join(f"{name}={value}" for name, value in fast.items())
-        return (make_pass(method, {**fast, **chosen}),), [f"--effort fast: gptq with {words}"] if words else []
-    if effort != "best":
-        return (gptq,), []
-    if gptq.name != method:
-        raise InputError(
-            f"--effort best trains what gptq decides, and nothing of {gptq.name} ({chosen['scheme']}) is trained; "
-            "leave it out, or give --scheme w4a16"
-        )
-    return (gptq, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
+    known = options_of(type(make_pass(method, chosen)))  # of gptq k-quants, where the scheme is one of llama.cpp's
+    options = {name: value for name, value in EFFORTS[effort or "default"].items() if name in known}
+    words = ", ".join(f"{name}={value}" for name, value in options.items() if name not in chosen)
+    return (make_pass(method, {**options, **chosen}),), [f"--effort {effort}: gptq with {words}"] if words else []
 
 
 def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:

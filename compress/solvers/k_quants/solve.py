@@ -123,7 +123,8 @@ class KRule(CodeRule):
         if not takes(self.codes, torch.float32):
             return None
         rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
-        return DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
+        made = DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
+        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> KBlocks:
         codes_NK = problem.restore(self.codes.t())
@@ -143,7 +144,7 @@ class KRule(CodeRule):
     def _refit_group(self, polish: Polish, group: int, columns: Tensor | slice) -> None:
         codes, steps = self.codes[columns], self.steps_of(group)
         own, slope = polish.hessian[columns][:, columns], codes - self.format.zero
-        parabola = Parabola.of(own, polish.gradient[columns], slope, torch.ones_like(slope))
+        parabola = Parabola.of(own, polish.gradient[columns], slope, torch.ones_like(slope), self.curvature)
         old = Coded(self.scales[group].clone(), self.minima[group].clone())
         scale, minimum = steps.d * old.scales, steps.dmin * old.minima
         more_a, more_b = parabola.best()
@@ -154,25 +155,34 @@ class KRule(CodeRule):
         candidates = around(nearest_codes(scale + more_a, minimum + more_b, steps, self.format), self.format)
         _, chosen = least_cost((torch.zeros_like(scale), old), map(tried, candidates))
         self.choose(group, Coded(*chosen))
-        polish.move(columns, (codes - self.zero[group]) * self.scale[group] - polish.values[columns])
+        change = (codes - self.zero[group]) * self.scale[group] - polish.values[columns]
+        lower = polish.lowers(columns, change)
+        self.choose(group, Coded(*(torch.where(lower, new, held) for new, held in zip(chosen, old, strict=True))))
+        polish.move(columns, change * lower)
 
     def _refit_steps(self, polish: Polish, block: int, columns: Tensor) -> None:
         groups = torch.arange(block * self.per_block, (block + 1) * self.per_block, device=columns.device)
         apart = groups.repeat_interleave(self.group)
         slope = self.scales[apart] * (self.codes[columns] - self.format.zero)
         own, gradient = polish.hessian[columns][:, columns], polish.gradient[columns]
-        parabola = Parabola.of(own, gradient, slope, self.minima[apart])
+        parabola = Parabola.of(own, gradient, slope, self.minima[apart], self.curvature)
         d, dmin = self.d[block].clone(), self.dmin[block].clone()
         more_d, more_dmin = parabola.best()
         new_d, new_dmin = as_float16(d + more_d), as_float16(dmin + more_dmin)
         better = parabola.gain(new_d - d, new_dmin - dmin) > 0
         if self.format.layout.has_minima:
             better &= (new_d > 0) & (new_dmin >= 0)
-        self.d[block], self.dmin[block] = torch.where(better, new_d, d), torch.where(better, new_dmin, dmin)
-        for group in groups.tolist():
+        self._set_steps(block, torch.where(better, new_d, d), torch.where(better, new_dmin, dmin))
+        change = (self.codes[columns] - self.zero[apart]) * self.scale[apart] - polish.values[columns]
+        lower = polish.lowers(columns, change)
+        self._set_steps(block, torch.where(lower, self.d[block], d), torch.where(lower, self.dmin[block], dmin))
+        polish.move(columns, change * lower)
+
+    def _set_steps(self, block: int, d: Tensor, dmin: Tensor) -> None:
+        """From now on a super-block has these steps [N]; the codes of its scales and minima stay."""
+        self.d[block], self.dmin[block] = d, dmin
+        for group in range(block * self.per_block, (block + 1) * self.per_block):
             self.choose(group, Coded(self.scales[group].clone(), self.minima[group].clone()))
-        values = (self.codes[columns] - self.zero[apart]) * self.scale[apart]
-        polish.move(columns, values - polish.values[columns])
 
 
 @dataclass(frozen=True)
@@ -186,15 +196,15 @@ class Parabola:
     bb: Tensor
 
     @classmethod
-    def of(cls, own: Tensor, gradient: Tensor, slope: Tensor, offset: Tensor) -> "Parabola":
-        """own [g, g]: H of some columns; gradient, slope, offset [g, N]."""
+    def of(cls, own: Tensor, gradient: Tensor, slope: Tensor, offset: Tensor, curvature: Tensor | float) -> "Parabola":
+        """own [g, g]: H of some columns; gradient, slope, offset [g, N]; curvature: that by each output, [N]."""
         bent, shifted = own @ slope, own @ offset
         return cls(
             (slope * gradient).sum(0),
             -(offset * gradient).sum(0),
-            (slope * bent).sum(0),
-            -(slope * shifted).sum(0),
-            (offset * shifted).sum(0),
+            (slope * bent).sum(0) * curvature,
+            -(slope * shifted).sum(0) * curvature,
+            (offset * shifted).sum(0) * curvature,
         )
 
     def gain(self, a: Tensor, b: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from compress.base.collectives import Comm
-from compress.solvers.statistics.hessian import shrinkage_of
+from compress.solvers.statistics.hessian import shrinkage_of, symmetric_blocks
 
 # Outputs of a run, at most: moments are kept of outputs of one run.
 LONGEST = 1024
@@ -18,7 +18,7 @@ def run_length(outputs: int) -> int:
 class OutputMoments:
     """Sums of g g^T over tokens, [N, S] in runs of S outputs: the square of each run below that of the one before it,
     columns beyond the last output being zero. Products of a micro-batch are float32, their sums float64: these do not
-    depend on the order of micro-batches, or on ranks."""
+    depend on the order of micro-batches, or on ranks. Blocks below the diagonal are filled in the result alone."""
 
     def __init__(self, outputs: int, device: torch.device) -> None:
         self.outputs, self.run = outputs, run_length(outputs)
@@ -32,7 +32,8 @@ class OutputMoments:
         beyond = len(self.total) * self.run - self.outputs
         runs = torch.nn.functional.pad(gradient_MN.float(), (0, beyond))
         runs_RMS = runs.view(len(runs), -1, self.run).transpose(0, 1)
-        self.total += runs_RMS.transpose(1, 2) @ runs_RMS
+        for part in symmetric_blocks(self.run):
+            self.total[:, part, part.start :] += runs_RMS[..., part].transpose(1, 2) @ runs_RMS[..., part.start :]
         squares = runs_RMS.square()
         self.products += squares.sum(2).double().square().sum() - squares.square().sum(dtype=torch.float64)
         self.tokens += len(gradient_MN)
@@ -55,6 +56,8 @@ class OutputMoments:
         """The moments [N, S], float32, of mean diagonal 1, without the expected noise off their diagonal, as `Hessian`
         has it; zeros where every gradient was."""
         moments = self.total / max(self.tokens, 1)
+        for part in symmetric_blocks(self.run):
+            moments[:, part.stop :, part] = moments[:, part, part.stop :].transpose(1, 2)
         diagonal = moments.diagonal(dim1=1, dim2=2)
         mean = diagonal.sum() / self.outputs
         relied = moments * (1 - shrinkage_of(moments, self.tokens, self.products))

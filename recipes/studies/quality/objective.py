@@ -1,7 +1,9 @@
-"""GPTQ that rounds for the error of each layer beside GPTQ that rounds for the loss: the KL of the same windows.
+"""A method that rounds for the error of each layer beside the same that rounds for the loss: KL of the same windows.
 
     python recipes/studies/quality/objective.py MODEL --calibration TEXT --text TEXT --scheme w3a16 --group-size 32 \\
         --json OUT.json
+
+`--method` is gptq, spqr or k-quants (which has groups of its own).
 
 Both are made in this process, in float32, from the same tokens and on the same grid, so that their checkpoints take the
 same bytes. Texts are files of text or of token ids. Rows already in the file are not computed again.
@@ -22,9 +24,11 @@ from compress.checkpoint.read.pretrained import load_dense, tokenizer_of
 from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.engine.walk.held_out_kl import divergence_between
+from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import asked, made_by, stored
 
 OBJECTIVES = ("layer", "loss")
+OF_RUN = ("method", "rotate")  # of a run's options those that are not of its method
 
 
 def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -33,15 +37,12 @@ def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options:
     original = load_dense(source).float().eval()
     began = time.process_time()
     rotation: list[compress.Pass] = [compress.Rotation()] if options["rotate"] else []
-    result = compress.quantize(load_dense(source).float().eval(), [*rotation, gptq(options)], calibration=calibration)
+    method = make_pass(options["method"], {k: v for k, v in options.items() if k not in OF_RUN and v is not None})
+    result = compress.quantize(load_dense(source).float().eval(), [*rotation, method], calibration=calibration)
     seconds = time.process_time() - began
     assert result.model is not None
     windows = [divergence_between(original, result.model.eval(), [{"input_ids": ids}]) for ids in text.split(1)]
     return {**options, "cpu_seconds": round(seconds, 1), "kl_windows": windows, "notes": result.record.notes}
-
-
-def gptq(options: dict[str, Any]) -> compress.GPTQ:
-    return compress.GPTQ(**{name: value for name, value in options.items() if name != "rotate"})
 
 
 def paired(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -59,8 +60,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
+    parser.add_argument("--method", default="gptq")
     parser.add_argument("--scheme", default="w4a16")
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--group-size", type=int, help="[default: the method's]")
     parser.add_argument("--rotate", action="store_true", help="rotate the model first")
     parser.add_argument("--length", type=int, help="tokens of a window of calibration text")
     parser.add_argument("--text-length", type=int, help="tokens of a window of held-out text")
@@ -74,7 +76,7 @@ def main() -> None:
     text = read(said.text, what="held-out", length=said.text_length, samples=said.text_samples).ids
     about = {"model": Path(said.model).name, "calibration": list(calibration.shape), "text": list(text.shape)}
     rows = stored(said.json)
-    grid = {"scheme": said.scheme, "group_size": said.group_size, "rotate": said.rotate}
+    grid = {"method": said.method, "scheme": said.scheme, "group_size": said.group_size, "rotate": said.rotate}
     pair: list[dict[str, Any]] = []
     for objective in OBJECTIVES:
         options = {**grid, "objective": objective}

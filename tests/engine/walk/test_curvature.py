@@ -87,13 +87,20 @@ def test_parts_of_the_micro_batches_give_the_curvature_of_all(monkeypatch):
         assert all(torch.equal(size_M, whole[name].of_tokens[i]) for i, size_M in other.of_tokens.items())
 
 
-def test_predictions_change_less_than_by_the_error_of_each_layer():
+ROUNDED = {
+    "gptq": lambda objective: GPTQ(scheme="w3a16", group_size=16, objective=objective),
+    "spqr": lambda objective: compress.SpQR(scheme="w2a16", group_size=16, tile_rows=12, objective=objective),
+}
+
+
+@pytest.mark.parametrize("method", ROUNDED)
+def test_predictions_change_less_than_by_the_error_of_each_layer(method):
     model, held_out = strong("gpt2"), tokens(64, 24, seed=5)
     lost = {}
     with torch.no_grad():
         expected = model(input_ids=held_out).logits.log_softmax(-1)
         for objective in ("layer", "loss"):
-            one = GPTQ(scheme="w3a16", group_size=16, objective=objective)
+            one = ROUNDED[method](objective)
             changed = compress.quantize(deepcopy(model), one, calibration=tokens(256, 24)).model
             log_probs = changed(input_ids=held_out).logits.log_softmax(-1)
             lost[objective] = float(functional.kl_div(log_probs, expected, log_target=True, reduction="sum"))
