@@ -31,7 +31,7 @@ from compress.weights.matrix import Matrix
 Objective = Literal["layer", "loss"]
 CPU = torch.device("cpu")
 # Of refit and descent for the loss, each round that a layer's own error has: more of these still hold on other text.
-COUPLED_ROUNDS = 4
+COUPLED_ROUNDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
