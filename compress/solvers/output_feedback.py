@@ -120,8 +120,10 @@ class OutputCurvature:
     def scale_steps(self, own_gg: Tensor, steps_gN: Tensor, slope_N: Tensor) -> Tensor:
         """[N] how far scales move to the joint minimum of the loss, the codes staying."""
         steps = self.in_runs(steps_gN)
-        matrix = self.squares * (steps.transpose(1, 2) @ own_gg @ steps)
-        solved = torch.linalg.solve(add_damping_to_each(matrix), self.in_runs(slope_N[None]).transpose(1, 2))
+        matrix = add_damping_to_each(self.squares * (steps.transpose(1, 2) @ own_gg @ steps))
+        slopes = self.in_runs(slope_N[None]).transpose(1, 2)
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        solved = torch.linalg.solve(matrix, slopes) if bool(failed.any()) else torch.cholesky_solve(slopes, lower)
         return self.joined(solved.transpose(1, 2), len(slope_N))[0]
 
 
