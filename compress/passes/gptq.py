@@ -72,23 +72,18 @@ class GPTQ(LossAware, QuantizeWeights):
     clip: bool = True
     """Search each group's range for the least error weighted by diag(H) (fp8: also wider ones)."""
 
-    refit: int = 2
-    """0 or more: rounds of refitting scales to the codes, after the columns are solved."""
-
-    sweeps: int = 2
-    """0 or more: rounds of coordinate descent on single codes, after the columns are solved."""
-
     steps: int = STEPS
     """0 or more: steps in which the remaining weights of a pruned layer compensate for its zeros before rounding; 0:
     while rounding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, 0, "refit", "sweeps", unit=" rounds")
         check_least(self, 0, "steps", unit=" steps")
-        if self.objective == "loss" and self.weight_grid().type != "int":
+        grid = self.weight_grid()
+        if self.objective == "loss" and grid.type != "int" and grid.levels is None:
             raise InputError(
-                f"objective=loss (--effort best) decides integer codes, and {self.scheme} has others; leave it out"
+                f"objective=loss (--effort best) decides integers and floats of 4 or 6 bits; {self.scheme} has float8 "
+                "weights: leave it out"
             )
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")

@@ -78,12 +78,6 @@ class KQuants(LossAware):
     rounding: Rounding = "gptq"
     """Codes by GPTQ's sweep, or to nearest without calibration data."""
 
-    refit: int = 2
-    """0 or more: rounds in which scales, minima and their steps are fitted to the codes once the sweep is over."""
-
-    sweeps: int = 2
-    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
-
     blocks: int = 0
     """0 or a number: blocks of the model, by which a mix tells their types; 0: as many as its layers' names say."""
 
@@ -91,7 +85,7 @@ class KQuants(LossAware):
         super().__post_init__()
         one_of("K-quant", self.scheme, K_SCHEMES)
         one_of("rounding", self.rounding, get_args(Rounding))
-        check_least(self, 0, "refit", "sweeps", "blocks")
+        check_least(self, 0, "blocks")
         idle = [f.name for f in fields(self) if f.name in OF_GPTQ and getattr(self, f.name) != f.default]
         if idle and not self.calibrates:
             raise InputError(f"{idle[0]} is of rounding=gptq, and rounding is nearest; leave it out")

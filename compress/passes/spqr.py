@@ -93,10 +93,7 @@ class SpQR(LossAware):
     """Also try the neighbouring values of each quantized scale and zero point."""
 
     refit: int = 1
-    """0 or more: rounds of refitting scales and zero points, after the columns are solved."""
-
-    sweeps: int = 2
-    """0 or more: rounds of coordinate descent on single codes, after the columns are solved."""
+    """0 or more: rounds of fitting scales and zero points to the codes, once the sweep is over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +102,7 @@ class SpQR(LossAware):
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: 1 to {MAX_BITS}")
-        check_least(self, 0, "group_size", "refit", "sweeps")
+        check_least(self, 0, "group_size")
         check_least(self, 1, "tile_rows")
         if self.act_order == "static":
             raise InputError(

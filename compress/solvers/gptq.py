@@ -249,9 +249,9 @@ class GridRule(CodeRule):
         return () if self.exact is None else (self.exact[column],)
 
     def compiled(self) -> DecidedColumns | None:
-        levels, gpu = self.grid.levels, on_gpu(self.codes)
-        known = (self.grid.type == "int" and not (gpu and self.outputs is not None)) or (gpu and levels is not None)
-        if not known or not takes(self.codes, self.scale_dtype):
+        levels, coupled = self.grid.levels, self.outputs is not None
+        known = self.grid.type == "int" or levels is not None
+        if not known or not takes(self.codes, self.scale_dtype, coupled):
             return None
         table = None if levels is None else levels.table(self.codes.device)
         rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype, table=table)

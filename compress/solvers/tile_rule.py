@@ -146,7 +146,7 @@ class TileRule(CodeRule):
         return self.codes[column], self.extra[column]
 
     def compiled(self) -> DecidedColumns | None:
-        if not takes(self.codes, self.dtype):
+        if not takes(self.codes, self.dtype, self.outputs is not None):
             return None
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)

@@ -30,6 +30,8 @@ class _Rounding(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("lowest_code", "highest_code")),
         *((name, ctypes.c_int32) for name in ("scale_type", "free_zero")),
+        ("table", ctypes.c_void_p),
+        ("levels", ctypes.c_int64),
     )
 
 
@@ -61,7 +63,8 @@ class _ColumnSearch(ctypes.Structure):
 
 
 def _as_read(rounding: Rounding) -> _Rounding:
-    return _Rounding(rounding.lowest, rounding.highest, TYPES[rounding.scale_dtype], rounding.free_zero)
+    table = (None, 0) if rounding.table is None else (rounding.table.data_ptr(), rounding.table.shape[1])
+    return _Rounding(rounding.lowest, rounding.highest, TYPES[rounding.scale_dtype], rounding.free_zero, *table)
 
 
 def sweep_columns(

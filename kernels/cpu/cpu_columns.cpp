@@ -40,6 +40,8 @@ struct Rounding {
   float lowest_code, highest_code;
   Type scale_type;
   int32_t free_zero;  // zero points are no whole numbers, and codes those of `grid.encode_unsigned`
+  const float* table; // [2, levels] codes, rising, and the largest number that is rounded to each; null: whole numbers
+  int64_t levels;
 };
 
 struct Columns {
@@ -76,6 +78,14 @@ enum Kind : int32_t { ASYMMETRIC, SIGNED_SCALE, UNSIGNED, MAGNITUDE };
 namespace {
 
 INLINE Float encoded(const Rounding& r, Float x, Float scale, Float zero) {
+  if (r.table != nullptr) {
+    const Float steps = over(x, scale);
+    Float level = every(r.table[0]);
+    for (int64_t i = 1; i < r.levels; ++i) {
+      level = where(greater(steps, every(r.table[r.levels + i - 1])), every(r.table[i]), level);
+    }
+    return level;
+  }
   if (r.free_zero) {
     const Float codes = clamped(rounded(plus(over(x, scale), zero)), r.lowest_code, r.highest_code);
     return where(greater(magnitude(scale), every(0.0f)), codes);

@@ -728,7 +728,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "best effort for small floats": (
         lambda d: command("quantize", d.model, "--effort", "best", "--scheme", "fp8", "--output", d.output),
-        ("--effort best", "integer codes", "fp8", "leave it out"),
+        ("--effort best", "fp8 has float8 weights", "leave it out"),
     ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (

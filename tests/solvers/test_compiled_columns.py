@@ -24,6 +24,8 @@ GRIDS = {
         bits=3, symmetric=False, signed=False, granularity="group", group_size=GROUP, range_choice="mse"
     ),
     "narrow": Grid(bits=2, narrow=False, granularity="group", group_size=GROUP, range_choice="mse"),
+    "levels": Grid(bits=4, type="float", granularity="group", group_size=GROUP),
+    "levels without a sign": Grid(bits=4, type="nonlinear", granularity="group", group_size=GROUP),
     "unsigned": Grid(bits=4, signed=False, granularity="group", group_size=GROUP, range_choice="mse"),
 }
 

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.base.errors import one_of
+from compress.base.errors import check_least, one_of
 from compress.passes.options.second_order import SecondOrder, Target
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import moved, solve_stacked
@@ -36,17 +36,21 @@ COUPLED_ROUNDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LossAware(SecondOrder):
-    """A pass that rounds for the error of what a layer returns, or for the loss of the model. It has `refit` and
-    `sweeps`; its `solve_rows` takes `outputs_NS`, H_O in runs of S outputs."""
+    """A pass that rounds for the error of what a layer returns, or for the loss of the model. Its `solve_rows` takes
+    `outputs_NS`, H_O in runs of S outputs."""
 
-    refit: int
-    sweeps: int
+    refit: int = 2
+    """0 or more: rounds of fitting scales to the codes, once the sweep is over."""
+
+    sweeps: int = 2
+    """0 or more: rounds of coordinate descent on single codes, once the sweep is over."""
 
     objective: Objective = "layer"
     """Least error of what a layer returns, or of the model's predictions as far as their curvature tells (loss)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_least(self, 0, "refit", "sweeps", unit=" rounds")
         one_of("objective", self.objective, get_args(Objective))
 
     @property

@@ -120,7 +120,7 @@ class KRule(CodeRule):
         return (self.codes[column],)
 
     def compiled(self) -> DecidedColumns | None:
-        if not takes(self.codes, torch.float32):
+        if not takes(self.codes, torch.float32, self.outputs is not None):
             return None
         rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
         made = DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)

@@ -88,6 +88,7 @@ def test_parts_of_the_micro_batches_give_the_curvature_of_all(monkeypatch):
 
 
 ROUNDED = {
+    "gptq, levels": lambda objective: GPTQ(scheme="mxfp4a16", objective=objective),
     "gptq": lambda objective: GPTQ(scheme="w3a16", group_size=16, objective=objective),
     "spqr": lambda objective: compress.SpQR(scheme="w2a16", group_size=16, tile_rows=12, objective=objective),
 }
@@ -140,5 +141,5 @@ def test_what_has_no_such_curvature_is_refused_before_any_work(name):
 
 
 def test_small_floats_are_refused():
-    with pytest.raises(InputError, match="objective=loss decides integer codes"):
-        GPTQ(objective="loss", scheme="nvfp4a16")
+    with pytest.raises(InputError, match="fp8 has float8 weights"):
+        GPTQ(objective="loss", scheme="fp8")
