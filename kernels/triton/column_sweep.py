@@ -209,6 +209,8 @@ def _launch(
     factors = None if search is None else _factors(search.factors, block.target.device)
     numbers = (weight, block.target, block.value, block.change, block.matrix, block.diagonal, loss)
     decided = (held.codes[part], held.scale, held.zero, held.group_K[part], held.cost_K[part])
+    for tensor in (block.target, block.value, block.change, block.diagonal, *decided, kept, exact, extra):
+        assert tensor is None or tensor.is_contiguous()
     sizes = (outputs, begin, end, step, *block.matrix.stride())
     columns_kernel[(triton.cdiv(outputs, ROWS),)](
         *(*numbers, *decided, *flags, extra, held.price, held.rounding.table, importance, factors, *sizes),

@@ -132,7 +132,7 @@ def test_a_step_of_the_search_for_paths_stays_in_registers(reports):
 def test_columns_of_a_sweep_stay_in_registers(reports):
     """A tile of 128 columns is 32 numbers in each thread. A search for scales holds it, and the tile that it reads."""
     for r in pick(reports, "columns"):
-        assert r["cost"]["registers"] <= (255 if "ranges" in r["name"] else 128), (r["arch"], r["name"])
+        assert r["cost"]["registers"] <= (255 if "ranges" in r["name"] else 160), (r["arch"], r["name"])
         assert r["cost"]["stack"] == 0
 
 

@@ -18,7 +18,7 @@ from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.spqr import spqr
 from compress.weights import grid as grids
 from compress.weights.formats.tiles import Tiles
-from compress.weights.grid import Grid
+from compress.weights.grid import Grid, fit
 
 OUTPUTS, INPUTS, GROUP = 11, 32, 16
 SIGNED = Grid(bits=4, signed_scale=True, granularity="group", group_size=GROUP, range_choice="mse")
@@ -87,6 +87,15 @@ def test_spqr(outliers: float, in_tiles: None, monkeypatch: pytest.MonkeyPatch) 
     one, other = (solved.weight.dequantize(torch.float32) for solved in (there, here))
     assert (one != other).float().mean() < 0.01
     torch.testing.assert_close(there.loss_N.sum(), here.loss_N.sum(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("members", [40, 100])
+def test_the_scales_that_are_found(members: int, in_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More members than a tile has, and no importance."""
+    x = torch.randn(OUTPUTS, members, generator=torch.Generator().manual_seed(0))
+    there, here = on_both(monkeypatch, lambda: fit(x, ASYMMETRIC, torch.bfloat16))
+    for one, other in zip(there, here, strict=True):
+        assert torch.equal(one, other)
 
 
 class Launches(TorchDispatchMode):
