@@ -50,7 +50,7 @@ class Engine:
     groups of schemes for which another than `group_size` is picked. to: the word of the export that it opens (None: the
     checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed embeddings fit in it. table_groups: of
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
-    merges: what it makes one layer of as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
+    loads: what it makes of layers as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
     prefer to it, a phrase; untrained: what training costs, a sentence. run: command lines that run the result, of
     {out}, its {name} and the model's {architecture}.

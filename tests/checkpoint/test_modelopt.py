@@ -1,16 +1,18 @@
-"""Checkpoints of ModelOpt, made by renaming our own."""
+"""Checkpoints of ModelOpt, made by renaming our own, and by our export."""
 
 import json
 
 import pytest
 import torch
-from commands import make_llama, save
+from combinations import every
+from commands import make_llama, refusal_of_export, save
+from modelopt_reader import read
 from models import tokens
 from safetensors.torch import load_file, save_file
 
 import compress
 from compress.base.errors import CheckpointError
-from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
 
 NAMES = {"weight_packed": "weight", "weight_scale": "weight_scale"}
@@ -53,7 +55,7 @@ def test_a_checkpoint_of_modelopt_is_ours_in_other_names(published):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ in groups of 16; readable: NVFP4, FP8, MIXED_PRECISION"),
+        ({"quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ in groups of 16; readable: NVFP4, W4A16_NVFP4, FP8"),
         ({"group_size": 32}, "modelopt NVFP4 in groups of 32; readable"),
         ({"kv_cache_quant_algo": "NVFP4"}, r"rounds its key-value cache \(NVFP4\); readable: FP8"),
         ({"kv_cache_quant_algo": "FP8"}, "has a key-value cache of fixed scales and holds none of them"),
@@ -67,3 +69,56 @@ def test_what_cannot_be_read_is_said_in_a_line(change, says, published, tmp_path
     (tmp_path / "model.safetensors").symlink_to(theirs / "model.safetensors")
     with pytest.raises(CheckpointError, match=says):
         compress.load(tmp_path)
+
+
+FP8 = {"per_tensor": True, "activations": "static"}
+EXPORTED = {
+    "NVFP4": [compress.RTN(scheme="nvfp4")],
+    "W4A16_NVFP4": [compress.RTN(scheme="nvfp4a16")],
+    "FP8": [compress.RTN(scheme="fp8", **FP8), compress.KVCache(type="fp8", granularity="tensor")],
+    "FP8_PER_CHANNEL_PER_TOKEN": [compress.RTN(scheme="fp8")],
+    "MXFP8": [compress.RTN(scheme="mxfp8")],
+    "MIXED_PRECISION": [
+        compress.only(compress.RTN(scheme="nvfp4"), "*.mlp.*"),
+        compress.but(compress.RTN(scheme="fp8", **FP8), "*.mlp.*", "*.o_proj"),
+    ],
+}
+
+
+@pytest.mark.parametrize("algorithm", EXPORTED)
+def test_an_export_is_read_back_by_a_reader_of_its_layout(algorithm, tmp_path):
+    model = save(make_llama(num_hidden_layers=1).to(torch.bfloat16), tmp_path / "model")
+    out, there = tmp_path / "out", tmp_path / "there"
+    compress.quantize(model, EXPORTED[algorithm], calibration=tokens(), output=out, verify=False)
+    compress.export(out, there, "modelopt")
+    layers, caches = read(there)
+    ours = stored_in(find_source(str(out))).layers
+    assert layers.keys() == ours.keys()
+    for name, layer in layers.items():
+        first, second = (weight_of(find_source(str(p)), name, torch.float32).dequantize().float() for p in (out, there))
+        assert torch.equal(layer.weight, second), name
+        torch.testing.assert_close(layer.weight, first, rtol=2**-8, atol=0)  # a product of 16 bits in ours
+        assert algorithm in (layer.algorithm, "MIXED_PRECISION")
+    told = json.loads((there / "config.json").read_text())["quantization_config"]
+    assert (told["quant_algo"], "kv_cache_scheme" in told) == (algorithm, bool(caches))
+    assert told["ignore"] == [n for n in ("model.layers.0.self_attn.o_proj", "lm_head") if n not in layers]
+    fused = [layers[f"model.layers.0.self_attn.{n}_proj"].input_scale for n in "qkv"]
+    assert len(set(fused)) == 1
+    assert len(caches) == (2 if algorithm == "FP8" else 0)
+    with torch.no_grad():
+        said = [compress.load(folder, torch.float32)(tokens()[:1] % 96).logits for folder in (out, there)]
+    torch.testing.assert_close(said[1], said[0], rtol=0, atol=0.02 * float(said[0].abs().max()))
+    assert compress.verify(str(there))["layers"] == len(layers)
+
+
+@every(
+    ("passes", "says"),
+    [
+        (compress.RTN(scheme="w4a16"), "is stored as w4a16 g32 symmetric; modelopt has nvfp4, nvfp4a16, mxfp8, fp8"),
+        (compress.RTN(scheme="fp8", per_tensor=True), "and fp8 with per_tensor and activations=static"),
+        (compress.but(compress.RTN(scheme="fp8"), "*.k_proj"), "q_proj, k_proj and v_proj, which differ; give all"),
+        ([compress.RTN(scheme="fp8"), compress.KVCache(type="int8")], "modelopt has fp8 per tensor: --kv-cache fp8"),
+    ],
+)
+def test_what_modelopt_has_no_word_for_is_one_line(passes, says, llama, tmp_path_factory):
+    assert says in refusal_of_export(llama, passes, "modelopt", tmp_path_factory.mktemp("refused"))

@@ -19,6 +19,7 @@ EXPORTERS = {
     "awq": "compress.checkpoint.export.gptq_awq:AWQLayout",
     "bitsandbytes": "compress.checkpoint.export.bitsandbytes:BitsandbytesLayout",
     "mlx": "compress.checkpoint.export.mlx:MLXLayout",
+    "modelopt": "compress.checkpoint.export.modelopt:ModelOptLayout",
     "gguf": "compress.checkpoint.export.gguf.exporter:GGUFLayout",
     "onnx": "compress.onnx.exporters:MatMulNBitsGraph",
     "onnx-exact": "compress.onnx.exporters:ExactGraph",
