@@ -15,25 +15,13 @@ from torch import Tensor
 from compress.kernels.cpu import build
 from compress.kernels.cpu.arguments import TYPES, LoopWeight
 from compress.kernels.cpu.gemm import of_step
+from compress.kernels.step_functions import Activation, Norm
 
 
 class Kind(IntEnum):
     """Kinds of instructions (`Kind` of cpu_steps.cpp)."""
 
     NORMALIZE, MULTIPLY, ROTATE, KEEP, ATTEND, ACTIVATE, ADD = range(7)
-
-
-class Norm(IntEnum):
-    """rms: x / rms is rounded to the dtype before the weight multiplies it; rms_at_once: only the result is;
-    rms_plus_one: so, with the weight plus one; layer: a layer norm."""
-
-    RMS, RMS_AT_ONCE, RMS_PLUS_ONE, LAYER = range(4)
-
-
-class Activation(IntEnum):
-    """Activation functions."""
-
-    SILU, GELU_TANH, GELU, RELU = range(4)
 
 
 class Operand(ctypes.Structure):

@@ -6,8 +6,10 @@ import pytest
 import torch
 from commands import make_llama
 from places import FIXTURES
+from stepping import known, reasons, unfused
 
 import compress
+from compress.evaluation.speed.generation import GenerationTimer
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.jobs.verify import outputs, probe
 from compress.kernels import workspace
@@ -59,7 +61,7 @@ def test_generates_with_a_static_cache_as_without(checkpoint, fuse):
     assert torch.equal(plain[:, :12], static[:, :12])
 
 
-def test_a_step_is_captured_and_replayed(checkpoint):
+def test_a_forward_is_captured_and_replayed(checkpoint):
     model = compress.load(checkpoint, device=CUDA)
     workspace.prepare(torch.device(CUDA, torch.cuda.current_device()))
     ids = torch.arange(4, device=CUDA)[None] + 3
@@ -87,3 +89,26 @@ def test_memory_is_that_of_the_files(checkpoint):
     model = compress.load(checkpoint, device=CUDA)
     assert torch.cuda.memory_allocated() - before <= 1.1 * files + 2**20
     assert model is not None
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_steps_in_launches_say_what_blocks_say_also_from_a_graph(checkpoint, batch):
+    """The graph reads the length of the cache anew: the same steps again, behind another prompt."""
+    model = compress.load(checkpoint, device=CUDA)
+    plain = unfused(model)
+    timers = [GenerationTimer(each, batch, 12, 6) for each in (model, plain)]
+    timers[0].capture()
+    assert timers[0].launch == "graph", timers[0].why_eager
+    assert known(model) == len(model.model.layers), reasons(model)
+    for prompt in (12, 9):
+        for timer in timers:
+            timer.prompt = timer.prompt[:, :prompt]
+            timer.start()
+        for _ in range(4):
+            timers[1].ids.copy_(timers[0].ids)
+            for timer in timers:
+                timer.run_step()
+        for one, two in zip(timers[0].cache.layers, timers[1].cache.layers, strict=True):
+            assert int(one.get_seq_length()) == int(two.get_seq_length()) == prompt + 4
+            scale = float(two.keys.abs().max())
+            torch.testing.assert_close(one.keys, two.keys, rtol=0, atol=0.04 * scale)

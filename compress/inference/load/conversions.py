@@ -31,7 +31,7 @@ INPUT_GROUP = 128
 @dataclass(frozen=True)
 class Options:
     """The options of `load` by which a compressed model computes. device: None leaves tensors where they are.
-    steps: generate on a CPU by our loops. unready: linear layers stay as they were read, for `convert_layer`."""
+    steps: generate by our loops or kernels. unready: linear layers stay as they were read, for `convert_layer`."""
 
     device: torch.device | None = None
     fuse: bool | None = None
@@ -43,7 +43,7 @@ class Options:
 
 def on(device: torch.device) -> Options:
     """The usual options on a device."""
-    return Options(device, steps=device.type == "cpu")
+    return Options(device, steps=device.type in ("cpu", "cuda"))
 
 
 def convert(model: nn.Module, caches: CacheScheme | None, options: Options) -> list[str]:

@@ -50,7 +50,7 @@ def load(
     weights are read; InputError for options that do not apply to the checkpoint.
     """
     source, target = find_source(str(model), trust_remote_code), torch.device(device)
-    options = Options(target, fuse, int8_activations, batch_invariant, steps=target.type == "cpu")
+    options = replace(on(target), fuse=fuse, int8_activations=int8_activations, batch_invariant=batch_invariant)
     if into is not None:
         return _load_into(into, source, dtype, options, dequantize, notes)
     return load_source(source, dtype, options, dequantize, notes)

@@ -4,7 +4,8 @@ torch's attention reads bfloat16 and float16 several times as slowly as float32 
 them, and its cost is that of many queries even for one. transformers looks the attention function of a module up at
 every call, by the name in its configuration. Modules of a model that is loaded here find `OWN` where the model says
 `sdpa`: a function that computes generation steps, and passes all other calls on to that of `sdpa`. The configuration of
-the model, and the functions of other models, stay as they are.
+the model, and the functions of other models, stay as they are. On a GPU that function only tells the trial of a block
+(`inference.steps`) how it attends.
 """
 
 import inspect
@@ -74,8 +75,8 @@ class OwnAttention:
 
 
 def attend_here(network: nn.Module) -> None:
-    """Make the attention of a model on the CPU use our loop where transformers would use torch's (`sdpa`). The first
-    step finds out whether the loop is available."""
+    """Make the attention of a model use our function where transformers would use torch's (`sdpa`). On a CPU the first
+    step finds out whether our loop is available."""
     AttentionInterface.register(OWN, attend)
     for module in network.modules():
         asks = getattr(module, "config", None)

@@ -1,8 +1,9 @@
 """Runs the steps of a decoder block in one call.
 
-`install` gives a block a forward that does so for one token per sequence on a CPU, without gradients, once the form of
-the block is known (`form.py`) and its program returned what the block's own forward does, in a trial at the first step.
-Everything else goes to that forward: prompts, training, blocks with hooks inside, other attention functions, tracing.
+`install` gives a block a forward that does so for one token per sequence, without gradients, once the form of the block
+is known (`form.py`) and its plan returned what the block's own forward does, in a trial at the first step. A plan is a
+program for a CPU (`program.py`), or launches of kernels on a GPU (`launches.py`). Everything else goes to that forward:
+prompts, training, blocks with hooks inside, other attention functions, tracing.
 """
 
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import is_
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,13 @@ from torch.nn.modules import module as torch_module
 from compress.base.errors import first_line
 from compress.inference.layers.base import OnCodes
 from compress.inference.steps.form import form_of
-from compress.inference.steps.parts import EPSILONS, AttentionForm, near
-from compress.inference.steps.program import Leave, Planner, StepPlan
-from compress.inference.steps.room import layer_of, slot_in, take
-from compress.inference.steps.trace import HISTORY, TOKENS, NotYetError, Trace, UnknownFormError, trace
+from compress.inference.steps.parts import EPSILONS, AttentionForm, BlockForm, near
+from compress.inference.steps.program import Planner
+from compress.inference.steps.room import CacheSlot, layer_of, slot_in, take
+from compress.inference.steps.trace import HISTORY, TOKENS, NotTakenError, NotYetError, Trace, UnknownFormError, trace
 from compress.kernels.cpu import steps
 from compress.kernels.cpu.arguments import TYPES
-from compress.kernels.cpu.steps import Operand, StepCall
+from compress.kernels.operators.devices import runs_on_cpu, why_not_triton
 
 STATE = "compress_steps"
 # Arguments of a block that a step knows, or that do not change what it computes.
@@ -60,7 +61,9 @@ def remarks(model: nn.Module) -> list[str]:
     """Remarks, after steps were generated, on blocks whose own forward ran them; empty where none did."""
     every = [steps for _, steps in installed_steps(model)]
     untried = "they are not called with one tensor and a cache, as blocks of a decoder are"
-    reasons = Counter(steps.why_not or untried for steps in every if steps.known is None)
+    reasons = Counter(
+        steps.not_taken or steps.why_not or untried for steps in every if steps.known is None or steps.not_taken
+    )
     return [
         f"steps of {count} of {len(every)} blocks are run by their own modules, not in one call: {reason}"
         for reason, count in reasons.items()
@@ -74,6 +77,30 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if out is not None:
             return out
     return type(block).forward(block, *args, **kwargs)
+
+
+class StepPlan(Protocol):
+    """A block's step on one kind of device. dtype: of its input; left: modules that are called as they are; by_length:
+    it reads the place in a cache of fixed size from the cache's own tensor."""
+
+    by_length: ClassVar[bool]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def left(self) -> set[nn.Module]: ...
+
+    def run(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, slot: CacheSlot, mask: Tensor | None) -> Tensor:
+        """The block's result for x [batch, 1, width], its key and value written to the slot. turn: cosines and sines.
+        Raises NotTakenError, with nothing changed."""
+        ...
+
+    def apart(
+        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Any, index: int, mask: Tensor | None
+    ) -> Tensor:
+        """The same over a cache that keeps its tokens by its own `update`."""
+        ...
 
 
 @dataclass
@@ -99,11 +126,13 @@ class KnownBlock:
 
 
 class BlockSteps:
-    """The steps of a block. why_not: the reason why they are left to its own forward, if they are."""
+    """The steps of a block. why_not: the reason why they are left to its own forward, if they are; not_taken: the
+    reason why the last of those was that was."""
 
     def __init__(self) -> None:
         self.known: KnownBlock | None = None
         self.why_not: str | None = None
+        self.not_taken: str | None = None
         self.trials = 0
         self.lock = threading.Lock()
 
@@ -132,12 +161,18 @@ class BlockSteps:
                 if module is not block
             ):
                 return None
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
             known = self.learn(block, x, kwargs)
             if known is None:
                 return None
-        if x.dtype is not known.planned.program.dtype:
+        if x.dtype is not known.planned.dtype:
             return None
-        return step(known, x, kwargs)
+        try:
+            return step(known, x, kwargs)
+        except NotTakenError as error:
+            self.not_taken = str(error)
+            return None
 
     def learn(self, block: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> KnownBlock | None:
         """Try the block."""
@@ -154,22 +189,22 @@ class BlockSteps:
                 self.trials -= 1
             except UnknownFormError as error:
                 self.why_not = str(error)
-            except RuntimeError as error:  # of a module that does with its tensors what no form expects
+            except Exception as error:  # noqa: BLE001 - of a module that no form expects, or of a compiler of kernels
                 self.why_not = f"its trial failed: {first_line(error)}"
         return self.known
 
 
 def may_step(x: Any) -> bool:
-    """True for the input of a step without a gradient, on a CPU and outside of what traces or records operations."""
+    """True for the input of a step without a gradient, outside of what traces or records operations."""
     return (
         type(x) is Tensor
         and x.dim() == 3
         and x.shape[1] == 1
-        and x.is_cpu
+        and (x.is_cpu or x.is_cuda)
         and x.dtype in TYPES
         and not torch.is_grad_enabled()
         and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(x.device.type)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
@@ -181,19 +216,18 @@ def may_step(x: Any) -> bool:
 
 def known_block(block: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> KnownBlock:
     """A block with its program, which has computed the same as its own forward. Raises UnknownFormError."""
-    if reasons := steps.why_not():
+    on_cpu = runs_on_cpu(x.device)
+    if reasons := steps.why_not() if on_cpu else why_not_triton(x.device):
         raise UnknownFormError("; ".join(reasons))
     state = torch.random.get_rng_state()
     try:
-        tried, loud = (trace(block, x.shape[2], x.dtype, kwargs, loud) for loud in (False, True))
+        tried, loud = (trace(block, x, kwargs, loud) for loud in (False, True))
     finally:
         torch.random.set_rng_state(state)
     form = form_of(tried)
     if form_of(loud) != form:
         raise UnknownFormError("large numbers are treated in another way than small ones")
-    planned = Planner(x.dtype, x.shape[2]).plan(form)
-    if not planned.weights:
-        raise UnknownFormError("no loop multiplies by its weights")
+    planned = _planned(form, x, on_cpu)
     links, hooks, places = _dependencies(block, planned)
     held, keys, found = zip(*links, strict=True)
     known = KnownBlock(planned, form.attention, tried.cache_index, held, keys, found, tuple(hooks), tuple(places))
@@ -201,12 +235,21 @@ def known_block(block: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> KnownBlo
     return known
 
 
+def _planned(form: BlockForm, x: Tensor, on_cpu: bool) -> StepPlan:
+    """The plan of a block for the device of x: here it is chosen. Raises UnknownFormError."""
+    if on_cpu:
+        return Planner(x.dtype, x.shape[2]).plan(form)
+    from compress.inference.steps.launches import plan
+
+    return plan(form, x)
+
+
 def _dependencies(block: nn.Module, planned: StepPlan) -> tuple[list[Any], list[Any], list[Any]]:
     """Links, hooks and places of `KnownBlock`."""
     links: list[Any] = [(block.__dict__, "training", False)]
     hooks: list[Any] = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
     places: list[Any] = []
-    left = {part.module for part in planned.parts if isinstance(part, Leave)}
+    left = planned.left
     inside_left = {inner for module in left for inner in module.modules()} - left
     for module in block.modules():
         if module in inside_left:
@@ -230,25 +273,20 @@ def _dependencies(block: nn.Module, planned: StepPlan) -> tuple[list[Any], list[
 
 
 def _compare(known: KnownBlock, tried: Trace) -> None:
-    """Raise UnknownFormError unless the program returns what the block did."""
-    form, (keys, values) = known.form, (tried.keys.clone(), tried.values.clone())
-    keys[:, :, HISTORY], values[:, :, HISTORY] = torch.nan, torch.nan
-    call = _call(known, tried.x, tried.cos, tried.sin)
-    _show(call, keys, values, HISTORY, 0, HISTORY + 1)
-    _mask(call, tried.mask)
-    out = _run(known, call, tried.x, None)
-    assert keys.shape[:2] == (TOKENS, form.key_heads)
-    wrong = [
-        what
-        for what, found, expected in (
-            ("result", out, tried.out),
-            ("keys", keys, tried.keys),
-            ("values", values, tried.values),
-        )
-        if not near(found, expected)
-    ]
-    if wrong:
-        raise UnknownFormError(f"a step in one call gives other {', '.join(wrong)} than its own forward")
+    """Raise UnknownFormError unless the plan returns what the block did, for all sequences and for one."""
+    assert tried.keys.shape[:2] == (TOKENS, known.form.key_heads)
+    slot = CacheSlot(tried.keys, tried.values, HISTORY, 0, HISTORY + 1)
+    place = torch.tensor(HISTORY, device=tried.x.device)
+    of_fixed_size = slot._replace(place=-1, length=place) if known.planned.by_length else slot
+    for some, slot_of_some in ((slice(None), slot), (slice(0, 1), of_fixed_size)):
+        keys, values = tried.keys[some].clone(), tried.values[some].clone()
+        keys[:, :, HISTORY], values[:, :, HISTORY] = torch.nan, torch.nan
+        turn = None if tried.cos is None or tried.sin is None else (tried.cos[some], tried.sin[some])
+        given = slot_of_some._replace(keys=keys, values=values)
+        out = known.planned.run(tried.x[some], turn, given, tried.mask[some])
+        pairs = {"result": (out, tried.out), "keys": (keys, tried.keys), "values": (values, tried.values)}
+        if wrong := [what for what, (found, expected) in pairs.items() if not near(found, expected[some])]:
+            raise UnknownFormError(f"a step in one call gives other {', '.join(wrong)} than its own forward")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -260,25 +298,21 @@ def step(known: KnownBlock, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     batch, dtype = x.shape[0], x.dtype
     if not x.is_contiguous():
         return None
-    cos = sin = None
+    turn = None
     if form.states.rotated:
-        rotary = kwargs.get("position_embeddings")
-        if rotary is None or not all(_turns(part, form.states.rotated, batch, dtype) for part in rotary):
+        turn = kwargs.get("position_embeddings")
+        if turn is None or not all(_turns(part, form.states.rotated, batch, dtype) for part in turn):
             return None
-        cos, sin = rotary
-    call = _call(known, x, cos, sin)
     layer = layer_of(cache, known.cache_index)
-    slot = None if layer is None else slot_in(layer, (batch, form.key_heads, form.size, form.value_size), dtype)
+    sizes = (batch, form.key_heads, form.size, form.value_size)
+    slot = None if layer is None else slot_in(layer, sizes, x, known.planned.by_length)
     if slot is None:
         if mask is not None and not _masks(mask, batch, form.heads, None):
             return None
-        return _apart(known, call, x, cache, mask)
+        return known.planned.apart(x, turn, cache, known.cache_index, mask)
     if mask is not None and not _masks(mask, batch, form.heads, slot.stop - slot.first):
         return None
-    _show(call, slot.keys, slot.values, slot.place, slot.first, slot.stop)
-    held = _mask(call, mask)
-    out = _run(known, call, x, None)
-    del held
+    out = known.planned.run(x, turn, slot, mask)
     take(layer, slot)
     return out
 
@@ -301,82 +335,3 @@ def _masks(mask: Any, batch: int, heads: int, keys: int | None) -> bool:
         return False
     shape = mask.shape
     return shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2] == 1 and keys in (None, shape[3])
-
-
-def _call(known: KnownBlock, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> StepCall:
-    """A call that lacks its cache and its mask."""
-    call = StepCall(x=x.data_ptr(), M=x.shape[0], type=TYPES[x.dtype], threads=torch.get_num_threads())
-    if cos is not None and sin is not None:
-        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        call.rotary_stride = 0 if cos.shape[0] == 1 else cos.stride(0)
-    return call
-
-
-def _show(call: StepCall, keys: Tensor, values: Tensor, place: int, first: int, stop: int) -> None:
-    """Let a call write to a place of keys and values, and attend to tokens [first, stop)."""
-    for tensor, name, slot in ((keys, "key", "key_slot"), (values, "value", "value_slot")):
-        batch, heads, tokens, _ = tensor.stride()
-        start, token_bytes = tensor.data_ptr(), tokens * tensor.element_size()
-        setattr(call, slot, start + place * token_bytes)
-        setattr(call, f"{name}s", start + first * token_bytes)
-        setattr(call, f"{slot}_strides", (batch, heads))
-        setattr(call, f"{name}_strides", (batch, heads, tokens))
-    call.key_count = stop - first
-
-
-def _mask(call: StepCall, mask: Tensor | None) -> Tensor | None:
-    """Give a call its mask. Returns the tensor that must live as long."""
-    if mask is None:
-        return None
-    if mask.stride(3) != 1:
-        mask = mask.contiguous()
-    call.mask, call.has_mask, call.bool_mask = mask.data_ptr(), 1, int(mask.dtype is torch.bool)
-    call.mask_type = 0 if call.bool_mask else TYPES[mask.dtype]
-    call.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(2))
-    return mask
-
-
-def _apart(known: KnownBlock, call: StepCall, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-    """A step over a cache that keeps its tokens by its own `update`."""
-    form, batch = known.form, x.shape[0]
-    keys, values = (
-        x.new_empty(batch, form.key_heads, 1, form.size),
-        x.new_empty(batch, form.key_heads, 1, form.value_size),
-    )
-    _show(call, keys, values, 0, 0, 1)
-    states: list[Any] = []
-
-    def update() -> None:
-        every = cache.update(keys, values, known.cache_index)
-        states[:] = [part if part.stride(3) == 1 else part.contiguous() for part in every]
-        count = states[0].shape[2]
-        _show(call, states[0], states[1], 0, 0, count)
-        seen = mask if mask is None or mask.shape[3] == count else mask[..., :count]
-        states.append(_mask(call, seen))
-
-    return _run(known, call, x, update)
-
-
-def _run(known: KnownBlock, call: StepCall, x: Tensor, update: Any) -> Tensor:
-    """Run a program. update: to be called once keys and values are computed, where they are not in the cache then."""
-    planned = known.planned
-    program, batch = planned.program, call.M
-    out, work = torch.empty_like(x), x.new_empty(program.width * batch)
-    call.out, call.work = out.data_ptr(), work.data_ptr()
-    for part in planned.parts:
-        if isinstance(part, Leave):
-            out_of = part.module(x if part.x.at == steps.IN else _register(part.x, work, batch))
-            _register(part.to, work, batch).copy_(out_of[0] if isinstance(out_of, tuple) else out_of)
-            continue
-        first, stop = part
-        if update is not None and first <= planned.kept < stop:
-            program.run(call, first, planned.kept + 1)
-            update()
-            first = planned.kept + 1
-        program.run(call, first, stop)
-    return out
-
-
-def _register(of: Operand, work: Tensor, batch: int) -> Tensor:
-    start = of.at * batch
-    return work[start : start + of.row * batch].view(batch, 1, of.row)

@@ -1,7 +1,7 @@
 """Finds the form of a decoder block: which products it has, what stands between them, and how.
 
 Nothing is concluded from names of classes. A trial (`trace.py`) has what each module was given and returned; a form is
-known if every number of the trial follows from the numbers before it by the operations of `kernels.cpu.steps`.
+known if every number of the trial follows from the numbers before it by the operations of steps.
 
     norm -> q, k, v -> (norms of heads) -> (rotary embedding) -> cache, attention -> o -> (norm) -> + x
          -> norm -> gate, up -> act(gate) up, or act(up) -> down -> (norm) -> +
@@ -33,7 +33,7 @@ from compress.inference.steps.parts import (
     same,
 )
 from compress.inference.steps.trace import Called, Trace, UnknownFormError
-from compress.kernels.cpu.steps import Activation
+from compress.kernels.step_functions import Activation
 
 
 def form_of(trace: Trace) -> BlockForm:

@@ -10,7 +10,7 @@ from torch.nn.functional import layer_norm
 
 from compress.inference.layers.base import OnCodes
 from compress.inference.steps.trace import Called
-from compress.kernels.cpu.steps import Activation, Norm
+from compress.kernels.step_functions import Activation, Norm
 
 # Relative errors up to which two results are the same.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -1,17 +1,22 @@
-"""Makes the program of a block from its form: instructions for `kernels.cpu.steps`, and calls of the layers that no
-loop multiplies, in their places."""
+"""Makes the program of a block from its form, and runs it on a CPU: instructions for `kernels.cpu.steps`, and calls of
+the layers that no loop multiplies, in their places."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.inference.layers.base import OnCodes
 from compress.inference.layers.fused import FusedLinear
 from compress.inference.steps.parts import AttentionForm, BlockForm, MlpForm, NormForm, ProductColumns
-from compress.kernels.cpu.arguments import LoopWeight
-from compress.kernels.cpu.steps import IN, OUT, Operand, Program, takes
+from compress.inference.steps.room import CacheSlot
+from compress.inference.steps.trace import UnknownFormError
+from compress.kernels.cpu.arguments import TYPES, LoopWeight
+from compress.kernels.cpu.steps import IN, OUT, Operand, Program, StepCall, takes
+
+Turn = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -24,16 +29,110 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """A program. parts: ranges of instructions and modules to call between them, in order. kept: the instruction that
-    stores keys and values, and the registers that it takes them from."""
+class ProgramPlan:
+    """A program (`StepPlan` of block.py). parts: ranges of instructions and modules to call between them, in order.
+    kept: the instruction that stores keys and values."""
 
     program: Program
+    form: AttentionForm
     parts: tuple[tuple[int, int] | Leave, ...]
     kept: int
-    key: Operand
-    value: Operand
-    weights: tuple[LoopWeight, ...]
+    by_length: ClassVar[bool] = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.program.dtype
+
+    @property
+    def left(self) -> set[nn.Module]:
+        return {part.module for part in self.parts if isinstance(part, Leave)}
+
+    def run(self, x: Tensor, turn: Turn, slot: CacheSlot, mask: Tensor | None) -> Tensor:
+        """The block's result, its key and value written to the slot."""
+        call = _call(x, turn)
+        _show(call, slot.keys, slot.values, slot.place, slot.first, slot.stop)
+        held = _mask(call, mask)
+        out = self._run(call, x, None)
+        del held
+        return out
+
+    def apart(self, x: Tensor, turn: Turn, cache: Any, index: int, mask: Tensor | None) -> Tensor:
+        """The same over a cache that keeps its tokens by its own `update`."""
+        form, batch, call = self.form, x.shape[0], _call(x, turn)
+        keys, values = (
+            x.new_empty(batch, form.key_heads, 1, form.size),
+            x.new_empty(batch, form.key_heads, 1, form.value_size),
+        )
+        _show(call, keys, values, 0, 0, 1)
+        states: list[Any] = []
+
+        def update() -> None:
+            every = cache.update(keys, values, index)
+            states[:] = [part if part.stride(3) == 1 else part.contiguous() for part in every]
+            count = states[0].shape[2]
+            _show(call, states[0], states[1], 0, 0, count)
+            seen = mask if mask is None or mask.shape[3] == count else mask[..., :count]
+            states.append(_mask(call, seen))
+
+        return self._run(call, x, update)
+
+    def _run(self, call: StepCall, x: Tensor, update: Callable[[], None] | None) -> Tensor:
+        """Run the program. update: to be called once keys and values are computed, where they are not in the cache
+        then."""
+        program, batch = self.program, call.M
+        out, work = torch.empty_like(x), x.new_empty(program.width * batch)
+        call.out, call.work = out.data_ptr(), work.data_ptr()
+        for part in self.parts:
+            if isinstance(part, Leave):
+                out_of = part.module(x if part.x.at == IN else _register(part.x, work, batch))
+                _register(part.to, work, batch).copy_(out_of[0] if isinstance(out_of, tuple) else out_of)
+                continue
+            first, stop = part
+            if update is not None and first <= self.kept < stop:
+                program.run(call, first, self.kept + 1)
+                update()
+                first = self.kept + 1
+            program.run(call, first, stop)
+        return out
+
+
+def _call(x: Tensor, turn: Turn) -> StepCall:
+    """A call that lacks its cache and its mask."""
+    call = StepCall(x=x.data_ptr(), M=x.shape[0], type=TYPES[x.dtype], threads=torch.get_num_threads())
+    if turn is not None:
+        cos, sin = turn
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        call.rotary_stride = 0 if cos.shape[0] == 1 else cos.stride(0)
+    return call
+
+
+def _show(call: StepCall, keys: Tensor, values: Tensor, place: int, first: int, stop: int) -> None:
+    """Let a call write to a place of keys and values, and attend to tokens [first, stop)."""
+    for tensor, name, slot in ((keys, "key", "key_slot"), (values, "value", "value_slot")):
+        batch, heads, tokens, _ = tensor.stride()
+        start, token_bytes = tensor.data_ptr(), tokens * tensor.element_size()
+        setattr(call, slot, start + place * token_bytes)
+        setattr(call, f"{name}s", start + first * token_bytes)
+        setattr(call, f"{slot}_strides", (batch, heads))
+        setattr(call, f"{name}_strides", (batch, heads, tokens))
+    call.key_count = stop - first
+
+
+def _mask(call: StepCall, mask: Tensor | None) -> Tensor | None:
+    """Give a call its mask. Returns the tensor that must live as long."""
+    if mask is None:
+        return None
+    if mask.stride(3) != 1:
+        mask = mask.contiguous()
+    call.mask, call.has_mask, call.bool_mask = mask.data_ptr(), 1, int(mask.dtype is torch.bool)
+    call.mask_type = 0 if call.bool_mask else TYPES[mask.dtype]
+    call.mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(2))
+    return mask
+
+
+def _register(of: Operand, work: Tensor, batch: int) -> Tensor:
+    start = of.at * batch
+    return work[start : start + of.row * batch].view(batch, 1, of.row)
 
 
 def weight_of(module: nn.Module) -> LoopWeight | None:
@@ -56,12 +155,12 @@ class Planner:
         self.width = width
         self.parts: list[tuple[int, int] | Leave] = []
         self.begun = 0
-        self.weights: list[LoopWeight] = []
+        self.multiplies = False
 
-    def plan(self, form: BlockForm) -> StepPlan:
-        """The program of a block."""
+    def plan(self, form: BlockForm) -> ProgramPlan:
+        """The program of a block. Raises UnknownFormError."""
         self.terms = {"x": self.x}
-        read, store_index, key, value = self.attention(form.attention)
+        read, store_index = self.attention(form.attention)
         one, two = form.sums
         if not form.parallel:
             self.sum(one)
@@ -70,7 +169,9 @@ class Planner:
             self.sum(one)
         self.program.add(self.terms[two[0]], self.terms[two[1]], self.out, self.width)
         self.close()
-        return StepPlan(self.program, tuple(self.parts), store_index, key, value, tuple(self.weights))
+        if not self.multiplies:
+            raise UnknownFormError("no loop multiplies by its weights")
+        return ProgramPlan(self.program, form.attention, tuple(self.parts), store_index)
 
     def sum(self, names: str) -> None:
         """The first of a block's two additions."""
@@ -113,15 +214,15 @@ class Planner:
             self.leave(layer, x, to)
         else:
             self.program.multiply(weight, x, to)
-            self.weights.append(weight)
+            self.multiplies = True
 
     def leave(self, module: nn.Module, x: Operand, to: Operand) -> None:
         """A call of a module."""
         self.close()
         self.parts.append(Leave(module, x, to))
 
-    def attention(self, form: AttentionForm) -> tuple[Operand, int, Operand, Operand]:
-        """(What its products read, the instruction that stores keys and values, their registers)."""
+    def attention(self, form: AttentionForm) -> tuple[Operand, int]:
+        """(What its products read, the instruction that stores keys and values)."""
         read = self.norm(form.norm, self.x)
         states = form.states
         columns = (states.query, states.key, states.value)
@@ -137,7 +238,7 @@ class Planner:
         added = self.program.register(self.width)
         self.multiply(form.output, weight_of(form.output), to, added)
         self.terms["a"] = self.norm(form.after, added)
-        return read, store_index, key, value
+        return read, store_index
 
     def states(self, norm: NormForm | None, x: Operand, heads: int, size: int, rotated: int) -> Operand:
         """Queries or keys, normalized and rotated."""

@@ -6,10 +6,9 @@ tensors (cropping, beams, a copy of the cache) makes the next step copy them onc
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -29,15 +28,16 @@ class Room:
     shown: tuple[Tensor, Tensor]  # the views that the layer holds
 
 
-@dataclass
-class CacheSlot:
-    """The place in keys and values that a step writes to, and the tokens [first, stop) that it attends to."""
+class CacheSlot(NamedTuple):
+    """The place in keys and values that a step writes to, and the tokens [first, stop) that it attends to. length: the
+    place as a tensor, which the step increments; `place` is then unknown."""
 
     keys: Tensor
     values: Tensor
     place: int
     first: int
     stop: int
+    length: Tensor | None = None
 
 
 _rooms: WeakKeyDictionary[Any, Room] = WeakKeyDictionary()
@@ -55,19 +55,25 @@ def layer_of(cache: Any, index: int) -> Any:
     return layer
 
 
-def slot_in(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> CacheSlot | None:
-    """The slot of the next token; None where the layer holds other sequences, heads, sizes or numbers. shape: batch,
-    heads of keys, sizes of a key and of a value. Nothing is changed but for the room behind the layer."""
+def slot_in(layer: Any, shape: tuple[int, int, int, int], like: Tensor, by_length: bool) -> CacheSlot | None:
+    """The slot of the next token; None where the layer holds other sequences, heads, sizes or numbers than `like`, or
+    on another device. shape: batch, heads of keys, sizes of a key and of a value. by_length: leave the place in a layer
+    of fixed size a tensor. Nothing is changed but for the room behind the layer."""
     keys, values = layer.keys, layer.values
     batch, heads, size, value_size = shape
-    if keys.dtype is not dtype or values.dtype is not dtype or not keys.is_cpu or keys.dim() != len(shape):
+    if keys.dtype is not like.dtype or values.dtype is not like.dtype or keys.device != like.device:
         return None
-    if keys.shape != (batch, heads, keys.shape[2], size) or values.shape != (batch, heads, keys.shape[2], value_size):
+    if keys.dim() != len(shape) or keys.shape != (batch, heads, keys.shape[2], size):
+        return None
+    if values.shape != (batch, heads, keys.shape[2], value_size):
         return None
     if type(layer) is StaticLayer:
+        if not keys.stride(3) == values.stride(3) == 1:
+            return None
+        if by_length:
+            return CacheSlot(keys, values, -1, 0, keys.shape[2], layer.cumulative_length)
         place = int(layer.cumulative_length)
-        usable = place < keys.shape[2] and keys.stride(3) == values.stride(3) == 1
-        return CacheSlot(keys, values, place, 0, keys.shape[2]) if usable else None
+        return CacheSlot(keys, values, place, 0, keys.shape[2]) if place < keys.shape[2] else None
     room = _rooms.get(layer)
     if room is None or room.shown[0] is not keys or room.shown[1] is not values or room.last == room.keys.shape[2]:
         room = _rooms[layer] = _with_room(keys, values)
@@ -86,7 +92,8 @@ def _with_room(keys: Tensor, values: Tensor) -> Room:
 def take(layer: Any, slot: CacheSlot) -> None:
     """Tell the layer that the slot is filled."""
     if type(layer) is StaticLayer:
-        layer.cumulative_length.add_(1)
+        if slot.length is None:
+            layer.cumulative_length.add_(1)
         return
     room = _rooms[layer]
     room.last = slot.stop

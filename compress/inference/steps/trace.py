@@ -72,6 +72,10 @@ class UnknownFormError(CompressError):
     """A block whose steps are left to its own forward. The message says why."""
 
 
+class NotTakenError(CompressError):
+    """A step that is left to the block's own forward. The message says why."""
+
+
 class NotYetError(CompressError):
     """A step on which a block cannot be tried."""
 
@@ -127,7 +131,7 @@ class TrialCache(Cache):  # type: ignore[misc]
     @staticmethod
     def behind_random(x: Tensor) -> Tensor:
         random = torch.randn(x.shape[0], x.shape[1], HISTORY, x.shape[3])
-        return torch.cat([random.to(x.dtype), x], 2).contiguous()
+        return torch.cat([random.to(x), x], 2).contiguous()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this one, for a block that asks for them itself."""
@@ -149,12 +153,13 @@ def _far_away(kwargs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, Any], loud: bool = False) -> Trace:
-    """One forward of a block on random tokens. kwargs: those of a real step, whose mask, cache and positions are
-    replaced. loud: multiply what products return by LOUD. Raises UnknownFormError."""
-    x = torch.randn(TOKENS, 1, width).to(dtype)
+def trace(block: nn.Module, like: Tensor, kwargs: dict[str, Any], loud: bool = False) -> Trace:
+    """One forward of a block on random tokens. like, kwargs: the input and the arguments of a real step, whose mask,
+    cache and positions are replaced. loud: multiply what products return by LOUD. Raises UnknownFormError."""
+    # Random numbers of the CPU, so that those of a GPU stay as they are.
+    x = torch.randn(TOKENS, 1, like.shape[2]).to(like)
     cache = TrialCache()
-    mask = torch.rand(TOKENS, 1, 1, HISTORY + 1) < 0.7
+    mask = torch.rand(TOKENS, 1, 1, HISTORY + 1).to(like.device) < 0.7
     mask[..., -1] = True
     arguments = {**kwargs, "past_key_values": cache, "attention_mask": mask}
     cos = sin = None
@@ -171,7 +176,7 @@ def trace(block: nn.Module, width: int, dtype: torch.dtype, kwargs: dict[str, An
 
         def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
             if loud and isinstance(module, OnCodes | nn.Linear):
-                out = out * LOUD[dtype]
+                out = out * LOUD[like.dtype]
             entry, left = (args[0] if args else named.get("hidden_states")), out[0] if isinstance(out, tuple) else out
             if isinstance(entry, Tensor) and isinstance(left, Tensor):
                 seen.append(Called(module, entry.clone(), left.clone(), len(args) == 1 and not named))

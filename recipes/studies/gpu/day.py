@@ -9,7 +9,7 @@ it did not need of its share goes to the next:
 
     section     file                 share of 480 s    expected on an H100
     correct     correct.jsonl        150               100   every GPU test in 12 processes, kernels that changed first
-    decode      decode.json          120               110   dense and w4a16 took 98 before, dense first; then compiled
+    decode      decode.json          120               110   dense and w4a16 took 98 before; then in launches, compiled
     quantize    quantize.json         90                80   GPTQ of one block, then of four, by arithmetic
     products    products.json         85                85   45 for one large shape before; 20 for a small one; gemlite
     peers       peers.json            35                30   llm-compressor's GPTQ of one block
@@ -72,7 +72,7 @@ def sections(out: Path) -> tuple[TimedSection, ...]:
     interpreted = sorted(str(path) for path in (ROOT / "tests/support/interpreter").glob("interpreter_*.py"))
     tiny = ("--shape", "tiny")
     file = {name: str(out / f"{name}.json") for name in ("decode", "quantize", "products", "peers")}
-    few = ("--blocks", "1", "--prompts", "8", "--new", "2", "--rounds", "1")
+    few = ("--blocks", "1", "--batches", "2", "--prompts", "8", "--new", "2", "--rounds", "1")
     large = ("--shapes", "28672x4096,4096x4096", "--tokens", "1,16,64,256,2048", "--rounds", "10")
     small = ("--shapes", "128x256", "--tokens", "1", "--rounds", "1", "--quick")
     short = ("--samples", "2", "--length", "32", "--blocks", "2")

@@ -1,22 +1,24 @@
-"""Times one sequence in a Llama of random weights: prompts and single steps, and where a step's time goes.
+"""Times sequences in a Llama of random weights: prompts and single steps, and where a step's time goes.
 
     python recipes/studies/gpu/decoding.py --json decode.json [--shape llama-3-8b] [--blocks 8]
 
-Variants, in this order: dense and w4a16 with all blocks; then both with `--blocks` blocks, as they are and by
-`torch.compile`, which takes long for all of them. A step is a captured CUDA graph, a prompt is launched eagerly. The
-file is written anew after every variant:
+Variants, in this order: dense and w4a16 with all blocks, w4a16 also with a block's step in launches of its own
+(`inference.steps`), and in batches; then dense and w4a16 with `--blocks` blocks, as they are and by `torch.compile`,
+which takes long for all of them. A step is a captured CUDA graph, a prompt is launched eagerly. The file is written
+anew after every variant:
 
-    results: [{"variant", "blocks", "compiled", "prompt", "prefill_ms", "step_ms", "tokens_per_s", "launch",
-               "peak_bytes", "profile": {"step" | "prefill": {"span_ms", "busy_ms", "gap_ms", "launches", "kernels":
-               [{"name", "ms", "count"}]}}}]
+    results: [{"variant", "blocks", "compiled", "steps", "batch", "prompt", "prefill_ms", "step_ms", "tokens_per_s",
+               "launch", "peak_bytes", "profile": {"step" | "prefill": {"span_ms", "busy_ms", "gap_ms", "launches",
+               "kernels": [{"name", "ms", "count"}]}}}]
 
-span: from the first kernel's start to the last one's end; busy: the part of it in which a kernel runs.
+steps: blocks whose steps run in their own launches, and why others do not; None where no block has them. span: from the
+first kernel's start to the last one's end; busy: the part of it in which a kernel runs.
 """
 
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ from compress.evaluation.provenance import origin
 from compress.evaluation.speed import decoder
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.inference.load.conversions import fuse
+from compress.inference.load.steps import attend_here
+from compress.inference.steps.block import install, installed_steps, remarks
 from compress.kernels import workspace
 from compress.recipes.studies.figures import asked as command_of
 
 SCHEMES = (decoder.DENSE, "w4a16")
+AS_IS, LAUNCHES, COMPILED = range(3)
 SHOWN = 20  # kernels of a profile
 
 
@@ -46,9 +51,21 @@ def build(shape: str, blocks: int | None, scheme: str, device: torch.device) -> 
     return model
 
 
-def timed(model: Any, prompt: int, new: int, rounds: int) -> dict[str, Any]:
+def in_launches(model: Any) -> None:
+    """Give the blocks of a model steps of their own, as `compress.load` does."""
+    attend_here(model)
+    install(model)
+
+
+def steps_of(model: Any) -> dict[str, Any] | None:
+    """The blocks whose steps are known, and remarks on others."""
+    every = [steps for _, steps in installed_steps(model)]
+    return {"blocks": sum(s.known is not None for s in every), "remarks": remarks(model)} if every else None
+
+
+def timed(model: Any, batch: int, prompt: int, new: int, rounds: int) -> dict[str, Any]:
     """Medians over rounds of one prompt and of one step, and a profile of each."""
-    generation = GenerationTimer(model, 1, prompt, new)
+    generation = GenerationTimer(model, batch, prompt, new)
     generation.capture()
     generation.round()
     found = [generation.round() for _ in range(rounds)]
@@ -56,10 +73,12 @@ def timed(model: Any, prompt: int, new: int, rounds: int) -> dict[str, Any]:
     profiles = {"prefill": profiled(generation.start, generation.device)}
     profiles["step"] = profiled(generation.run_step, generation.device)
     return {
+        "steps": steps_of(model),
+        "batch": batch,
         "prompt": prompt,
         "prefill_ms": prefill,
         "step_ms": step,
-        "tokens_per_s": 1e3 / step,
+        "tokens_per_s": 1e3 * batch / step,
         "rounds": rounds,
         "launch": generation.launch,
         "why_eager": generation.why_eager,
@@ -100,22 +119,35 @@ def spent(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
     }
 
 
-def measure(shape: str, few: int, prompts: Iterable[int], new: int, rounds: int, keep: Callable[[Any], None]) -> None:
-    """Call `keep` with the results of every variant as soon as there are any."""
+def measure(
+    shape: str,
+    few: int,
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    new: int,
+    rounds: int,
+    keep: Callable[[Any], None],
+) -> None:
+    """Call `keep` with the results of every variant as soon as there are any. Batches read the first prompt."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         workspace.prepare(device)
-    for blocks, compiled in ((None, (False,)), (few, (False, True))):
+    single, many = [(1, prompt) for prompt in prompts], [(batch, prompts[0]) for batch in batches]
+    for blocks, ways in ((None, (AS_IS, LAUNCHES)), (few, (AS_IS, COMPILED))):
         for scheme in SCHEMES:
             model = build(shape, blocks, scheme, device)
-            for by_compiler in compiled:
-                if by_compiler:
+            for way in ways:
+                if way == COMPILED:
                     model.compile(dynamic=False)
-                about = {"variant": scheme, "blocks": model.config.num_hidden_layers, "compiled": by_compiler}
-                for prompt in prompts:
+                elif way == LAUNCHES and scheme == decoder.DENSE:
+                    continue
+                elif way == LAUNCHES:
+                    in_launches(model)
+                about = {"variant": scheme, "blocks": model.config.num_hidden_layers, "compiled": way == COMPILED}
+                for batch, prompt in [*single, *(many if blocks is None else ())]:
                     if device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
-                    found = about | timed(model, prompt, new, rounds)
+                    found = about | timed(model, batch, prompt, new, rounds)
                     found["peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
                     keep(found)
             del model
@@ -131,6 +163,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3-8b", choices=list(decoder.SHAPES))
     parser.add_argument("--blocks", type=int, default=8, help="blocks of the variants that are also compiled")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16], help="of all blocks, with the first prompt")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
@@ -147,16 +180,17 @@ def main() -> None:
         whole["results"].append(found)
         write_json(asked.json, whole)
         step, name = found["profile"]["step"], found["variant"] + (", compiled" if found["compiled"] else "")
+        name += f", {found['steps']['blocks']} in launches" if found["steps"] else ""
         print(
-            f"{name}, {found['blocks']} blocks, prompt {found['prompt']}: {found['prefill_ms']:.2f} ms, step "
-            f"{found['step_ms']:.3f} ms ({found['launch']}; kernels {step['busy_ms']:.3f}, gaps {step['gap_ms']:.3f}, "
-            f"{step['launches']} launches)",
+            f"{name}, {found['blocks']} blocks, batch {found['batch']}, prompt {found['prompt']}: "
+            f"{found['prefill_ms']:.2f} ms, step {found['step_ms']:.3f} ms ({found['launch']}; kernels "
+            f"{step['busy_ms']:.3f}, gaps {step['gap_ms']:.3f}, {step['launches']} launches)",
             flush=True,
         )
         for kernel in step["kernels"][:6]:
             print(f"    {kernel['ms']:8.3f} ms {kernel['count']:5d} x {kernel['name'][:80]}", flush=True)
 
-    measure(asked.shape, asked.blocks, asked.prompts, asked.new, asked.rounds, keep)
+    measure(asked.shape, asked.blocks, asked.batches, asked.prompts, asked.new, asked.rounds, keep)
 
 
 if __name__ == "__main__":

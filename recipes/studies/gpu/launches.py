@@ -94,7 +94,7 @@ def _watch(kind: Any) -> None:
     def watched(self: Any, *arguments: Any, **options: Any) -> Any:
         module = self.fn.__module__
         if module.startswith(OURS):
-            launched.add(f"{module.removeprefix(OURS)}.{self.fn.__name__}")
+            launched.add(f"{module.rpartition('.')[2]}.{self.fn.__name__}")
         return run(self, *arguments, **options)
 
     kind.run = watched

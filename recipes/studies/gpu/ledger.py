@@ -110,7 +110,9 @@ class KernelSources:
 
     def triton_modules(self) -> list[str]:
         """Names of the modules that may have kernels."""
-        return [f"{OURS}.triton.{path.stem}" for path in sorted((self.folder / "triton").glob("*.py"))]
+        folder = self.folder / "triton"
+        paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+        return sorted(f"{OURS}.triton.{'.'.join(path.parts)}" for path in paths)
 
     def hashes(self) -> dict[str, str]:
         """{kernel: hash of its source}."""

@@ -10,6 +10,7 @@ from stepping import answer, assert_same_answers, known, stepping, unfused
 from transformers import DynamicCache
 
 from compress.inference.steps import block as blocks
+from compress.inference.steps.program import Planner
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_another_dtype_is_tried_again(model):
 
 def test_a_block_whose_step_differs_is_left_alone(model, monkeypatch):
     """The comparison with the block's own forward is what decides."""
-    monkeypatch.setattr(blocks.Planner, "sum", lambda self, names: self.terms.update(s=self.x))
+    monkeypatch.setattr(Planner, "sum", lambda self, names: self.terms.update(s=self.x))
     assert_same_answers(model, unfused(model))
     assert known(model) == 0
     assert {s.why_not for _, s in blocks.installed_steps(model)} == {

@@ -162,6 +162,24 @@ def test_sparse24_takes_what_it_says(reports):
         assert 2.5 < r["per_weight"] <= limit, r["name"]
 
 
+def test_launches_of_a_step_have_the_loop_of_their_product(reports):
+    """Norm, activation and residual stand before and behind the loop. Four programs fit a processor's registers, or at
+    least two for the norm of 16 tokens, of which a program holds 4,096 numbers per warp."""
+    for r in pick(reports, "steps w4a16"):
+        assert r["per_weight"] <= 2.8, (r["arch"], r["name"])
+        limit = 168 if r["arch"] != 100 or "tokens 1 " in r["name"] else 184
+        assert r["cost"]["registers"] <= limit, (r["arch"], r["name"])
+    assert {r["arch"] for r in pick(reports, "steps w4a16")} == set(INSTRUCTIONS)
+
+
+def test_attention_of_a_step_multiplies_by_the_matrix_instruction(reports):
+    """Scores and sums of values: per number of a key, which comes with one of a value."""
+    for r in pick(reports, "steps attention"):
+        assert r["cost"]["mma"] >= 16, (r["arch"], r["name"])
+        assert r["per_weight"] <= 18, (r["arch"], r["name"])
+        assert r["cost"]["registers"] <= 184, (r["arch"], r["name"])
+
+
 def test_expansion_to_24_costs_no_shuffle(reports):
     """Two words of codes and one of kept bits stay in the thread that loaded them: no exchange between threads."""
     opcodes = pick(reports, "sparse24 bf16 group 128 tile 16x128", arch=90)[0]["cost"]["loop_opcodes"]

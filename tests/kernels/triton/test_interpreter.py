@@ -22,15 +22,17 @@ NAMES = (
     "levels",
     "trellis",
     "columns",
+    "steps",
 )
 # Triton 3.6 hands numpy arrays of one element to range().
 OF_TRITON = "ignore:Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning"
-CASES = [SUPPORT / "interpreter" / f"interpreter_{name}.py" for name in NAMES]
 
 
-def test_kernels_under_the_interpreter():
+@pytest.mark.parametrize("names", [NAMES, ("decoding",)], ids=["kernels", "models"])
+def test_kernels_under_the_interpreter(names):
     # Without our conftest, whose imports take as long as half of the cases.
-    words = ["-q", "-p", "no:cacheprovider", "--noconftest", "-W", OF_TRITON, *map(str, CASES)]
+    cases = [str(SUPPORT / "interpreter" / f"interpreter_{name}.py") for name in names]
+    words = ["-q", "-p", "no:cacheprovider", "--noconftest", "-W", OF_TRITON, *cases]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],

@@ -10,6 +10,8 @@ from places import ROOT
 
 from compress.recipes.studies.gpu import day, decoding, ledger
 
+WAYS = (("dense", False), ("w4a16", False), ("w4a16", True))  # scheme, and whether a block is launches of its own
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -26,10 +28,9 @@ def test_every_section_runs_dry_and_leaves_its_file(tmp_path):
         json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("decode", "quantize", "products")
     )
-    assert [(r["variant"], r["compiled"]) for r in decode["results"]] == [
-        ("dense", False),
-        ("w4a16", False),
-        *(("dense", False), ("dense", True), ("w4a16", False), ("w4a16", True)),
+    assert [(r["variant"], r["compiled"], r["steps"] is not None, r["batch"]) for r in decode["results"]] == [
+        *((scheme, False, steps, batch) for scheme, steps in WAYS for batch in (1, 2)),
+        *((scheme, compiled, False, 1) for scheme in ("dense", "w4a16") for compiled in (False, True)),
     ]
     assert all(r["step_ms"] > 0 and r["profile"]["step"]["launches"] > 0 for r in decode["results"])
     assert [(r["method"], r["blocks"]) for r in quantize["results"]] == [

@@ -22,6 +22,7 @@ from compress.kernels.layouts.strips import NIBBLE
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS, Code
 from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.layouts.words24 import BLOCK
+from compress.kernels.step_functions import Activation, Norm
 from compress.kernels.triton.column_sweep import ROWS as COLUMN_ROWS
 from compress.kernels.triton.column_sweep import WARP, columns_kernel, search_kernel
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
@@ -48,6 +49,17 @@ from compress.kernels.triton.level_lookup import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
+from compress.kernels.triton.steps.attention import (
+    BOOL_MASK,
+    LEAST_ROWS,
+    attend_kernel,
+    block_of,
+    splits_of,
+)
+from compress.kernels.triton.steps.attention import STAGES as ATTENTION_STAGES
+from compress.kernels.triton.steps.attention import WARPS as ATTENTION_WARPS
+from compress.kernels.triton.steps.norms import NO_NORM
+from compress.kernels.triton.steps.products import NO_ACTIVATION, norm_tile, step_kernel, step_shape
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.triton.trellis_gemm import (
     DENSE_ROWS,
@@ -84,6 +96,8 @@ TABLE_NAMES = {SIGNED: "signed levels", FULL: "levels"}
 # Additional arguments of kernels for experts.
 EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
 EXPERT_TYPES |= dict.fromkeys(("token_ptr", "start_ptr"), "*i32")
+STRIDES = ("stride_q", "stride_k", "stride_v", "stride_turn", "stride_mb")
+STRIDES += tuple(f"stride_{of}{along}" for of in "kv" for along in "bht")
 # Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
 SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
 
@@ -482,6 +496,80 @@ def _code(bits: int) -> Code:
     return Code(bits, 12, MULTIPLIERS[12], 1024)
 
 
+def step_products(
+    arch: int, M: int, role: str, bits: int = 4, group: int = 128, zero: bool = True, dtype: str = "bf16", K: int = 4096
+) -> CompileReport:
+    """Compile the product of a step. role: "normed" (behind a norm), "gated" (so, before an activation of a gate) or
+    "added" (to a residual)."""
+    N = {"normed": 6144, "gated": 28672, "added": 4096}[role]
+    shape = step_shape(table.ProductKind("weight_only", bits, group, zero, dtype), M, N, K, Device(capability=arch))
+    types = dict.fromkeys(("M", "N", "K", "stride_wn", "blocks_per_split"), "i32") | {"epsilon": "fp32"}
+    types |= dict.fromkeys(("x_ptr", "normalized_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("norm_weight_ptr", "residual_ptr"), f"*{dtype}") | {"length_ptr": "*i64"}
+    types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    rows, chunk = norm_tile(M, K, shape.num_warps)
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "SCALE_SUMS": shape.scales_sums(group, bits),
+        "EVEN_K": True,
+        "ASM": True,
+        "NORM": NO_NORM if role == "added" else int(Norm.RMS),
+        "ROWS": rows,
+        "CHUNK": chunk,
+        "ACTIVATION": int(Activation.SILU) if role == "gated" else NO_ACTIVATION,
+        "GATED": role == "gated",
+    }
+    unused = {"normed": ("residual_ptr", "length_ptr"), "gated": ("residual_ptr", "length_ptr")}
+    constants |= dict.fromkeys(unused.get(role, ("norm_weight_ptr", "normalized_ptr")))
+    constants |= {"norm_bias_ptr": None, "bias_ptr": None}
+    aligned = ("N", "K", "stride_wn")
+    read = cost(compile_for(step_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    name = f"steps w{bits}a16 {role} {dtype} group {group} tokens {M} tile {shape.block_m}x{shape.block_n}"
+    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
+
+
+def step_attention(arch: int, size: int = 128, sharing: int = 4, mask: int = BOOL_MASK) -> CompileReport:
+    """Compile the attention of a step over a cache of fixed size, with norms of heads; instructions of its loop per
+    number of a key, which is read with one of a value, and no budget."""
+    types = dict.fromkeys(("place", "first", "count", *STRIDES), "i32")
+    types |= dict.fromkeys(("query_epsilon", "key_epsilon", "scale"), "fp32")
+    types |= dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "query_weight_ptr", "key_weight_ptr"), "*bf16")
+    types |= dict.fromkeys(("cos_ptr", "sin_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16")
+    types |= {"mask_ptr": "*i1", "length_ptr": "*i64", "counter_ptr": "*i32"}
+    types |= dict.fromkeys(("partial_ptr", "top_ptr"), "*fp32")
+    block = block_of(size)
+    constants = {
+        "SHARING": sharing,
+        "ROWS": max(LEAST_ROWS, table.bucket(sharing)),
+        "SIZE": size,
+        "WIDTH": size,
+        "VALUE_SIZE": size,
+        "VALUE_WIDTH": size,
+        "ROTATED": size,
+        "QUERY_NORM": int(Norm.RMS),
+        "KEY_NORM": int(Norm.RMS),
+        "BLOCK": block,
+        "SPLIT": splits_of(8, Device().processors),
+        "MASK": mask,
+        "DT": DTYPES["bf16"],
+        "query_bias_ptr": None,
+        "key_bias_ptr": None,
+    }
+    aligned = [name for name in STRIDES if name != "stride_mb"]
+    read = cost(compile_for(attend_kernel, arch, types, constants, aligned, ATTENTION_WARPS, ATTENTION_STAGES))
+    per_number = round(read.per_element(ATTENTION_WARPS, block * size), 2)
+    return CompileReport(f"steps attention of {size}", arch, read, per_number, 0.0)
+
+
 def float4(arch: int) -> Iterator[CompileReport]:
     """Compile products with tables of levels: those of NVFP4, MXFP4 and NF4, for few tokens and for many."""
     for (kind, group), M in itertools.product(((SIGNED, 16), (SIGNED, 32), (FULL, 64)), (1, 64, 128)):
@@ -495,6 +583,14 @@ def sums(arch: int) -> Iterator[CompileReport]:
         yield tiles(arch, "bf16", M)
     yield sparse_add(arch, "bf16")
     yield dequantize_tiles(arch, "bf16")
+
+
+def steps(archs: tuple[int, ...], tokens: tuple[int, ...]) -> Iterator[CompileReport]:
+    """Compile the launches of a step of a block."""
+    for arch in archs:
+        for M, role in itertools.product(tokens, ("normed", "gated", "added")):
+            yield step_products(arch, M, role)
+        yield step_attention(arch)
 
 
 def shipped() -> Iterator[tuple[table.ProductKind, int, int, int, table.Shape]]:
@@ -564,6 +660,10 @@ def selection() -> Iterator[CompileReport]:
         yield from columns_and_ranges(arch)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
+    yield from steps((AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE), (1, 16))
+    for size, sharing in ((64, 1), (256, 20)):
+        yield step_attention(HOPPER, size, sharing)
+    yield step_products(HOPPER, 1, "gated", 8, -1, False, "fp16")
 
 
 def quick() -> Iterator[CompileReport]:
@@ -604,6 +704,10 @@ def quick() -> Iterator[CompileReport]:
     yield from columns_and_ranges(HOPPER)
     yield dequantize(HOPPER, NIBBLE, 16, "bf16", table=True)
     yield dequantize_trellis(HOPPER, 2)
+    yield from steps((HOPPER,), (1,))
+    for arch in (AMPERE, ADA, BLACKWELL, GEFORCE):
+        yield step_products(arch, 16, "gated")
+        yield step_attention(arch)
 
 
 def everything() -> Iterator[CompileReport]:
