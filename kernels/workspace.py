@@ -11,7 +11,7 @@ Torch does not say when a graph is gone, so its slice stays taken, unless the gr
 
 import ctypes
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -94,12 +94,22 @@ def counters(device: torch.device) -> Tensor:
     return _arenas[device][_taken[owner]]
 
 
+def owners() -> set[Owner]:
+    """All that have slices."""
+    return set(_taken)
+
+
+def give_back(those: Iterable[Owner]) -> None:
+    """Free slices of graphs that have run to their end and never run again."""
+    for owner in those:
+        _free[owner.device].append(_taken.pop(owner))
+
+
 @contextmanager
 def borrowed() -> Iterator[None]:
     """Slices that graphs take inside are free afterwards: they must have run to their end and never run again."""
-    before = set(_taken)
+    before = owners()
     try:
         yield
     finally:
-        for owner in [owner for owner in _taken if owner.capture and owner not in before]:
-            _free[owner.device].append(_taken.pop(owner))
+        give_back(owner for owner in owners() - before if owner.capture)

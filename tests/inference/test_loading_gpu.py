@@ -11,6 +11,7 @@ from stepping import known, reasons, unfused
 import compress
 from compress.evaluation.speed.generation import GenerationTimer
 from compress.inference.layers.compressed_layers import compressed_layers
+from compress.inference.steps.block import remarks
 from compress.jobs.verify import outputs, probe
 from compress.kernels import workspace
 
@@ -57,7 +58,8 @@ def test_generates_with_a_static_cache_as_without(checkpoint, fuse):
     ids = torch.arange(8, device=CUDA)[None] + 3
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **options)
-    static = model.generate(ids, **options, cache_implementation="static")  # transformers compiles this
+    static = model.generate(ids, **options, cache_implementation="static")  # a graph, or compiled
+    assert (remarks(model) == []) == fuse
     assert torch.equal(plain[:, :12], static[:, :12])
 
 

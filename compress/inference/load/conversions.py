@@ -21,6 +21,8 @@ from compress.inference.layers.linear import PackedLinear, QuantLinear
 from compress.inference.load.assembly import finish
 from compress.inference.load.steps import attend_here
 from compress.inference.steps.block import install
+from compress.inference.steps.graph import replay_steps
+from compress.kernels.operators.devices import runs_on_cpu
 from compress.model.experts import Expert, Experts
 from compress.weights.kv_cache_codes import CacheScheme
 
@@ -70,6 +72,8 @@ def convert(model: nn.Module, caches: CacheScheme | None, options: Options) -> l
         attend_here(model)
         if not options.unready:
             install(model)
+            if options.device is not None and not runs_on_cpu(options.device):
+                replay_steps(model)
     return notes
 
 

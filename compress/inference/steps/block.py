@@ -32,6 +32,7 @@ from compress.kernels.cpu.arguments import TYPES
 from compress.kernels.operators.devices import runs_on_cpu, why_not_triton
 
 STATE = "compress_steps"
+NOT_REPLAYED = "compress_not_replayed"  # of a model: why `graph.py` leaves its steps to torch
 # Arguments of a block that a step knows, or that do not change what it computes.
 KNOWN = ("attention_mask", "position_embeddings", "past_key_values", "position_ids", "use_cache", "cache_position")
 DIMENSIONS = 4  # of a mask
@@ -64,10 +65,13 @@ def remarks(model: nn.Module) -> list[str]:
     reasons = Counter(
         steps.not_taken or steps.why_not or untried for steps in every if steps.known is None or steps.not_taken
     )
-    return [
+    notes = [
         f"steps of {count} of {len(every)} blocks are run by their own modules, not in one call: {reason}"
         for reason, count in reasons.items()
     ]
+    if reason := model.__dict__.get(NOT_REPLAYED):
+        notes.append(f"steps over a cache of fixed size are compiled by torch, not replayed: {reason}")
+    return notes
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,11 +7,13 @@ import torch
 from models import tokens
 from stepping import known, reasons, stepping, unfused
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from triton.runtime.interpreter import InterpretedFunction
 
 import compress
 from compress.inference.steps import block as blocks
+from compress.inference.steps import graph
 from compress.inference.steps.block import remarks
 from compress.kernels.triton.steps import attention
 
@@ -64,6 +66,46 @@ def test_launches_say_what_a_block_says(kind, what, cache, batch, tmp_path):
     assert_same(model, cache, batch)
     assert known(model) == 2, reasons(model)
     assert remarks(model) == []
+
+
+def answer_over_fixed_size(model):
+    ids = tokens(2, PROMPT)
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, cache_implementation="static", **asked)
+
+
+@pytest.mark.parametrize("refused", [None, "a capture", "a block"])
+def test_whole_steps_are_replayed_or_compiled(refused, tmp_path, monkeypatch):
+    """A graph that runs the step in place of a GPU's, and torch's function that counts calls in place of a compiled
+    one."""
+    replayed, compiled = [], []
+
+    def record(run):
+        if refused == "a capture":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        out = CausalLMOutputWithPast()
+
+        def replay():
+            replayed.append(1)
+            out.logits = run().logits
+
+        return replay, out, set()
+
+    monkeypatch.setattr(graph, "record", record)
+    monkeypatch.setattr(LlamaForCausalLM, "_valid_auto_compile_criteria", lambda *_: True)
+    counted = lambda self, _: lambda **given: compiled.append(1) or self(**given)  # noqa: E731
+    monkeypatch.setattr(LlamaForCausalLM, "get_compiled_call", counted)
+    model = stepping(tmp_path, "llama", torch.float16, fuse=refused != "a block")
+    plain = unfused(model)
+    del plain.get_compiled_call
+    assert torch.equal(answer_over_fixed_size(model), answer_over_fixed_size(plain))
+    # Of four steps behind the prompt, the first runs as it is; those of `plain` are compiled.
+    assert (len(replayed), len(compiled)) == ((3, 4) if refused is None else (0, 7))
+    said = [remark for remark in remarks(model) if "not replayed" in remark]
+    why = {"a capture": "a step cannot be captured (operation not permitted when stream is capturing)"}
+    why["a block"] = "blocks are run by their own modules"
+    told = f"steps over a cache of fixed size are compiled by torch, not replayed: {why.get(refused)}"
+    assert said == ([] if refused is None else [told])
 
 
 class Operations(TorchDispatchMode):
