@@ -38,9 +38,9 @@ def encoded(x, scale, zero, table_ptr, CODES: tl.constexpr):
     """The codes nearest to x. With a table they are its levels, and each is taken up to its border."""
     shares = tl.div_rn(x, scale)
     if CODES[2] > 0:
-        codes = shares * 0.0 + tl.load(table_ptr)
+        codes = tl.where(shares > 0.0, 0.0, 0.0) + tl.load(table_ptr)
         for i in range(1, CODES[2]):
-            codes = tl.where(shares <= tl.load(table_ptr + CODES[2] + i - 1), codes, tl.load(table_ptr + i))
+            codes = tl.where(shares > tl.load(table_ptr + CODES[2] + i - 1), tl.load(table_ptr + i), codes)
     elif CODES[3]:
         codes = tl.where(tl.abs(scale) > 0.0, clamped(round_even(shares + zero), CODES), 0.0)
     else:
