@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.inference.layers.packed import PackedLinear
-from compress.inference.steps.parts import AttentionForm, BlockForm, MlpForm, NormForm, ProductColumns, States
+from compress.inference.steps.parts import AttentionForm, BlockForm, MlpForm, NormForm, ProductColumns
 from compress.inference.steps.program import Turn, multiplier
 from compress.inference.steps.room import CacheSlot
 from compress.inference.steps.trace import NotTakenError, UnknownFormError
 from compress.kernels.layouts.words import CodeWords
 from compress.kernels.operators.words import why_not_weight_only
-from compress.kernels.step_functions import Activation
+from compress.kernels.step_functions import Activation, Norm
 from compress.kernels.triton.steps.attention import MOST_SIZE, CachedTokens, HeadStates, attend_step
 from compress.kernels.triton.steps.norms import RowNorm
 from compress.kernels.triton.steps.products import BLOCK_M, step_product
@@ -32,22 +32,14 @@ class StepProduct(NamedTuple):
     bias: Tensor | None
 
 
-class StepColumns(NamedTuple):
-    """StepColumns of one of a step's first products."""
-
-    product: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class LaunchPlan:
     """Launches of a block's step (`StepPlan` of block.py). first: the products that q, k and v are columns of."""
 
     dtype: torch.dtype
     norm: RowNorm | None
-    first: tuple[StepProduct, ...]
-    states: tuple[StepColumns, StepColumns, StepColumns]
+    first: dict[nn.Module, StepProduct]
+    states: tuple[ProductColumns, ...]
     head_norms: tuple[RowNorm | None, RowNorm | None]
     scale: float
     output: StepProduct
@@ -67,12 +59,12 @@ class LaunchPlan:
         """The block's result, its key and value written to the slot. Raises NotTakenError."""
         if len(x) > BLOCK_M:
             raise NotTakenError(f"{len(x)} sequences; kernels of a step take {BLOCK_M}")
-        if mask is not None and mask.shape[1] != 1:
-            raise NotTakenError("heads have masks of their own")
+        if mask is not None and (mask.shape[1] != 1 or mask.dtype != torch.bool):
+            raise NotTakenError("its mask is none of all heads that says yes or no")
         if slot.length is not None and mask is None:
             raise NotTakenError("no mask hides the end of a cache of fixed size")
         x_MK = x.view(len(x), -1)
-        outs = [step_product(x_MK, *product, norm=self.norm) for product in self.first]
+        outs = {layer: step_product(x_MK, *product, norm=self.norm) for layer, product in self.first.items()}
         query, key, value = (outs[of.product][:, of.start : of.stop] for of in self.states)
         turned = None if turn is None else (turn[0][:, 0], turn[1][:, 0])
         cached = CachedTokens(slot.keys, slot.values, slot.place, slot.first, slot.stop - slot.first, slot.length)
@@ -120,8 +112,8 @@ def _norm(form: NormForm | None) -> RowNorm | None:
 
 def _head_norms(form: AttentionForm) -> tuple[RowNorm | None, RowNorm | None]:
     norms = form.states.query_norm, form.states.key_norm
-    if any(norm is not None and norm.size != form.size for norm in norms):
-        raise UnknownFormError("a norm goes over all heads")
+    if any(norm is not None and (norm.size != form.size or norm.variant == Norm.LAYER) for norm in norms):
+        raise UnknownFormError("a norm of queries or keys is none of the RMS of a head")
     return _norm(norms[0]), _norm(norms[1])
 
 
@@ -146,22 +138,15 @@ def _whole(module: nn.Module, x: Tensor) -> StepProduct:
     return product
 
 
-def _first(
-    form: AttentionForm, x: Tensor
-) -> tuple[tuple[StepProduct, ...], tuple[StepColumns, StepColumns, StepColumns]]:
-    """The products that q, k and v are made of, and their columns."""
-    layers: list[nn.Module] = []
-    for module in form.products:
-        if (layer := multiplier(module)[0]) not in layers:
-            layers.append(layer)
-
-    def columns(part: ProductColumns) -> StepColumns:
+def _first(form: AttentionForm, x: Tensor) -> tuple[dict[nn.Module, StepProduct], tuple[ProductColumns, ...]]:
+    """(The products that queries, keys and values are made of, by layer, and their columns of these)."""
+    states: list[ProductColumns] = []
+    found: dict[nn.Module, StepProduct] = {}
+    for part in (form.states.query, form.states.key, form.states.value):
         layer, start = multiplier(part.product)
-        return StepColumns(layers.index(layer), start + part.start, start + part.stop)
-
-    states: States = form.states
-    found = (columns(states.query), columns(states.key), columns(states.value))
-    return tuple(_product(layer, x) for layer in layers), found
+        states.append(ProductColumns(layer, start + part.start, start + part.stop))
+        found[layer] = found.get(layer) or _product(layer, x)
+    return found, tuple(states)
 
 
 def _mlp(form: MlpForm, x: Tensor) -> tuple[StepProduct, StepProduct]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from compress.kernels import workspace
 from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE
 from compress.kernels.triton.split_k import arrives_last
-from compress.kernels.triton.steps.norms import LAYER, NO_NORM, NO_NORM_PARTS, RowNorm, normalize
+from compress.kernels.triton.steps.norms import NO_NORM, NO_NORM_PARTS, RowNorm, normalize
 from compress.kernels.tuning.choose import device_of
 
 LEAST_ROWS = 16  # queries of a tile
@@ -31,9 +31,6 @@ SPLIT_LIMIT = 32
 TILE = 8192  # numbers in a block of keys
 MOST_SIZE = 256  # of a head
 WARPS, STAGES = 4, 2
-NO_MASK, BOOL_MASK, ADDED_MASK = range(3)
-_BOOL_MASK = tl.constexpr(BOOL_MASK)
-_ADDED_MASK = tl.constexpr(ADDED_MASK)
 _LEAST = tl.constexpr(-1e30)  # a score below all others, without the NaN of a difference of infinities
 
 
@@ -41,8 +38,7 @@ _LEAST = tl.constexpr(-1e30)  # a score below all others, without the NaN of a d
 def head_states(
     x_ptrs,
     inside,
-    norm_weight_ptr,
-    norm_bias_ptr,
+    weight_ptr,
     epsilon,
     cos_ptr,
     sin_ptr,
@@ -57,16 +53,14 @@ def head_states(
     kept = inside[:, None] & (d < SIZE)[None, :]
     x = tl.load(x_ptrs[:, None] + d[None, :], mask=kept, other=0.0).to(tl.float32)
     if NORM != -1:
-        mean = tl.sum(x, 1) / SIZE if NORM == LAYER else tl.zeros((x.shape[0],), tl.float32)
-        apart = tl.where(kept, x - mean[:, None], 0.0)
-        inverse = tl.rsqrt(tl.sum(apart * apart, 1) / SIZE + epsilon)
-        x = normalize(x, mean, inverse, norm_weight_ptr, norm_bias_ptr, d, d < SIZE, NORM, DT).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / SIZE + epsilon)
+        x = normalize(x, inverse * 0.0, inverse, weight_ptr, None, d, d < SIZE, NORM, DT).to(tl.float32)
     if ROTATED:
         turning = d < ROTATED
         other = tl.where(d < ROTATED // 2, d + ROTATED // 2, d - ROTATED // 2)
         y = tl.load(x_ptrs[:, None] + other[None, :], mask=inside[:, None] & turning[None, :], other=0.0).to(tl.float32)
         if NORM != -1:
-            y = normalize(y, mean, inverse, norm_weight_ptr, norm_bias_ptr, other, turning, NORM, DT).to(tl.float32)
+            y = normalize(y, inverse * 0.0, inverse, weight_ptr, None, other, turning, NORM, DT).to(tl.float32)
         y = tl.where((d < ROTATED // 2)[None, :], -y, y)
         cos = tl.load(cos_ptr + d, mask=turning, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + d, mask=turning, other=0.0).to(tl.float32)
@@ -89,9 +83,7 @@ def attend_kernel(
     key_ptr,
     value_ptr,
     query_weight_ptr,
-    query_bias_ptr,
     key_weight_ptr,
-    key_bias_ptr,
     cos_ptr,
     sin_ptr,
     keys_ptr,
@@ -130,7 +122,6 @@ def attend_kernel(
     KEY_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    MASK: tl.constexpr,
     DT: tl.constexpr,
 ):
     """query, key and value: rows of products, strides between tokens; cos, sin [1 or batch, ROTATED]; keys, values
@@ -153,42 +144,22 @@ def attend_kernel(
     d = tl.arange(0, WIDTH)
     v = tl.arange(0, VALUE_WIDTH)
     query_head = head * SHARING + row
-    turn = batch * stride_turn
+    cos_ptr += batch * stride_turn
+    sin_ptr += batch * stride_turn
+    query = query_ptr + batch * stride_q + query_head * SIZE
     q = head_states(
-        query_ptr + batch * stride_q + query_head * SIZE,
-        row < SHARING,
-        query_weight_ptr,
-        query_bias_ptr,
-        query_epsilon,
-        cos_ptr + turn,
-        sin_ptr + turn,
-        SIZE,
-        WIDTH,
-        ROTATED,
-        QUERY_NORM,
-        DT,
+        query, row < SHARING, query_weight_ptr, query_epsilon, cos_ptr, sin_ptr, SIZE, WIDTH, ROTATED, QUERY_NORM, DT
     )
     keys_ptr += batch.to(tl.int64) * stride_kb + head * stride_kh
     values_ptr += batch.to(tl.int64) * stride_vb + head * stride_vh
-    mask_at = batch * stride_mb - first
     top = tl.full((ROWS,), _LEAST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     if split == 0:
         one = tl.arange(0, 1)
+        key = key_ptr + batch * stride_k + head * SIZE + one
         k = head_states(
-            key_ptr + batch * stride_k + head * SIZE + one,
-            one == 0,
-            key_weight_ptr,
-            key_bias_ptr,
-            key_epsilon,
-            cos_ptr + turn,
-            sin_ptr + turn,
-            SIZE,
-            WIDTH,
-            ROTATED,
-            KEY_NORM,
-            DT,
+            key, one == 0, key_weight_ptr, key_epsilon, cos_ptr, sin_ptr, SIZE, WIDTH, ROTATED, KEY_NORM, DT
         )
         value = tl.load(value_ptr + batch * stride_v + head * VALUE_SIZE + v, mask=v < VALUE_SIZE, other=0.0)
         key_at = keys_ptr + place.to(tl.int64) * stride_kt + d
@@ -197,28 +168,24 @@ def attend_kernel(
         tl.store(value_at, value, mask=v < VALUE_SIZE * fits)
         own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         seen = row >= 0
-        if MASK == _BOOL_MASK:
-            seen = seen & (tl.load(mask_ptr + mask_at + place) != 0)
-        elif MASK == _ADDED_MASK:
-            own += tl.load(mask_ptr + mask_at + place).to(tl.float32)
-        top = tl.where(seen, tl.maximum(own, _LEAST), _LEAST)
+        if mask_ptr is not None:
+            seen = seen & (tl.load(mask_ptr + batch * stride_mb + place - first) != 0)
+        top = tl.where(seen, own, _LEAST)
         total = tl.where(seen, 1.0, 0.0)
         acc = total[:, None] * value.to(tl.float32)[None, :]
     blocks = tl.cdiv(count, BLOCK)
     for block in range(split, blocks, SPLIT):
         token = first + block * BLOCK + tl.arange(0, BLOCK)
         seen = (token < first + count) & (token != place)
-        if MASK == _BOOL_MASK:
-            seen = seen & (tl.load(mask_ptr + mask_at + token, mask=seen, other=0) != 0)
+        if mask_ptr is not None:
+            seen = seen & (tl.load(mask_ptr + batch * stride_mb + token - first, mask=seen, other=0) != 0)
         far = token.to(tl.int64)
         key_ptrs = keys_ptr + far[None, :] * stride_kt + d[:, None]
         k = tl.load(key_ptrs, mask=seen[None, :] & (d < SIZE)[:, None], other=0.0).to(DT)
         value_ptrs = values_ptr + far[:, None] * stride_vt + v[None, :]
         value = tl.load(value_ptrs, mask=seen[:, None] & (v < VALUE_SIZE)[None, :], other=0.0).to(DT)
         scores = tl.dot(q, k) * scale
-        if MASK == _ADDED_MASK:
-            scores += tl.load(mask_ptr + mask_at + token, mask=seen, other=0.0).to(tl.float32)[None, :]
-        scores = tl.where(seen[None, :], tl.maximum(scores, _LEAST), _LEAST)
+        scores = tl.where(seen[None, :], scores, _LEAST)
         larger = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(seen[None, :], tl.exp(scores - larger[:, None]), 0.0)
         shrunk = tl.exp(top - larger)
@@ -290,7 +257,7 @@ def attend_step(
     states: HeadStates, cached: CachedTokens, mask: Tensor | None, scale: float, split: int | None = None
 ) -> Tensor:
     """[batch, heads * size of a value] of one token per sequence, whose key and value are written to the cache. fp16 or
-    bf16. mask: bool, or numbers that are added to scores, [1 or batch, count], or None."""
+    bf16. mask: bool [1 or batch, tokens], or None. Norms of heads are RMS norms."""
     (batch, key_heads, _, size), value_size = cached.keys.shape, cached.values.shape[3]
     heads, dtype, device = states.query.shape[1] // size, states.query.dtype, states.query.device
     split = splits_of(batch * key_heads, device_of(device).processors) if split is None else split
@@ -304,15 +271,12 @@ def attend_step(
         counters = workspace.counters(device)
     turn = states.turn or (states.query, states.query)  # not read where nothing turns
     norms = [n or NO_NORM_PARTS for n in (states.query_norm, states.key_norm)]
-    kind = NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
     attend_kernel[(key_heads, batch, split)](
         states.query,
         states.key,
         states.value,
         norms[0].weight,
-        norms[0].bias,
         norms[1].weight,
-        norms[1].bias,
         *turn,
         cached.keys,
         cached.values,
@@ -346,7 +310,6 @@ def attend_step(
         KEY_NORM=NO_NORM if states.key_norm is None else int(states.key_norm.variant),
         BLOCK=block_of(max(width, value_width)),
         SPLIT=split,
-        MASK=kind,
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[dtype],
         num_warps=WARPS,
         num_stages=STAGES,

@@ -54,41 +54,6 @@ def activate(x, ACTIVATION: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
-@triton.jit
-def store_step(
-    acc,
-    m,
-    n,
-    residual_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Store the tile acc^T [n, m] with its bias, activation and residual to out [M, N], or [M, N / 2] of gate and
-    up."""
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    width, column = N, n
-    if GATED:
-        HALF: tl.constexpr = BLOCK_N // 2
-        width, column = N // 2, tl.program_id(0) * HALF + tl.arange(0, HALF)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        acc = activate(gate.to(DT).to(tl.float32), ACTIVATION).to(DT).to(tl.float32) * up.to(DT).to(tl.float32)
-    elif ACTIVATION != -1:
-        acc = activate(acc.to(DT).to(tl.float32), ACTIVATION)
-    at = m[None, :] * width + column[:, None]
-    kept = (m[None, :] < M) & (column[:, None] < width)
-    if residual_ptr is not None:
-        acc = acc.to(DT).to(tl.float32) + tl.load(residual_ptr + at, mask=kept, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=kept)
-
-
 # Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
 @triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def step_kernel(
@@ -187,12 +152,26 @@ def step_kernel(
     if length_ptr is not None:  # noqa: SIM102
         if tile_n + split == 0:
             tl.store(length_ptr, tl.load(length_ptr) + 1)
+    stores = True
     if SPLIT_K > 1:
-        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
+        stores = arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+    if stores:
+        if SPLIT_K > 1:
             acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
-            store_step(acc, m, n, residual_ptr, bias_ptr, out_ptr, M, N, BLOCK_M, BLOCK_N, DT, ACTIVATION, GATED)
-    else:
-        store_step(acc, m, n, residual_ptr, bias_ptr, out_ptr, M, N, BLOCK_M, BLOCK_N, DT, ACTIVATION, GATED)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+            out = activate(gate.to(DT).to(tl.float32), ACTIVATION).to(DT).to(tl.float32) * up.to(DT).to(tl.float32)
+            width, column = N // 2, tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        else:
+            out = acc if ACTIVATION == -1 else activate(acc.to(DT).to(tl.float32), ACTIVATION)
+            width, column = N, n
+        at = m[None, :] * width + column[:, None]
+        kept = (m[None, :] < M) & (column[:, None] < width)
+        if residual_ptr is not None:
+            out = out.to(DT).to(tl.float32) + tl.load(residual_ptr + at, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 @cache

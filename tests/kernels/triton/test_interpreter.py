@@ -9,7 +9,7 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 NAMES = (
     "cases",

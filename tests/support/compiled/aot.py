@@ -50,7 +50,6 @@ from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.steps.attention import (
-    BOOL_MASK,
     LEAST_ROWS,
     attend_kernel,
     block_of,
@@ -537,7 +536,7 @@ def step_products(
     return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
 
 
-def step_attention(arch: int, size: int = 128, sharing: int = 4, mask: int = BOOL_MASK) -> CompileReport:
+def step_attention(arch: int, size: int = 128, sharing: int = 4) -> CompileReport:
     """Compile the attention of a step over a cache of fixed size, with norms of heads; instructions of its loop per
     number of a key, which is read with one of a value, and no budget."""
     types = dict.fromkeys(("place", "first", "count", *STRIDES), "i32")
@@ -559,10 +558,7 @@ def step_attention(arch: int, size: int = 128, sharing: int = 4, mask: int = BOO
         "KEY_NORM": int(Norm.RMS),
         "BLOCK": block,
         "SPLIT": splits_of(8, Device().processors),
-        "MASK": mask,
         "DT": DTYPES["bf16"],
-        "query_bias_ptr": None,
-        "key_bias_ptr": None,
     }
     aligned = [name for name in STRIDES if name != "stride_mb"]
     read = cost(compile_for(attend_kernel, arch, types, constants, aligned, ATTENTION_WARPS, ATTENTION_STAGES))

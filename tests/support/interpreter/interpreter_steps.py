@@ -64,7 +64,7 @@ def test_a_deviation_is_not_a_difference_of_large_squares():
         [False, True],
         [1, 64, 65, 200],  # at the boundaries of blocks of 64 tokens and of their splits
         [1, 2, 4],
-        [None, "bool", "added", "length"],
+        [None, "bool", "length"],
     ),
 )
 def test_attention_over_a_cache(batch, heads, sizes, head_norm, count, split, mask):
@@ -78,8 +78,6 @@ def test_attention_over_a_cache(batch, heads, sizes, head_norm, count, split, ma
     if mask is not None:
         given = torch.rand(batch, room if mask == "length" else count, generator=torch.Generator().manual_seed(3)) < 0.7
         given[:, count - 1] = True
-        if mask == "added":
-            given = torch.where(given, 0.25, -torch.inf).half()
     seen, wanted = slice(first, first + count), None if given is None else given[:, :count]
     expected, key, value = attended(states, keys, values, place, seen, wanted, 0.3)
     cached = CachedTokens(keys, values, place, first, count)

@@ -64,7 +64,6 @@ def attended(
     keys, values = keys.clone(), values.clone()
     keys[:, :, place], values[:, :, place] = found[1][:, :, 0], states.value.view(batch, key_heads, -1)
     given = (found[0].float(), keys[:, :, seen].float(), values[:, :, seen].float())
-    if mask is not None:
-        mask = mask[:, None, None] if mask.dtype == torch.bool else mask[:, None, None].float()
+    mask = None if mask is None else mask[:, None, None]
     out = scaled_dot_product_attention(*given, mask, scale=scale, enable_gqa=True)
     return out.to(keys.dtype).transpose(1, 2).flatten(1), keys[:, :, place], values[:, :, place]
