@@ -56,8 +56,10 @@ def available_bytes(device: "torch.device") -> int | None:
 
         if not torch.cuda.is_available():
             return None
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        free = min(free + torch.cuda.memory_reserved(device), int(allowed))
+        return max(0, free - torch.cuda.memory_allocated(device))
     available = meminfo("MemAvailable")
     if device.type != "cpu" or available is None:
         return None

@@ -8,9 +8,13 @@ from block to block (`Streams`) and the layers decided so far. All of it can be 
 is how a run resumes.
 """
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from compress.base.errors import CompressError
 from compress.base.progress import tell
@@ -32,7 +36,7 @@ from compress.engine.walk.remarks import (
     remark_on_objective,
     remark_on_order,
 )
-from compress.engine.walk.state import Run, Streams
+from compress.engine.walk.state import Run, Streams, split_batches
 from compress.engine.walk.survey import survey
 from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack, Table
@@ -50,7 +54,7 @@ def run(this: Run) -> None:
         tell(this.reporter, "phase", "quantize", "unknown")
     this.steps.begin()
     with without_cache(this.model):
-        _walk(this if this.lessons is None else _train(this))
+        _walk_within(this if this.lessons is None else _train(this))
     for about in (remark_on_zeros, remark_on_few_tokens, remark_on_less, remark_on_objective, remark_on_order):
         remark = about(this.record.layers)
         if remark is not None:
@@ -85,9 +89,25 @@ def decide(this: Run, passes: tuple[Pass, ...]) -> InMemory:
     return sink
 
 
+def _walk_within(this: Run) -> None:
+    """The walk, and once more with more thrift where a GPU's memory runs out before anything has changed."""
+    try:
+        _walk(this)
+        return
+    except torch.OutOfMemoryError:
+        if not this.thriftier or this.record.changed:
+            raise
+    thrift, *others = this.thriftier
+    this.record.note(this.reporter, f"memory: {this.residency.device} has too little after all: {thrift}")
+    gc.collect()  # forwards that were waiting
+    torch.cuda.empty_cache()
+    _walk_within(replace(this, thrift=thrift, thriftier=others))
+
+
 def _walk(this: Run) -> None:
     """Through all blocks with passes that train nothing. Raises CompressError for blocks that turn out to be no chain
     after all (`engine.walk.stacks`)."""
+    this = split_batches(this)
     try:
         if any(p.stage(Survey) or p.stage(Gradients) for p in this.plan.passes):
             this = replace(this, plan=survey(this))
@@ -95,7 +115,8 @@ def _walk(this: Run) -> None:
         if this.plan.decides:
             this.record.left_alone.update(this.plan.left_alone(this.model))
         embedded = this.plan.compares and this.plan.tables  # otherwise the original's calls are ours
-        originals = [capture_stack(this, stack)[0] if embedded else None for stack in this.plan.stacks]
+        first = partial(capture_stack, this, offloads=this.thrift.offloads)
+        originals = [first(stack)[0] if embedded else None for stack in this.plan.stacks]
         _round_tables(this)
         passed: list[Passed] = []
         others: list[Passed] = []
@@ -152,9 +173,10 @@ def _run_stack(
     """Compress the blocks of a stack, one after the other; returns what comes out of the last. passed, others: the
     stacks before, in the compressed and in the original model."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
+    captured = partial(capture_stack, run, stack, offloads=run.thrift.offloads)
     if run.plan.calibrated:
-        calls = capture_stack(run, stack, passed)
-    originals = capture_stack(run, stack, others) if passed and run.plan.compares else list(calls)
+        calls = captured(passed)
+    originals = captured(others) if passed and run.plan.compares else list(calls)
     tell(run.reporter, "tokens", tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
     run.steps.begin()
     streams = Streams(calls[0], (original or originals[0]) if run.plan.compares else [])

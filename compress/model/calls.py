@@ -1,10 +1,11 @@
 """The data that goes through a model: batches, the calls of its blocks, and the inputs of its layers."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from compress.base.errors import CompressError, InputError
+from compress.base.host_memory import OnHost, aside, here
 from compress.model.convolution import elements, samples
 from compress.model.layers import Layer
 
@@ -27,7 +29,8 @@ class Call:
 
     key: position or keyword of the hidden state; None where there is none. tokens: bool mask of the tokens that are no
     padding, of the batch's leading shape [B, T], or None when all tokens count. links: {position or keyword: place in
-    what the block before returns} of arguments that it makes, beside the hidden state.
+    what the block before returns} of arguments that it makes, beside the hidden state. waits: whether the arguments'
+    tensors are on the host, for lack of memory on the device.
     """
 
     args: tuple[Any, ...]
@@ -35,6 +38,15 @@ class Call:
     key: int | str | None
     tokens: Tensor | None
     links: Mapping[int | str, int] = field(default_factory=dict)
+    waits: bool = False
+
+    def aside(self, known: dict[int, OnHost]) -> "Call":
+        """This call with its arguments on the host. known: as `host_memory.aside` has it."""
+        return replace(self, args=aside(self.args, known), kwargs=aside(dict(self.kwargs), known), waits=True)
+
+    def here(self) -> "Call":
+        """This call with its arguments on their device."""
+        return replace(self, args=here(self.args), kwargs=here(dict(self.kwargs)), waits=False) if self.waits else self
 
     @property
     def hidden(self) -> Tensor:
@@ -58,9 +70,10 @@ class Call:
         return replace(call, args=args, kwargs=kwargs)
 
 
-def hidden_of(output: Any) -> Tensor:
-    """The hidden state in the output of a block: the tensor itself, or the first element."""
-    return output if isinstance(output, Tensor) else output[0]
+def hidden_of(output: Any) -> Any:
+    """The hidden state in the output of a block: the tensor itself, or the first element. One that waits on the host
+    stays there."""
+    return output if isinstance(output, Tensor | OnHost) else output[0]
 
 
 def real_tokens(x: Tensor, call: Call) -> Tensor:
@@ -217,6 +230,23 @@ def pair_with_original(arrival: Arrival) -> Arrival:
     return replace(arrival, reference_MK=arrival.x_MK, elsewhere=True)
 
 
+def joined(parts: list[Arrival | None]) -> Arrival | None:
+    """The arrival of a micro-batch from those of its parts, a list that is emptied: both take memory. None where none
+    of them comes by."""
+    came = [part for part in parts if part is not None]
+    parts.clear()
+    if len(came) < 2:
+        return came[0] if came else None
+
+    apart = {f.name: [getattr(part, f.name) for part in came] for f in fields(Arrival)}
+    came.clear()
+    elsewhere = any(apart.pop("elsewhere"))
+    joint: dict[str, Any] = {
+        name: None if apart[name][0] is None else torch.cat(apart.pop(name)) for name in list(apart)
+    }
+    return Arrival(**joint, elsewhere=elsewhere)
+
+
 @dataclass(frozen=True)
 class Arrivals:
     """The arrivals at a site, one for each micro-batch (None for one that does not reach it). All micro-batches wait at
@@ -226,6 +256,16 @@ class Arrivals:
 
     def __iter__(self) -> Iterator[Arrival | None]:
         return self.walk()
+
+    def whole(self, parts: Sequence[int]) -> "Arrivals":
+        """The arrivals of micro-batches that are split into so many parts each."""
+
+        def walk() -> Iterator[Arrival | None]:
+            of_parts = iter(self)
+            for count in parts:
+                yield joined(list(islice(of_parts, count)))
+
+        return Arrivals(walk) if parts else self
 
 
 def arrival_of(

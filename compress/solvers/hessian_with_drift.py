@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
+from compress.base.host_memory import OnHost, aside, here
 from compress.solvers.statistics.hessian import HessianResult, precision, symmetric_blocks
 
 DAMP = 0.01
@@ -32,15 +33,15 @@ ActOrder = Literal["none", "static", "group"]
 
 @dataclass(frozen=True)
 class Problem:
-    """A Hessian [K, K], its columns in the order of the sweep [K], and itself in that order, with unit upper [K, K] and
-    diagonal [K] of its damped factors. damp: as the factors needed it; polish_damp: of H once the sweep is over.
-    fixed: scales are fitted before the sweep, not as it comes to a group. correction: of the drift of the input; None:
-    there is none."""
+    """A Hessian [K, K], its columns in the order of the sweep [K], and itself in that order, with unit upper [K, K]
+    (which may wait on the host, `aside`) and diagonal [K] of its damped factors. damp: as the factors needed it;
+    polish_damp: of H once the sweep is over. fixed: scales are fitted before the sweep, not as it comes to a group.
+    correction: of the drift of the input; None: there is none."""
 
     hessian: Tensor
     order: Tensor
     in_order: Tensor
-    upper: Tensor
+    factor: Tensor | OnHost
     diagonal: Tensor
     damp: float
     polish_damp: float = POLISH_DAMP
@@ -73,10 +74,24 @@ class Problem:
         fixed = act_order == "static"
         return cls(hessian_KK, order, in_order, upper.div_(root), root * root, level, polish_damp, fixed)
 
+    @property
+    def upper(self) -> Tensor:
+        """The unit upper factor [K, K], in a new copy while it waits on the host."""
+        return here(self.factor)
+
+    @property
+    def waits(self) -> bool:
+        """True while the factor waits on the host, because the device has no room for all matrices."""
+        return isinstance(self.factor, OnHost)
+
+    def aside(self) -> "Problem":
+        """The problem with its factor on the host."""
+        return replace(self, factor=aside(self.factor))
+
     def converted(self, device: torch.device, dtype: torch.dtype) -> "Problem":
         """The problem on a device and in a dtype, for targets that are already corrected."""
-        names = ("hessian", "in_order", "upper", "diagonal")
-        tensors = {name: getattr(self, name).to(device, dtype) for name in names}
+        names = {"hessian": "hessian", "in_order": "in_order", "factor": "upper", "diagonal": "diagonal"}
+        tensors = {field: getattr(self, name).to(device, dtype) for field, name in names.items()}
         return replace(self, **tensors, order=self.order.to(device), correction=None)
 
     def restore(self, columns_in_order: Tensor) -> Tensor:
@@ -151,18 +166,34 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Correction:
-    """M [K, K], the contrast (None: the noise is not known) and their divisor: the Cholesky factor of
-    H + damp, or, where rounding left it none, that matrix itself."""
+    """M and the contrast (None: the noise is not known), which are in the statistics, and their divisor: the Cholesky
+    factor of H + damp, or, where rounding left it none, that matrix itself."""
 
-    drift: Tensor
-    contrast: Tensor | None
+    statistics: HessianResult
     divisor: Tensor
     factored: bool
+
+    @property
+    def drift(self) -> Tensor:
+        drift = self.statistics.drift
+        assert drift is not None
+        return drift
+
+    @property
+    def contrast(self) -> Tensor:
+        contrast = self.statistics.contrast
+        assert contrast is not None
+        return contrast
+
+    @property
+    def measures(self) -> bool:
+        """True where the noise is known."""
+        return self.statistics.contrast_of_all is not None
 
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor | None]:
         """D and Z, each [K, K]; `forget` gives them up."""
-        return self._divide(self.drift), None if self.contrast is None else self._divide(self.contrast)
+        return self._divide(self.drift), self._divide(self.contrast) if self.measures else None
 
     def forget(self) -> None:
         """Give up D and Z, which are computed again where they are asked for."""
@@ -175,7 +206,7 @@ class Correction:
             drift, contrast = self.matrices
             return weight_NK @ drift, None if contrast is None else weight_NK @ contrast
         step_NK = self._divide(weight_NK @ self.drift)
-        return step_NK, None if self.contrast is None else self._divide(weight_NK @ self.contrast)
+        return step_NK, self._divide(weight_NK @ self.contrast) if self.measures else None
 
     def _divide(self, x_NK: Tensor) -> Tensor:
         """x (H + damp)^-1."""
@@ -204,11 +235,13 @@ def check_reliance(damp: float, drift: float, statistics: str) -> None:
 
 def drift_correction(statistics: HessianResult, damp: float) -> Correction | None:
     """The factors of W + W D, the ridge-regression weight; None where nothing is compressed before this layer."""
-    assert statistics.drift is not None
-    if not bool(statistics.drift.any()):
+    drift = statistics.drift
+    assert drift is not None
+    if not bool(drift.any()):
         return None
+    del drift
     lower, failed = torch.linalg.cholesky_ex(stiff := add_damping(statistics.hessian, damp))
-    return Correction(statistics.drift, statistics.contrast, stiff if int(failed) else lower, not int(failed))
+    return Correction(statistics, stiff if int(failed) else lower, not int(failed))
 
 
 def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK: Tensor) -> float:

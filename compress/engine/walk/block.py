@@ -16,7 +16,7 @@ from compress.base.memory import give_back
 from compress.checkpoint.write.record import Finished, LayerRecord
 from compress.engine.layer_versions import Versions
 from compress.engine.restore import hooks_and_buffers, undone
-from compress.engine.walk.collect import collect, collect_outputs, routing_figures
+from compress.engine.walk.collect import RoutedTokens, collect, collect_outputs
 from compress.engine.walk.curvature import weighing
 from compress.engine.walk.decide import Decided, Reach, decide, together, with_widest_inputs
 from compress.engine.walk.forward import ForwardsDone, suspended_forward
@@ -231,11 +231,13 @@ class BlockRun:
         assert decides is not None
         spending = self.run.spending
         with spending.on("statistics"):
-            forwards = Arrivals(lambda: spending.each("forward", arrivals))
+            routing, offloads = RoutedTokens(), self.run.thrift.offloads
+            forwards: Iterable[Arrival | None] = map(routing.note, spending.each("forward", arrivals))
             curvature = {la.name: found for la in site if (found := self.run.curvature.get(la.name)) is not None}
             curvature = curvature if decides.curvature else {}
-            statistics = collect(decides.needs, site[0], weighing(curvature, forwards), self.run.comm)
-            figures = {} if statistics is None else routing_figures(forwards, self.run.comm, site[0].weight.device)
+            forwards = weighing(curvature, forwards) if curvature else forwards
+            statistics = collect(decides.needs, site[0], forwards, self.run.comm, offloads)
+            figures = {} if statistics is None else routing.figures(self.run.comm, site[0].weight.device)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
@@ -256,9 +258,9 @@ class BlockRun:
             return
         block, streams = self.opened.block, self.streams
         with torch.no_grad(), self.run.spending.on("forward"):
-            outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
+            outputs = [self.run.settled(block(*call.args, **call.kwargs)) for call in streams.calls]
             with self.versions.original():
-                others = [block(*call.args, **call.kwargs) for call in streams.reference]
+                others = [self.run.settled(block(*call.args, **call.kwargs)) for call in streams.reference]
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams = streams.after(outputs, others)
 
@@ -291,7 +293,7 @@ def _decide_repeated(
     for site in structure.again:
         for p in dict.fromkeys(whose[name] for name in site if name in whose and decides_repeated(whose[name])):
             layers = [here.layers[name] for name in site if whose.get(name) is p]
-            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions)
+            arrivals = arrivals_of(here.opened.block, layers[0], calls, reference, here.versions).whole(here.run.parts)
             with here.run.spending.on("solve"):
                 decisions = here.decide_site(p, layers, arrivals)
             repeated_decisions.update({name: (p, decision) for name, decision in decisions.items()})
@@ -369,7 +371,12 @@ def _run_forward(
 ) -> ForwardsDone:
     """One suspended forward of a block, counted."""
     block, calls = here.opened.block, here.streams.calls
-    passed = suspended_forward(block, calls, sites, visit, reference, here.versions, here.run.repeats)
+
+    def visit_whole(site: Sequence[Layer], arrivals: Arrivals) -> None:
+        visit(site, arrivals.whole(here.run.parts))
+
+    how = here.versions, here.run.thrift.repeats, here.run.settled
+    passed = suspended_forward(block, calls, sites, visit_whole, reference, *how)
     here.run.record.block_forwards += passed.forwards
     return passed
 

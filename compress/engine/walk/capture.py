@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from compress.base.host_memory import OnHost, here
 from compress.engine.plan.batches import ChainBrokenError, StopError, named_failure
 from compress.engine.residency import Residency
 from compress.engine.walk.state import Run
@@ -94,7 +95,7 @@ def standing_in(passed: Sequence[Passed], i: int) -> Iterator[None]:
     """Lets stacks that are behind return at once, in the body, what they have returned for a micro-batch."""
     with ExitStack() as entered:
         for each in passed:
-            entered.enter_context(returning(each.stack, each.outputs[i]))
+            entered.enter_context(returning(each.stack, here(each.outputs[i])))
         yield
 
 
@@ -199,11 +200,12 @@ def capture(
     output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
     passed: Sequence[Passed] = (),
     later: Sequence[Stack] = (),
+    offloads: bool = False,
 ) -> list[list[Call]]:
     """calls[block][micro-batch] of a stack. Raises ChainBrokenError where the blocks cannot be run one by one.
 
     `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data. passed: the stacks that
-    the model runs before; later: those that it runs after this one.
+    the model runs before; later: those that it runs after this one. offloads: whether calls wait on the host.
     """
     if stack.container is None:
         return [[Call((), b, None, token_mask(b)) for b in (moved_to(b, residency.device) for b in batches)]]
@@ -225,15 +227,20 @@ def capture(
                     pass
                 else:
                     raise ChainBrokenError("the last block of the list is never called")
+                if offloads:
+                    known: dict[int, OnHost] = {}  # blocks share rotary tables
+                    for of_block in noted.calls:
+                        of_block[-1] = of_block[-1].aside(known)
         if noted.shape is None:  # a stack of one block
-            noted.shape = output_of_first(noted.calls[0][0].args, noted.calls[0][0].kwargs)
+            call = noted.calls[0][0].here()
+            noted.shape = output_of_first(call.args, call.kwargs)
         ends = {other: [Recorder(block, _stop) for _, block in other.blocks] for other in later}
         with standing_in(passed, 0), swapped_all(ends):
             _check_called_once(model, stack, noted, moved_to(batches[0], residency.device))
     return noted.calls
 
 
-def capture_stack(run: Run, stack: Stack, passed: Sequence[Passed] = ()) -> list[list[Call]]:
+def capture_stack(run: Run, stack: Stack, passed: Sequence[Passed] = (), offloads: bool = False) -> list[list[Call]]:
     """`capture` of a stack of a run. passed: the stacks before it."""
     behind = {each.stack.name for each in passed}
     later = [other for other in run.plan.stacks if other is not stack and other.name not in behind]
@@ -243,7 +250,7 @@ def capture_stack(run: Run, stack: Stack, passed: Sequence[Passed] = ()) -> list
             return output_shape(opened.block, args, kwargs)
 
     with run.spending.on("forward"):
-        return capture(run.model, stack, run.batches, run.residency, first_output, passed, later)
+        return capture(run.model, stack, run.batches, run.residency, first_output, passed, later, offloads)
 
 
 def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from compress.base.collectives import Comm
 from compress.model.calls import Arrival
 from compress.model.convolution import patches_in_parts
 from compress.model.layers import Layer
+from compress.solvers.statistics.hessian import HessianResult
 from compress.solvers.statistics.input_statistics import Statistic, StatisticFactory
 from compress.weights.decision import Figures
 
@@ -80,9 +81,14 @@ class Collector:
 
 
 def collect(
-    needs: Mapping[str, StatisticFactory], layer: Layer, arrivals: Iterable[Arrival | None], comm: Comm
+    needs: Mapping[str, StatisticFactory],
+    layer: Layer,
+    arrivals: Iterable[Arrival | None],
+    comm: Comm,
+    offloads: bool = False,
 ) -> list[dict[str, Any]] | None:
-    """`Collector.results` over all micro-batches and ranks; None where no token came by. A collective.
+    """`Collector.results` over all micro-batches and ranks; None where no token came by. A collective. offloads:
+    whether second moments wait on the host.
 
     Raises CompressError, on every rank, for a micro-batch that cannot enter the statistics.
     """
@@ -93,10 +99,16 @@ def collect(
         if problem is None:
             collector.update(arrival)
             seen += 0 if arrival is None else len(arrival.x_MK)
+        del arrival  # before the next one is made
     comm.fail_together(problem)
     collector.sync(comm)
     total = comm.all_reduce(torch.tensor(seen, device=layer.weight.device))
-    return collector.results() if int(total) else None
+    if not int(total):
+        return None
+    results = collector.results()
+    if not offloads:
+        return results
+    return [{key: r.aside() if isinstance(r, HessianResult) else r for key, r in part.items()} for part in results]
 
 
 def collect_outputs(
@@ -128,17 +140,27 @@ def collect_outputs(
     return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in layer_statistics]
 
 
-def routing_figures(arrivals: Iterable[Arrival | None], comm: Comm, device: torch.device) -> Figures:
-    """Figures about a site's tokens: `routed_tokens`, where the site is an expert's, and `elsewhere`, in how many
-    micro-batches tokens could not be paired with those of the original. A collective."""
-    own, of_expert, elsewhere = 0, 0, 0
-    for arrival in (arrival for arrival in arrivals if arrival is not None):
-        elsewhere += arrival.elsewhere
-        if arrival.weight_M is not None:
-            own, of_expert = own + int((arrival.weight_M == 1).sum()), of_expert + 1
-    counts = torch.tensor([own, of_expert, elsewhere], device=device)
-    own, of_expert, elsewhere = (int(count) for count in comm.all_reduce(counts).tolist())
-    return {**({"routed_tokens": own} if of_expert else {}), **({"elsewhere": elsewhere} if elsewhere else {})}
+class RoutedTokens:
+    """Counts of a site's tokens that an expert was routed, of an expert's micro-batches, and of micro-batches whose
+    tokens could not be paired with those of the original."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0, 0]
+
+    def note(self, arrival: Arrival | None) -> Arrival | None:
+        """Count an arrival, and return it."""
+        if arrival is not None:
+            self.counts[2] += arrival.elsewhere
+            if arrival.weight_M is not None:
+                self.counts[0] += int((arrival.weight_M == 1).sum())
+                self.counts[1] += 1
+        return arrival
+
+    def figures(self, comm: Comm, device: torch.device) -> Figures:
+        """`routed_tokens`, where the site is an expert's, and `elsewhere`, where tokens were not paired. A
+        collective."""
+        own, of_expert, elsewhere = map(int, comm.all_reduce(torch.tensor(self.counts, device=device)).tolist())
+        return {**({"routed_tokens": own} if of_expert else {}), **({"elsewhere": elsewhere} if elsewhere else {})}
 
 
 def _problem(layer: Layer, arrival: Arrival | None) -> str | None:
@@ -148,7 +170,7 @@ def _problem(layer: Layer, arrival: Arrival | None) -> str | None:
     x = arrival.x_MK
     if x.shape[1] != layer.channels:
         return f"a calibration batch gives {layer.name} {x.shape[1]} inputs; it has {layer.channels}"
-    if not bool(torch.isfinite(x).all()):
+    if len(x) and not bool(torch.stack(torch.aminmax(x)).isfinite().all()):  # without a copy of x
         return (
             f"the input of {layer.name} has non-finite values during calibration; the model overflows in this dtype or "
             "its weights are damaged"

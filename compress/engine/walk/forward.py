@@ -110,7 +110,8 @@ class _Runner:
         """End the forward where it waits, and let go of its tensors."""
         if not self.task.dead:
             self.task.throw()
-        self.parked = None
+        self.parked = self.output = None
+        del self.task  # which holds what holds it
 
 
 class _Forwards:
@@ -137,27 +138,36 @@ class _Forwards:
 
     def arrivals(self, site: int) -> Iterator[Arrival | None]:
         """The arrivals at a site, one micro-batch after the other."""
-        for i, call in enumerate(self.calls):
+        for i in range(len(self.calls)):
             runners = self._of(i)
             if not self.repeats or site >= REPEATED_SITES:
                 self.waiting[i] = runners
             try:
-                here, *others = self._advance(runners, site)
-                other = None if not others or others[0] is None else others[0][0]
-                arrival = None if here is None else arrival_of(self.sites[site][0], call, here[0], other, here[1])
-                yield pair_with_original(arrival) if others and arrival is not None else arrival
+                yield self._arrival(runners, site)  # which nothing holds here while the next one is made
             finally:
                 if i not in self.waiting:
                     for runner in runners:
                         runner.drop()
+                del runners
 
-    def outputs(self) -> Iterator[list[Any]]:
-        """The outputs of the block for each micro-batch, and for its reference."""
-        for i in range(len(self.calls)):
-            runners = self._of(i)
-            self.waiting.pop(i, None)
-            self._advance(runners, len(self.sites))
-            yield [runner.output for runner in runners]
+    def _arrival(self, runners: Sequence[_Runner], site: int) -> Arrival | None:
+        """The arrival of a micro-batch at a site."""
+        here, *others = self._advance(runners, site)
+        if here is None:
+            return None
+        other = None if not others or others[0] is None else others[0][0]
+        arrival = arrival_of(self.sites[site][0], runners[0].call, here[0], other, here[1])
+        return pair_with_original(arrival) if others else arrival
+
+    def finish(self, i: int, settled: Callable[[Any], Any]) -> list[Any]:
+        """The outputs of the block for a micro-batch, and for its reference, settled."""
+        runners = self._of(i)
+        self.waiting.pop(i, None)
+        self._advance(runners, len(self.sites))
+        outputs = [settled(runner.output) for runner in runners]
+        for runner in runners:
+            runner.drop()
+        return outputs
 
     @contextmanager
     def parking(self) -> Iterator[None]:
@@ -203,6 +213,7 @@ def suspended_forward(
     reference: Sequence[Call],
     versions: Versions,
     repeats: bool = False,
+    settled: Callable[[Any], Any] = lambda output: output,
 ) -> ForwardsDone:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
@@ -210,13 +221,13 @@ def suspended_forward(
     the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
     where nothing compares with it); they run on what `versions` knows to have been there before. repeats: whether
     forwards are repeated for each of the first `REPEATED_SITES` sites, one micro-batch at a time, instead of waiting
-    there all at once.
+    there all at once. settled: applied to each output.
     """
     forwards = _Forwards(block, calls, sites, reference, versions, repeats)
     # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
     with forwards.parking(), torch.no_grad(), versions.ready(layer for site in sites for layer in site):
         for i, site in enumerate(sites):
             visit(site, Arrivals(partial(forwards.arrivals, i)))
-        outputs = list(forwards.outputs())
+        outputs = [forwards.finish(i, settled) for i in range(len(calls))]
     others = [of_batch[1] for of_batch in outputs] if reference else []
     return ForwardsDone([of_batch[0] for of_batch in outputs], others, forwards.begun)

@@ -3,15 +3,16 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from compress.base.collectives import Comm
+from compress.base.host_memory import aside
 from compress.base.progress import Reporter
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
 from compress.engine.plan.plan import Plan
@@ -53,10 +54,10 @@ class Spending:
         while True:
             try:
                 with self.on(activity):
-                    value = next(made)
+                    value = [next(made)]
             except StopIteration:
                 return
-            yield value
+            yield value.pop()  # large, and not to be held here while the next one is made
 
     def _turn(self) -> None:
         if self.waits:
@@ -99,6 +100,26 @@ class Steps:
         self.reporter.step(self.done, self.total, f"{self.phase}{name}")
 
 
+@dataclass(frozen=True)
+class Thrift:
+    """The ways in which a run takes less memory of its device, and more time.
+
+    repeats: forwards of a block are repeated for its sites (`engine.walk.forward`). offloads: hidden states, and the
+    statistics of the site that is solved, wait in the host's memory; rows are solved in runs. at_once: the most samples
+    of a forward (None: a micro-batch).
+    """
+
+    repeats: bool = False
+    offloads: bool = False
+    at_once: int | None = None
+
+    def __str__(self) -> str:
+        words = ["forwards are repeated for each group of layers that share an input"] if self.repeats else []
+        if self.offloads:
+            words.append("hidden states and statistics wait in the host's memory, and rows are solved in runs")
+        return "; ".join([*words, *([] if self.at_once is None else [f"at most {self.at_once} samples run at once"])])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A walk over the blocks of a model: what is done to them, and where the results go.
@@ -106,9 +127,10 @@ class Run:
     batches: this rank's micro-batches (none where no pass needs calibration). lessons: training data, where the run
     trains. phase: the walk's name for messages, where a run has several. earlier: results of a walk before this one,
     which this one begins with: {block or table: what was decided about it, trained since}. places: filled with each
-    layer's places of weights within their codes, for a training that begins there (None: unkept). repeats: whether
-    forwards of a block are repeated for its sites, for lack of memory (`engine.walk.forward`). curvature: of the loss
-    by the outputs of layers, where a pass asks for it (`engine.walk.curvature`).
+    layer's places of weights within their codes, for a training that begins there (None: unkept). thrift: what is done
+    for lack of memory; thriftier: what else may be, where memory runs out all the same. parts: of each micro-batch, the
+    number of `batches` that it is split into (empty: 1 each). curvature: of the loss by the outputs of layers, where a
+    pass asks for it (`engine.walk.curvature`).
     """
 
     model: nn.Module
@@ -123,8 +145,14 @@ class Run:
     phase: str = ""
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
-    repeats: bool = False
+    thrift: Thrift = field(default_factory=Thrift)
+    thriftier: Sequence[Thrift] = ()
+    parts: Sequence[int] = ()
     curvature: Mapping[str, LossCurvature] = field(default_factory=dict)
+
+    def settled(self, outputs: Any) -> Any:
+        """Outputs of a block as they wait for the next: on the host, where the run is so thrifty."""
+        return aside(outputs) if self.thrift.offloads else outputs
 
     @cached_property
     def folds(self) -> FoldFinder:
@@ -143,21 +171,62 @@ class Run:
         return Spending(self.record, self.residency.device)
 
 
+def split_batches(run: Run) -> Run:
+    """The run with its micro-batches in parts of as many samples as it may have at once."""
+    most = run.thrift.at_once
+    if most is None:
+        return run
+    counts = [max(len(value) for value in batch.values() if isinstance(value, Tensor)) for batch in run.batches]
+    batches = [
+        {key: value[i : i + most] if isinstance(value, Tensor) else value for key, value in batch.items()}
+        for batch, count in zip(run.batches, counts, strict=True)
+        for i in range(0, count, most)
+    ]
+    return replace(run, batches=batches, parts=[-(-count // most) for count in counts])
+
+
+@dataclass(frozen=True)
+class Calls(Sequence[Call]):
+    """Calls of which the arguments may wait on the host (`held`); each is on the device as long as it is looked at."""
+
+    held: Sequence[Call]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> "Calls":
+        return calls if isinstance(calls, Calls) else cls(calls)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @overload
+    def __getitem__(self, i: int) -> Call: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> "Calls": ...
+
+    def __getitem__(self, i: int | slice) -> "Call | Calls":
+        return Calls(self.held[i]) if isinstance(i, slice) else self.held[i].here()
+
+
 @dataclass(frozen=True)
 class Streams:
     """The calls of a block on the compressed model's hidden states, and on those of the original model (`reference`;
     empty where no pass compares with it). outputs, others: all that the block before has returned for each of them;
     none before the first block."""
 
-    calls: list[Call]
-    reference: list[Call]
+    calls: Sequence[Call]
+    reference: Sequence[Call]
     outputs: Sequence[Any] = ()
     others: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("calls", "reference"):
+            object.__setattr__(self, name, Calls.of(getattr(self, name)))
 
     @property
     def end(self) -> bool:
         """True if the block is the whole model, which hands nothing on."""
-        return bool(self.calls) and self.calls[0].key is None
+        return bool(self.calls) and Calls.of(self.calls).held[0].key is None
 
     def called_as(self, own: Sequence[Call], original: Sequence[Call] | None = None) -> "Streams":
         """These hidden states in a block's own calls: masks and rotary tables differ between blocks. original: the
@@ -178,8 +247,8 @@ def _own_calls(own: Sequence[Call], before: Sequence[Call], outputs: Sequence[An
     """The block's own calls on what comes out of the block before; of the first block, on the hidden states given."""
     if outputs:
         return [call.following(output) for call, output in zip(own, outputs, strict=True)]
-    return [call.with_hidden(given.hidden) for call, given in zip(own, before, strict=True)]
+    return [call.with_hidden(given.hidden) for call, given in zip(own, Calls.of(before).held, strict=True)]
 
 
 def _onto(calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
-    return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]
+    return [call.with_hidden(hidden_of(output)) for call, output in zip(Calls.of(calls).held, outputs, strict=True)]

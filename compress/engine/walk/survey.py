@@ -117,7 +117,9 @@ class _OpenBlock:
                     whole = torch.cat([part[layer.name] for part in parts])
                     changed[layer] = layer.stored(whole.to(layer.parameter.dtype))
 
-        passed = suspended_forward(self.opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.repeats)
+        passed = suspended_forward(
+            self.opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.thrift.repeats
+        )
         run.record.block_forwards += passed.forwards
         return passed.outputs, changed
 

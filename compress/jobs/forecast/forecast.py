@@ -31,6 +31,7 @@ from compress.jobs.forecast.inference_memory import RunMemory, run_memory
 from compress.jobs.forecast.peak_memory import (
     PeakMemory,
     TokenCounts,
+    has_own_memory,
     loaded_bytes,
     memory_of,
     stored_dtype,
@@ -301,8 +302,9 @@ def outline(
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
     if counted is not None:
-        memory = memory_of(plan, counted, worked_in.itemsize, available or available_bytes(device), loaded)
-        repeats = memory is not None and memory.kept is not None
+        free = available or available_bytes(device)
+        memory = memory_of(plan, counted, worked_in.itemsize, free, loaded, has_own_memory(device))
+        repeats = memory is not None and memory.thrift.repeats
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(
         type(model).__name__ if source is None else source.name,

@@ -6,22 +6,28 @@ model's on a GPU:
     program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
     loaded       weights that are not read from their mapped files as they are: experts that are stored one by one, and
                  layers of a checkpoint that was rounded before
-    block        the weights of the block, and a second copy of those that are decided, where the original is compared
+    block        the weights of the block, and values and codes of those that are decided
     activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
                  hidden states and the input of the site, or five and a half where a forward waits inside an attention.
                  Where that is more than there is room for, forwards are repeated (`engine.walk.forward`): one hidden
-                 state, two at the end of a block, and the rest for the tokens of one micro-batch alone
-    statistics   of the input of the site; a Hessian: H, drift and contrast, seven matrices while tokens are few
-    solving      by rounding: 3.5 copies of the site's weights; by second order: 4 matrices [K, K] and 9 copies, 6
-                 without refit and descent; before it, what a micro-batch's forward makes: 4 of its widest tensors
+                 state, two at the end of a block, and the rest for the tokens of one micro-batch alone, until the
+                 statistics are complete. A device with a memory of its own may leave hidden states to the host, and
+                 run fewer samples at once, whose inputs of the site are then joined (`engine.walk.state.Thrift`)
+    statistics   of the input of the site; a Hessian: H, the two halves of the drift and, at first, a half of H; then H,
+                 drift and contrast, seven matrices while tokens are few
+    solving      by rounding: 3.5 copies of the site's weights; by second order: 3 matrices [K, K] and 9 copies, 6
+                 without refit and descent, or 4 matrices; before it, what the forward makes, 4 of its widest
+                 tensors, or what adding to the statistics does. Where statistics wait on the host: 3 matrices in all
+                 and the targets, or 2 and the copies of so many rows as are solved at once
 
 and a tenth more of all but the first two, which freed memory leaves in pieces. The counts of copies are those of the
-code; `recipes/results/plan-memory.json` has what runs then took.
+code: `tests/engine/walk/test_thrift.py` holds them to the tensors that live in a run, and
+`recipes/results/plan-memory.json` has what runs took.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -34,11 +40,12 @@ from compress.checkpoint.write.shards import PIECE
 from compress.engine.plan.batches import tokens_of
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.forward import REPEATED_SITES
+from compress.engine.walk.state import Thrift
 from compress.jobs.model_source import OpenedModel
 from compress.model.calls import Batch
 from compress.model.layers import Layer
 from compress.model.split_experts import is_joined
-from compress.passes.options.second_order import SecondOrder
+from compress.passes.options.second_order import AT_ONCE, SecondOrder
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import (
     Decide,
@@ -50,12 +57,14 @@ from compress.passes.protocol.stages import (
     Rewrite,
     Survey,
 )
-from compress.solvers.statistics.hessian import FEW
+from compress.solvers.statistics.hessian import CONVERTED, FEW
 from compress.solvers.statistics.input_statistics import Statistic
 
 WITHIN_ATTENTION = 5.5  # hidden states that each token has where a forward waits before an attention's output layer
 WITHIN_BLOCK = 3  # elsewhere, beside the input of the layer that it waits for
-ROUNDING, SOLVING, SWEEPING, SQUARES = 3.5, 9, 6, 4
+ROUNDING, SOLVING, SWEEPING = 3.5, 9, 6
+# Copies of a site's weights, and of its largest layer, while targets are found.
+TARGETS, TARGET = 2, 3
 WIDEST = 4  # tensors of a forward, as wide as its widest layer, beside each other
 PIECES = 1.1
 MIB = 2**20
@@ -89,6 +98,7 @@ class PeakMemory:
     site: str
     loaded: int = 0
     kept: int | None = None
+    thrift: Thrift = field(default_factory=Thrift)
 
     @property
     def fragments(self) -> int:
@@ -109,36 +119,56 @@ class PeakMemory:
         return self.program + self.loaded + self.working
 
 
-def memory_of(plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0) -> PeakMemory | None:
+def memory_of(
+    plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0, own: bool = False
+) -> PeakMemory | None:
     """The memory at the peak of a plan's run. width: bytes of a number in a block that is worked on. available: bytes
-    that the device has for the run. loaded: as in `PeakMemory`. None where a pass trains, or looks at gradients or at
-    the whole model first: its options decide."""
+    that the device has for the run. loaded: as in `PeakMemory`. own: whether the device has a memory of its own. None
+    where a pass trains, or looks at gradients or at the whole model first: its options decide."""
     if not plan.passes or any(looks_beyond(p) for p in plan.recipe):
         return None
-    return peak_of(plan, tokens, width, available, loaded)
+    return peak_of(plan, tokens, width, available, loaded, own)
 
 
-def peak_of(plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0) -> PeakMemory | None:
-    """`memory_of` of the walk through the blocks alone; None for a plan without layers."""
-    program = (anonymous_bytes() or 0) + 2 * 4 * PIECE
-
-    def peak(repeats: bool) -> PeakMemory | None:
+def peak_of(
+    plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0, own: bool = False
+) -> PeakMemory | None:
+    """`memory_of` of the walk through the blocks alone, by the first way of thrift that fits, or else the one that
+    takes least; None for a plan without layers."""
+    program, kept, least = (anonymous_bytes() or 0) + 2 * 4 * PIECE, None, None
+    for thrift in ways(plan, tokens, own and available is not None):
         peaks = (
             each
             for stack in plan.stacks
             for name, block in stack.blocks
-            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, repeats)
+            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, thrift)
         )
         highest = max(peaks, key=lambda each: each.total, default=None)
-        return None if highest is None else replace(highest, loaded=loaded)
+        if highest is None:
+            return None
+        highest = replace(highest, loaded=loaded, kept=kept)
+        kept = highest.working if kept is None else kept
+        if least is None or highest.working < least.working:
+            least = highest
+        if available is None or highest.working + loaded <= available:
+            break
+    return least
 
-    baseline = peak(False)
-    if baseline is None or available is None or baseline.working + loaded <= available or not plan.calibrated:
-        return baseline
-    repeated = peak(True)
-    if repeated is None or repeated.working >= baseline.working:
-        return baseline
-    return replace(repeated, kept=baseline.working)
+
+def ways(plan: Plan, tokens: TokenCounts, own: bool) -> Iterator[Thrift]:
+    """Ways in which a run can do with less memory, those first that cost least time. own: whether the device has a
+    memory of its own, beside the host's."""
+    yield Thrift()
+    if not plan.calibrated:
+        return
+    yield Thrift(repeats=True)
+    if not own or any(looks_beyond(p) for p in plan.recipe):
+        return
+    yield (thrifty := Thrift(repeats=True, offloads=True))
+    at_once = min(tokens.batch, tokens.samples)
+    while at_once > 1 and plan.kv is None:
+        at_once = -(-at_once // 2)
+        yield replace(thrifty, at_once=at_once)
 
 
 def loaded_bytes(source: Source, model: nn.Module) -> int:
@@ -201,46 +231,71 @@ def _of_block(
     tokens: TokenCounts,
     width: int,
     program: int,
-    repeats: bool,
+    thrift: Thrift,
 ) -> Iterator[PeakMemory]:
-    """The memory while each site of a block is decided by each pass. repeats: whether forwards are repeated."""
+    """The memory while each site of a block is decided by each pass."""
     own = sum(p.numel() for p in block.parameters()) * width
     passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
     streams = 1 + plan.compares if plan.calibrated else 0
     hidden = layers[0].shape[1] if layers else 0
     rows = max((layer.shape[0] for layer in layers), default=0)
-    at_once = min(tokens.batch, tokens.samples) * tokens.length
+    batch = min(tokens.batch, tokens.samples) * tokens.length
+    at_once = batch if thrift.at_once is None else thrift.at_once * tokens.length
     forward = WIDEST * at_once * rows * width if plan.calibrated else 0
+    between = 0 if thrift.offloads else streams * tokens.count * hidden * width
     decided, last = 0, ""
     for i, site in enumerate(sites_of(layers) if plan.calibrated else ([layer] for layer in layers)):
-        copies = weights_in(site) * 4
         columns = site[0].shape[1]
         last = site[0].name
         per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
-        floats = tokens.count * per_token
-        if repeats and i < REPEATED_SITES:
-            floats = tokens.count * hidden + at_once * per_token
-        activations = int(streams * floats * width)
+        waiting = int(streams * tokens.count * per_token * width)
+        passing = 0
+        if thrift.repeats and i < REPEATED_SITES:
+            joined = batch * columns if at_once < batch else 0
+            waiting, passing = between, int(streams * (at_once * per_token + joined) * width)
         for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
-            statistics = _statistics(p, columns, tokens) if plan.calibrated else 0
-            solving = max(_solving(p, columns, copies), forward)
-            yield PeakMemory(program, own + decided, activations, statistics, solving, site[0].name)
-        decided += copies if plan.compares else 0
-    if repeats and last:
+            at_site = PeakMemory(program, own + decided, waiting, 0, 0, last, thrift=thrift)
+            if plan.calibrated:
+                statistics = _statistics(p, columns, tokens, done=False)
+                counting = max(forward, _counting(p, batch, columns, width))
+                yield replace(at_site, activations=waiting + passing, statistics=statistics, solving=counting)
+            statistics = _statistics(p, columns, tokens, done=True) if plan.calibrated else 0
+            solving = _solving(p, site, thrift)
+            if thrift.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
+                yield replace(at_site, statistics=statistics)
+                statistics = 0
+            yield replace(at_site, statistics=statistics, solving=solving)
+        decided += weights_in(site) * (width + 1) if plan.calibrated else 0
+    if thrift.repeats and last:
         # Its outputs, beside its inputs.
-        yield PeakMemory(program, own + decided, streams * tokens.count * 2 * hidden * width, 0, forward, last)
+        yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, thrift=thrift)
 
 
-def _statistics(p: Pass, columns: int, tokens: TokenCounts) -> int:
-    """Bytes of what a pass collects about an input of so many columns."""
+def _statistics(p: Pass, columns: int, tokens: TokenCounts, done: bool) -> int:
+    """Bytes of what a pass collects about an input of so many columns. done: once it is complete."""
     if isinstance(p, SecondOrder):
-        size = 8 if p.statistics == "float64" else 4
-        matrices = 3 if tokens.count >= FEW * columns else 7
-        return columns**2 * size * (matrices if p.drift else 1)
+        few = tokens.count < FEW * columns
+        # At first, tokens are few in any case, and the sums of the first halves are there.
+        matrices = ((7 if few else 3) if done else 4) if p.drift else ((3 if few else 1) if done else 2)
+        return columns**2 * _size(p) * matrices
     kinds = (p.stage(Decide), p.stage(Rewrite), p.stage(Survey), p.stage(Fix))
     meta = torch.device("meta")
     made = [make(columns, meta) for stage in kinds if stage is not None for make in stage.needs.values()]
     return sum(_statistic_bytes(statistic, columns, tokens) for statistic in made)
+
+
+def _counting(p: Pass, batch: int, columns: int, width: int) -> int:
+    """Bytes of the work of adding a micro-batch to second moments."""
+    if not isinstance(p, SecondOrder):
+        return 0
+    size = _size(p)
+    rows = batch // 2 if size == width else min(CONVERTED, batch) * 3
+    return max(rows, 2 * min(CONVERTED, batch)) * columns * size
+
+
+def _size(p: SecondOrder) -> int:
+    """Bytes of a number of the statistics and the solution."""
+    return 8 if p.statistics == "float64" else 4
 
 
 def _statistic_bytes(statistic: Statistic, columns: int, tokens: TokenCounts) -> int:
@@ -250,26 +305,48 @@ def _statistic_bytes(statistic: Statistic, columns: int, tokens: TokenCounts) ->
     return sum(t.nbytes for t in tensors) + min(per_batch * batches, tokens.count) * columns * 4
 
 
-def _solving(p: Pass, columns: int, copies: int) -> int:
-    """Bytes of the work on a site. copies: bytes of its weights."""
+def _solving(p: Pass, site: Sequence[Layer], thrift: Thrift) -> int:
+    """Bytes of the work on a site, beside its statistics where these stay."""
+    copies, columns = weights_in(site) * 4, site[0].shape[1]
     if not (isinstance(p, SecondOrder) and p.calibrated):
         return int(ROUNDING * copies)
+    matrix, copies = columns**2 * _size(p), weights_in(site) * _size(p)
+    largest = max(map(weights_in, ([layer] for layer in site))) * _size(p)
     polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
-    return SQUARES * columns**2 * 4 + (SOLVING if polished else SWEEPING) * copies
+    each = SOLVING if polished else SWEEPING
+    extra = p.act_order != "none"
+    if not thrift.offloads:
+        return max((4 + extra) * matrix, (3 + extra) * matrix + each * copies)
+    return max(
+        (3 + extra) * matrix + TARGETS * copies + TARGET * largest,
+        (2 + extra) * matrix + TARGETS * copies + each * min(copies, AT_ONCE * _size(p)),
+        matrix + TARGETS * copies + int(ROUNDING * largest),
+    )
 
 
-def lack_of_memory(opened: OpenedModel, plan: Plan, batches: Sequence[Batch], spills: bool) -> str | None:
-    """A remark that forwards are repeated, because all of a block's would take more memory than there is; None where
-    there is enough, or where that is not known: of batches without token ids.
+def thrift_of(
+    opened: OpenedModel, plan: Plan, batches: Sequence[Batch], spills: bool
+) -> tuple[Sequence[Thrift], str | None]:
+    """The first way of thrift that fits in memory and those after it, and a remark about the first. The remark is None
+    where memory is enough, or not known to lack: of batches without token ids.
 
     spills: whether large tensors on the CPU lie in files.
     """
     counts = token_counts(batches)
     if not plan.calibrated or counts is None or (spills and opened.device.type == "cpu"):
-        return None
-    available = available_bytes(opened.device)
-    memory = peak_of(plan, counts, (opened.dtype or stored_dtype(opened.model)).itemsize, available)
-    return None if memory is None or available is None else _remark(memory, available, opened.device)
+        return (Thrift(),), None
+    available, width = available_bytes(opened.device), (opened.dtype or stored_dtype(opened.model)).itemsize
+    own = has_own_memory(opened.device)
+    memory = peak_of(plan, counts, width, available, own=own)
+    if memory is None or available is None:
+        return (Thrift(),), None
+    every = list(ways(plan, counts, own))
+    return every[every.index(memory.thrift) :], _remark(memory, available, opened.device)
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """True for a device that does not compute in the host's memory."""
+    return device.type != "cpu"
 
 
 def token_counts(batches: Sequence[Batch]) -> TokenCounts | None:
@@ -289,7 +366,6 @@ def _remark(memory: PeakMemory, available: int, device: torch.device) -> str | N
     still = " (still more than that)" if memory.working > available else ""
     return (
         f"memory: to keep all forwards of a block would take {memory.kept / MIB:,.0f} MiB on {device}, where "
-        f"{available / MIB:,.0f} MiB are free; they are repeated for each group of layers that share an input, which "
-        f"takes {memory.working / MIB:,.0f} MiB{still} and about 2.5 times the time of the forwards. Fewer --samples "
-        f"avoid that{or_files}"
+        f"{available / MIB:,.0f} MiB are free; {memory.thrift}, which takes {memory.working / MIB:,.0f} MiB{still} and "
+        f"about 2.5 times the time of the forwards. Fewer --samples avoid that{or_files}"
     )

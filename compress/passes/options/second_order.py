@@ -47,6 +47,8 @@ Solution = Literal["rounding", "gptq without drift", "gptq"]
 SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
 JUDGED_ROWS = 128
+# Weights that are solved at a time where the device is short of memory: of each there are some ten copies.
+AT_ONCE = 2**24
 # Multiplications of the sweeps of a site, from which several threads are worth it.
 WORTH_THREADS = 2**28
 
@@ -130,6 +132,8 @@ class SecondOrder(Pass):
             for solution in sorted(set(chosen.values())):
                 part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
                 targets = self.targets(part, problem, solution)
+                # Of the solutions, the first alone needs it, and it is as large as H.
+                problem = replace(problem, correction=None)
                 for name, (weight, own) in self.solve(part, problem, targets, solution).items():
                     figures = self.figures(site, name, weight, targets[name], problem)
                     results[name] = weight, {**figures, **own, "solution": self.called[solution]}
@@ -137,13 +141,15 @@ class SecondOrder(Pass):
 
     def problem(self, statistics: HessianResult) -> Problem:
         """The problem of all layers of a site, from its statistics as far as they are relied on."""
-        if self.shrink:
-            statistics = statistics.shrunk()
+        waits = statistics.waits
+        # While its matrices wait on the host, one copy of H.
+        statistics = statistics.shrunk() if self.shrink else replace(statistics, held=statistics.hessian)
         noise = statistics.noise
         # Of the part that is relied on.
         share = 1 - statistics.shrinkage if self.shrink else 1.0
         order = self.act_order, self.group_length
         problem = Problem.of(statistics.hessian, self.damp, *order, POLISH_DAMP + share * noise)
+        problem = problem.aside() if waits else problem
         if not self.drift:
             return problem
         return replace(problem, correction=drift_correction(statistics, problem.damp + noise * self.shrink))
@@ -190,7 +196,8 @@ class SecondOrder(Pass):
     def solve_targets(self, site: Site, targets: Mapping[str, Tensor], problem: Problem) -> dict[str, Matrix]:
         """`solve_rows` over the rows of all layers, each rank its share."""
         rows: dict[str, Rows] = {n: self.rows(site, n, target, problem) for n, target in targets.items()}
-        return solve_stacked(site, rows, partial(self.solve_rows, site, problem), self.together)
+        most = AT_ONCE if problem.waits else None
+        return solve_stacked(site, rows, partial(self.solve_rows, site, problem), self.together, most)
 
     def references(self, site: Site, name: str, dtype: torch.dtype) -> dict[str, Matrix]:
         """{figure: the weight whose loss it is} of the weights that the record compares a layer's with."""

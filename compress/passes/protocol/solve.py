@@ -12,7 +12,7 @@ from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Quantized
-from compress.weights.matrix import Matrix, Term, added
+from compress.weights.matrix import Matrix, Term, Weight, added
 
 # What is solved: the arguments of a solver that have a row for each output, by their names there.
 Rows = Mapping[str, Tensor]
@@ -20,13 +20,15 @@ Rows = Mapping[str, Tensor]
 Solve = Callable[..., Matrix]
 
 
-def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Matrix:
+def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1, most: int | None = None) -> Matrix:
     """Solve a weight whose output rows are independent: each rank its share, then all of them gathered.
 
     `solve(**rows)` returns the rows that it is given. together: so many rows in a row are not independent of each
-    other (tiles), and stay on one rank.
+    other (tiles), and stay on one rank. most: weights that are solved at a time, where memory is short (None: all).
     """
     count = len(next(iter(rows.values())))
+    if most is not None:
+        solve = partial(_in_runs, solve, together * max(1, most * count // _most_numbers(rows) // together))
     if not comm.active or count < comm.world * together:  # a share without rows has no shape to solve
         return solve(**rows)
     tiles = -(-count // together)
@@ -35,6 +37,18 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Matri
     part = solve(**{key: tensor[mine] for key, tensor in rows.items()})
     lengths = [share.stop - share.start for share in shares]
     return added(*(_gather(comm, term, lengths) for term in part.terms))
+
+
+def _most_numbers(rows: Rows) -> int:
+    """The numbers of the largest of what is solved."""
+    return max(tensor.numel() for tensor in rows.values())
+
+
+def _in_runs(solve: Solve, length: int, **rows: Tensor) -> Matrix:
+    """Rows solved so many at a time."""
+    runs = zip(*(tensor.split(length) for tensor in rows.values()), strict=True)
+    solved = [solve(**dict(zip(rows, run, strict=True))) for run in runs]
+    return solved[0] if len(solved) == 1 else added(*Weight.stacked(solved).terms)
 
 
 def moved(weight: Matrix, device: torch.device) -> Matrix:
@@ -64,16 +78,18 @@ def _gather(comm: Comm, term: Term, lengths: list[int]) -> Term:
     return cast(Term, replace(term, **tensors))
 
 
-def solve_stacked(site: Site, layers: Mapping[str, Rows], solve: Solve, together: int = 1) -> dict[str, Matrix]:
+def solve_stacked(
+    site: Site, layers: Mapping[str, Rows], solve: Solve, together: int = 1, most: int | None = None
+) -> dict[str, Matrix]:
     """Solve the layers of a site, which share their statistics, as one tall weight for each dtype of scales.
 
-    `layers` has the same arguments of `solve` for each of them; `solve(scale_dtype=, **rows)` and `together` are as in
-    `solve_rows`. With one scale in all, a layer's rows have to be given theirs.
+    `layers` has the same arguments of `solve` for each of them; `solve(scale_dtype=, **rows)`, `together` and `most`
+    are as in `solve_rows`. With one scale in all, a layer's rows have to be given theirs.
     """
     solved: dict[str, Matrix] = {}
     for names in stacks(site, together):
         rows = {key: torch.cat([layers[n][key] for n in names]) for key in layers[names[0]]}
-        whole = solve_rows(site.comm, rows, partial(solve, scale_dtype=site.scale_dtypes[names[0]]), together)
+        whole = solve_rows(site.comm, rows, partial(solve, scale_dtype=site.scale_dtypes[names[0]]), together, most)
         first = 0
         for name in names:
             last = first + len(next(iter(layers[name].values())))

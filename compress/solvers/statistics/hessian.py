@@ -1,5 +1,6 @@
 """The second moments of a layer's input, summed over tokens and ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from compress.base.collectives import Comm
 from compress.base.errors import one_of
+from compress.base.host_memory import OnHost, aside, here
 
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that relies fully on its
 # statistics does better than rounding on other text; with a quarter of that it may not.
@@ -15,6 +17,8 @@ FEW = 2
 # Columns of a block of a symmetric matrix, at least, and blocks, at most: of those on both sides of the diagonal one is
 # computed.
 BLOCK, BLOCKS = 256, 8
+# Rows of an input whose copies in the dtype of the sums exist at a time.
+CONVERTED = 2048
 Precision = Literal["float32", "float64"]
 
 
@@ -29,34 +33,54 @@ class HessianResult:
     """Second moments, as means over tokens, of the layer's input X [tokens, K] and its input in the uncompressed model,
     X_ref.
 
-    hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K], None without a reference. shrinkage: 0 to 1, how much of the
-    elements off the diagonal of the Hessian is noise of having seen so few tokens. few: True where there are fewer than
-    FEW tokens for each input. halves: then, the results of two disjoint halves of the tokens (empty where a half has no
-    token). contrast_of_all [K, K]: the contrast, but for a factor.
+    hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K], None without a reference; either in a copy made when
+    asked for, while the matrices wait on the host (`aside`). shrinkage: 0 to 1, how much of the elements off the
+    diagonal of the Hessian is noise of having seen so few tokens. few: True where there are fewer than FEW tokens for
+    each input. halves: then, the results of two disjoint halves of the tokens (empty where a half has no token).
+    contrast_of_all [K, K]: the contrast, but for a factor.
     """
 
-    hessian: Tensor
+    held: Tensor | OnHost
     tokens: int
-    drift: Tensor | None = None
-    contrast_of_all: Tensor | None = None
+    held_drift: Tensor | OnHost | None = None
+    contrast_of_all: Tensor | OnHost | None = None
     shrinkage: float = 0.0
     few: bool = False
     halves: tuple["HessianResult", ...] = ()
     contrast_factor: float = 1.0
 
     @property
+    def hessian(self) -> Tensor:
+        return here(self.held)
+
+    @property
+    def drift(self) -> Tensor | None:
+        return here(self.held_drift)
+
+    @property
+    def waits(self) -> bool:
+        """True while the matrices wait on the host, because the device has no room for all of them."""
+        return isinstance(self.held, OnHost)
+
+    def aside(self, known: dict[int, OnHost] | None = None) -> "HessianResult":
+        """This result with its matrices on the host. known: as `host_memory.aside` has it."""
+        made = {} if known is None else known
+        matrices = aside((self.held, self.held_drift, self.contrast_of_all), made)
+        named = dict(zip(("held", "held_drift", "contrast_of_all"), matrices, strict=True))
+        return replace(self, **named, halves=tuple(half.aside(made) for half in self.halves))
+
+    @property
     def contrast(self) -> Tensor | None:
         """[K, K] a matrix with the noise of the drift and expectation zero; None without a reference, or where a half
         has no token. The noise of a mean grows as its tokens get fewer: a half's is a multiple of that of all."""
-        if self.contrast_of_all is None or self.contrast_factor == 1.0:
-            return self.contrast_of_all
-        return self.contrast_of_all * self.contrast_factor
+        contrast = here(self.contrast_of_all)
+        return contrast if contrast is None or self.contrast_factor == 1.0 else contrast * self.contrast_factor
 
     @property
     def noise(self) -> float:
         """The share of noise in the off-diagonal elements of the Hessian, as ridge regression counts it: inputs per
         token."""
-        return len(self.hessian) / max(self.tokens, 1)
+        return self.held.shape[0] / max(self.tokens, 1)
 
     def double(self) -> "HessianResult":
         """This result in float64, without halves."""
@@ -66,9 +90,10 @@ class HessianResult:
     def shrunk(self) -> "HessianResult":
         """This result without the expected noise of the Hessian: off-diagonal elements are reduced by the share
         `shrinkage`."""
-        hessian = self.hessian * (1 - self.shrinkage)
-        hessian.diagonal().copy_(self.hessian.diagonal())
-        return replace(self, hessian=hessian)
+        whole = self.hessian
+        hessian = whole * (1 - self.shrinkage)
+        hessian.diagonal().copy_(whole.diagonal())
+        return replace(self, held=hessian)
 
 
 class Hessian:
@@ -104,23 +129,28 @@ class Hessian:
         self.found: HessianResult | None = None
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        x, half = x_MK.to(self.total.dtype), len(x_MK) // 2
+        half = len(x_MK) // 2
         parts = (slice(half), slice(half, None))
-        _add_products(self.total, x)
-        self.counts = [self.counts[0] + half, self.counts[1] + len(x) - half]
+        for x in self._converted(x_MK):
+            _add_products(self.total, x)
+        self.counts = [self.counts[0] + half, self.counts[1] + len(x_MK) - half]
         self._forget_early()
         if self.early is not None:
-            _add_products(self.early, x[:half])
-        squares = x.square()
-        size_M = squares.sum(1, keepdim=True)
-        shares = squares / size_M.clamp(min=torch.finfo(x.dtype).tiny)
-        products_M = size_M[:, 0].double().square() * (1 - shares.square().sum(1))
+            for x in self._converted(x_MK[:half]):
+                _add_products(self.early, x)
+        products_M = torch.cat([_products(x.to(self.total.dtype)) for x in x_MK.split(CONVERTED)])
         self.products += torch.stack([products_M[part].sum() for part in parts])
         if self.drift is not None:
             assert reference_MK is not None
-            change = reference_MK.to(x.dtype) - x
             for sum_KK, part in zip(self.drift, parts, strict=True):
-                sum_KK.addmm_(change[part].t(), x[part])
+                for x, other in zip(*map(self._converted, (x_MK[part], reference_MK[part])), strict=True):
+                    sum_KK.addmm_((other - x).t(), x)
+
+    def _converted(self, x_MK: Tensor) -> Iterator[Tensor]:
+        """Rows in the dtype of the sums: those of another dtype in short runs, so that few copies exist at a time."""
+        dtype = self.total.dtype
+        runs = (x_MK,) if x_MK.dtype == dtype else x_MK.split(CONVERTED)
+        return (run.to(dtype) for run in runs)
 
     def _forget_early(self) -> None:
         if sum(self.counts) >= FEW * len(self.total):
@@ -150,12 +180,16 @@ class Hessian:
         late = None if self.early is None or not first or not second else self.total - self.early
         drift = contrast = None
         if self.drift is not None:
-            drift = (self.drift[0] + self.drift[1]).div_(max(tokens, 1))
-            for sum_KK, count in zip(self.drift, self.counts, strict=True):
-                sum_KK.div_(max(count, 1))
+            sums, counts = self.drift, [max(count, 1) for count in self.counts]
+            of_halves = None if late is None else [sum_KK / n for sum_KK, n in zip(sums, counts, strict=True)]
+            early_KK, drift = sums
+            for rows in symmetric_blocks(len(drift)):  # the sums become the drift and its contrast where they are
+                late_mean = drift[rows] / counts[1]
+                drift[rows] = (drift[rows] + early_KK[rows]).div_(max(tokens, 1))
+                early_KK[rows] = (early_KK[rows] / counts[0]).sub_(late_mean)
             if first and second:
-                contrast = self.drift[0] if late is None else self.drift[0].clone()
-                contrast.sub_(self.drift[1]).mul_((first * second) ** 0.5 / tokens)
+                contrast = early_KK.mul_((first * second) ** 0.5 / tokens)
+            self.drift = of_halves
         noise = shrinkage_of(self.total.div_(max(tokens, 1)), tokens, self.products.sum())
         whole = HessianResult(self.total, tokens, drift, contrast, noise, few=self.early is not None)
         if self.early is None or late is None:
@@ -168,6 +202,14 @@ class Hessian:
             noise, factor = shrinkage_of(sum_KK.div_(count), count, products), (tokens / count) ** 0.5
             halves.append(HessianResult(sum_KK, count, of_half, contrast, noise, contrast_factor=factor))
         return replace(whole, halves=tuple(halves))
+
+
+def _products(x_MK: Tensor) -> Tensor:
+    """[M] of each token, in float64, the sum over pairs i != j of (x_i x_j)^2."""
+    squares = x_MK.square()
+    size_M = squares.sum(1, keepdim=True)
+    shares = squares.div_(size_M.clamp(min=torch.finfo(x_MK.dtype).tiny))
+    return size_M[:, 0].double().square() * (1 - shares.square_().sum(1))
 
 
 def symmetric_blocks(columns: int) -> list[slice]:
@@ -189,8 +231,12 @@ def shrinkage_of(moments: Tensor, tokens: int, products: Tensor) -> float:
     trace = moments.diagonal(dim1=-2, dim2=-1).sum().double()
     if not trace > 0:
         return 0.0
-    own = (moments / trace.to(moments.dtype)).square()
-    square = own.sum(dtype=torch.float64) - own.diagonal(dim1=-2, dim2=-1).sum(dtype=torch.float64)
+
+    def squared(part: Tensor) -> Tensor:
+        return (part / trace.to(part.dtype)).square_().sum(dtype=torch.float64)
+
+    blocks = (moments[..., rows, :] for rows in symmetric_blocks(moments.shape[-2]))
+    square = sum(map(squared, blocks)) - squared(moments.diagonal(dim1=-2, dim2=-1))
     if tokens < 2 or not square > 0:
         return float(tokens == 1)
     return float(((products / trace.square() / tokens - square) / (square * (tokens - 1))).clamp(0, 1))

@@ -58,16 +58,18 @@ MODELS = {
 
 
 def told(config: Any, blocks: int, ranks: int) -> dict[str, Any]:
-    """10^9 bytes on a rank's device: with all forwards of a block kept, and with them repeated; the rank's part of the
-    model, where there are several."""
+    """10^9 bytes on a rank's device: with all forwards of a block kept, with them repeated, and the least that a run
+    takes, with hidden states and statistics on the host; the rank's part of the model, where there are several."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     split_experts(model)
     planned = plan(model, [compress.GPTQ()], valued=False)
     tokens = TokenCounts(SAMPLES // ranks, LENGTH, BATCH)
     kept, repeated = (peak_of(planned, tokens, WIDTH, available) for available in (None, 0))
+    least = peak_of(planned, tokens, WIDTH, 0, own=True)
     assert kept is not None
     assert repeated is not None
+    assert least is not None
     own = {id(p) for p in planned.stacks[0].blocks[0][1].parameters()}
     block = sum(p.nbytes for p in model.parameters() if id(p) in own)
     whole = sum(p.nbytes for p in model.parameters()) + (blocks - 1) * block
@@ -77,8 +79,9 @@ def told(config: Any, blocks: int, ranks: int) -> dict[str, Any]:
         "of_a_rank_gb": 0 if ranks == 1 else round(whole / ranks / 1e9, 1),
         "kept_gb": round(kept.working / 1e9, 1),
         "repeated_gb": round(repeated.working / 1e9, 1),
-        "parts_of_repeated_gb": {
-            name: round(value / 1e9, 2) for name, value in asdict(repeated).items() if isinstance(value, int)
+        "least_gb": round(least.working / 1e9, 1),
+        "parts_of_least_gb": {
+            name: round(value / 1e9, 2) for name, value in asdict(least).items() if isinstance(value, int)
         },
     }
 

@@ -8,8 +8,8 @@ has a result. The file is written anew after each:
     results: [{"method", "blocks", "seconds", "parts": {"forward", "statistics", "solve", "write"}, "peak_bytes",
                "seconds_of_all": what all blocks of the shape would take, at the same seconds a block}]
 
-`--library llmcompressor` runs that library's GPTQ on the same model and tokens, where it is installed; it tells no
-parts.
+`--memory` takes all but so many GiB of the GPU away: compress then keeps to these. `--library llmcompressor` runs that
+library's GPTQ on the same model and tokens, where it is installed; it tells no parts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from compress.evaluation.provenance import origin
 from compress.evaluation.speed import decoder
 from compress.recipes.studies.figures import asked as command_of
 
-GROUP = 128
+GROUP, GIB = 128, 2**30
 LIBRARIES = ("compress", "llmcompressor")
 
 
@@ -113,14 +113,17 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--memory", type=float, metavar="GIB")
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked.memory is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(asked.memory * GIB / torch.cuda.mem_get_info()[1])
     whole: dict[str, Any] = origin(device) | {
         "command": command_of(__file__),
         "shape": asked.shape,
         "samples": asked.samples,
     }
-    whole |= {"length": asked.length, "group_size": GROUP, "results": []}
+    whole |= {"length": asked.length, "group_size": GROUP, "memory_gib": asked.memory, "results": []}
     if find_spec(asked.library) is None:
         write_json(asked.json, whole | {"skipped": f"{asked.library} is not installed"})
         print(f"skipped: {asked.library} is not installed")

@@ -3,13 +3,15 @@
 python recipes/studies/models/memory_table.py > docs/memory.md
 """
 
+from collections.abc import Sequence
+
 import compress
 from compress.jobs.forecast.forecast import Forecast, working_bytes
 from compress.jobs.known_models import known_models
 
 SIZES = (8, 12, 16, 24, 80)  # GiB of memory
 LEFT = 1  # GiB for the driver, and for what a forward computes
-GIB = 2**30
+GIB, CONTEXT = 2**30, 8192
 HEAD = """# What fits in a GPU
 
 Computed from the configurations by `compress plan`, not measured: 4-bit weights in groups of 128 (`--scheme w4a16`).
@@ -23,12 +25,26 @@ answers for one model and one GPU, which need not be there. It takes one of the 
 model.
 
 - **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` nearly doubles it.
-- **To quantize**: the peak memory of the GPU by GPTQ. The model may be larger: it is read block by block. The first
-  setting is the default: 128 samples of 2,048 tokens, 8 at a time. The second is `--samples 128 --length 512
-  --batch-size 1`. Forwards are repeated where keeping all of them would take more than 8 GiB. A row needs more by the
-  second for one of two reasons: all forwards fit in 8 GiB and are kept (smollm2-1.7b), or a layer gets fewer than two
-  tokens for each input, for which GPTQ keeps seven matrices instead of three (llama-3.1-405b). `--method rtn` takes
-  less than both.
+- **To quantize**: the memory that GPTQ takes of a GPU of 8 GiB, or else the least that it can. The model may be
+  larger: it is read block by block. The first setting is the default: 128 samples of 2,048 tokens, 8 at a time. The
+  second is `--samples 128 --length 512 --batch-size 1`. `--method rtn` takes less than both.
+
+A run keeps to what is free (`torch.cuda.mem_get_info`), and takes the first of these that fits. It says which:
+
+1. all forwards of a block are kept while its layers are solved;
+2. they are repeated for each group of layers that share an input: 2.5 times the time of the forwards;
+3. also, hidden states and statistics wait in pinned memory of the host, and rows are solved in runs;
+4. also, fewer samples run at once, down to one.
+
+The codes are the same, but for the rounding of the GPU's sums.
+"""
+CARDS = """
+The largest of these models that a GPU quantizes by GPTQ with its defaults (`compress quantize MODEL --method gptq
+--calibration TEXT --output OUT`), and the largest that it runs in 4 bits with 8,192 tokens of context. How long it
+takes is not measured on a GPU.
+
+| GPU, GiB | quantizes | GiB of it | runs |
+|---|---|---|---|
 """
 
 
@@ -44,7 +60,7 @@ def peak(told: Forecast) -> str:
 
 def row(name: str) -> str:
     """The row of a model."""
-    gptq, least = compress.GPTQ(scheme="w4a16"), SIZES[0] * GIB
+    gptq, least = compress.GPTQ(scheme="w4a16"), (SIZES[0] - LEFT) * GIB
     told = compress.plan(name, gptq, device="cuda", device_memory=least)
     short = compress.plan(name, gptq, samples=128, length=512, batch_size=1, device="cuda", device_memory=least)
     run = told.run
@@ -60,12 +76,28 @@ def row(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def card(size: int, names: Sequence[str] | None = None) -> str:
+    """The row of a GPU of so many GiB. names: of models to choose from (None: all)."""
+    gptq, room = compress.GPTQ(scheme="w4a16"), (size - LEFT) * GIB
+    fits: list[tuple[int, str, str]] = []
+    runs: list[tuple[int, str]] = []
+    for name in known_models() if names is None else names:
+        told = compress.plan(name, gptq, device="cuda", device_memory=room)
+        if told.memory is not None and working_bytes(told) <= room:
+            fits.append((told.saving.before, name, peak(told)))
+        if told.run is not None and told.run.context_within(room) >= CONTEXT:
+            runs.append((told.saving.before, name))
+    _, largest, needed = max(fits)
+    return f"| {size} | {largest} | {needed} | {max(runs)[1]} |"
+
+
 def page() -> str:
     """The page as Markdown."""
     heads = ["model", "16 bits, GiB", "4 bits, GiB", *(f"context in {size} GiB" for size in SIZES)]
     heads += ["to quantize, GiB", "with 128 x 512 tokens, GiB"]
     rows = [row(name) for name in known_models()]
-    return "\n".join([HEAD, f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]) + "\n"
+    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]
+    return "\n".join([HEAD, *table, CARDS.rstrip("\n"), *map(card, SIZES)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def test_streams_hand_hidden_states_on_and_leave_a_whole_model_alone():
     streams = Streams([Call((old,), {"mask": 1}, 0, None)], []).after([(new, "rest")], []).called_as([own])
     assert streams.calls[0].hidden is new
     assert streams.calls[0].kwargs == {"mask": 7}
-    assert streams.reference == []
+    assert not streams.reference
     whole = Streams([Call((), {"input_ids": old}, None, None)], [])
     assert whole.end
     assert whole.after([None], []).called_as([own]) is whole

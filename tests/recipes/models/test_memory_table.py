@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compress.jobs.known_models import known_models
-from compress.recipes.studies.models.memory_table import HEAD, row
+from compress.recipes.studies.models.memory_table import HEAD, card, row
 
 PAGE = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
 
@@ -13,7 +13,11 @@ PAGE = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="ut
 def test_the_page_has_every_known_model_in_its_order() -> None:
     assert PAGE.startswith(HEAD)
     rows = [line.split(" | ")[0].strip("| ") for line in PAGE.splitlines() if line.startswith("| ")]
-    assert rows[1:] == list(known_models())
+    assert rows[1 : rows.index("GPU, GiB")] == list(known_models())
+
+
+def test_a_card_is_told_its_largest_model() -> None:
+    assert card(8, ["smollm2-135m", "llama-3.1-8b", "llama-3.1-405b"]).startswith("| 8 | llama-3.1-8b | ")
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gpt-oss-20b", marks=pytest.mark.full)])
