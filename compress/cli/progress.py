@@ -138,10 +138,13 @@ class Lines(PacedReporter):
         self.said = True
 
     def _due(self, done: int, total: int) -> bool:
-        """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds."""
+        """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds. Of a
+        phase that is a part of the work, one in `QUIET` seconds."""
         before, at = self.last
-        few, new = total <= MANY, done < before  # other work has begun
-        return few or new or done == total or (done - before) * 100 >= total or time.monotonic() - at >= QUIET
+        most = 100 if total > MANY else total
+        often = self.rest != "part" and (done - before) * most >= total
+        new = done < before  # other work has begun
+        return often or new or done == total or time.monotonic() - at >= QUIET
 
     def note(self, message: str) -> None:
         print(f"note: {visible(message)}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from compress.base.progress import Counted, tell
 from compress.engine.walk.capture import capture_stack, check_hidden_alone
 from compress.engine.walk.gradients import MicroBatches
 from compress.engine.walk.output_gradients import OutputGradients
@@ -34,10 +35,13 @@ def curvature_of(run: Run) -> Mapping[str, LossCurvature]:
     check_hidden_alone(calls)
     layers = [la for of_block in run.plan.layers.values() for la in of_block if any(p.wants(la.name) for p in asking)]
     called = [la for la in layers if la.is_called and la.geometry is None]  # others have no outputs of single tokens
-    seen = _Seen({la.name: OutputMoments(la.shape[0], CPU) for la in called})
+    progress = Counted(run.reporter, len(stack.blocks) * len(run.batches))
+    seen = _Seen({la.name: OutputMoments(la.shape[0], CPU) for la in called}, progress)
     gradients = OutputGradients(run, stack, called.__contains__, seen.count, seen.finish)
+    tell(run.reporter, "phase", "differentiate", "part")
     with run.spending.on("forward"):
         gradients.through(MicroBatches(run.batches, calls))
+    tell(run.reporter, "phase", "")
     return seen.result(run)
 
 
@@ -57,6 +61,7 @@ class _Seen:
     device. sizes: |g|^2 of each token, by layer and micro-batch."""
 
     moments: dict[str, OutputMoments]
+    progress: Counted
     now: dict[str, OutputMoments] = field(default_factory=dict)
     sizes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
@@ -67,11 +72,12 @@ class _Seen:
         self.now[layer.name].update(gradient)
         self.sizes.setdefault(layer.name, {})[index] = gradient.square().sum(1).cpu()
 
-    def finish(self, _: str) -> None:
-        """A block is through: its moments need no device any more."""
+    def finish(self, block: str, batches: int) -> None:
+        """So many micro-batches are through a block: its moments need no device any more."""
         for name, moments in self.now.items():
             self.moments[name].add(moments)
         self.now.clear()
+        self.progress(batches, block)
 
     def result(self, run: Run) -> Mapping[str, LossCurvature]:
         """The curvature of the layers that a gradient reached. A collective."""

@@ -32,15 +32,15 @@ class OutputGradients:
     """A pass through a model that hands over gradients by the outputs of layers.
 
     wants: the layers, among those whose product is a module's call. count: takes a layer, the number of a micro-batch,
-    and the gradient [M, N] by the layer's output for its tokens. finish: takes the name of a block which a part of the
-    micro-batches has been through.
+    and the gradient [M, N] by the layer's output for its tokens. finish: takes the name of a block and
+    how many of the micro-batches have been through it.
     """
 
     run: Run
     stack: Stack
     wants: Callable[[Layer], bool]
     count: Callable[[Layer, int, Tensor], None]
-    finish: Callable[[str], None] = lambda name: None
+    finish: Callable[[str, int], None] = lambda name, batches: None
 
     def through(self, whole: MicroBatches) -> None:
         """Forward and backward for some micro-batches."""
@@ -56,7 +56,7 @@ class OutputGradients:
             with run.residency.open(block, keep=False):
                 for i, call in enumerate(part.calls[0]):
                     self._differentiate(name, block, call, first + i, None, part.batches[i])
-            self.finish(name)
+            self.finish(name, len(part.batches))
             return
         kept, outputs = forwards(run, stack, part)
         gradients = of_the_end(run, stack, part.batches, outputs, drawn)
@@ -67,7 +67,7 @@ class OutputGradients:
                     self._differentiate(name, block, call, first + i, gradient, batch)
                     for i, (call, gradient, batch) in enumerate(ends)
                 ]
-            self.finish(name)
+            self.finish(name, len(part.batches))
 
     def _differentiate(
         self, name: str, block: nn.Module, call: Call, index: int, gradient: Tensor | None, batch: Batch
