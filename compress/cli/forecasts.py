@@ -192,7 +192,7 @@ def memory_line(outline: Outline) -> str:
     line = f"memory to quantize: about {rough(working_bytes(outline))} on {outline.device}{of}, most of it {words}"
     if memory.kept is not None:
         kept = rough(memory.kept)
-        line += f"; to keep all forwards of a block would take {kept}: {memory.thrift}"
+        line += f"; to keep all forwards of a block would take {kept}: {memory.mode}"
     if outline.device != "cpu":
         line += f"; at least {rough(memory.program + memory.loaded)} of the host, beside the mapped weight files"
     return line

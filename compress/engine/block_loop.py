@@ -90,18 +90,18 @@ def decide(this: Run, passes: tuple[Pass, ...]) -> InMemory:
 
 
 def _walk_within(this: Run) -> None:
-    """The walk, and once more with more thrift where a GPU's memory runs out before anything has changed."""
+    """The walk, and once more in a leaner mode where a GPU's memory runs out before anything has changed."""
     try:
         _walk(this)
         return
     except torch.OutOfMemoryError:
-        if not this.thriftier or this.record.changed:
+        if not this.leaner_modes or this.record.changed:
             raise
-    thrift, *others = this.thriftier
-    this.record.note(this.reporter, f"memory: {this.residency.device} has too little after all: {thrift}")
+    mode, *others = this.leaner_modes
+    this.record.note(this.reporter, f"memory: {this.residency.device} has too little after all: {mode}")
     gc.collect()  # forwards that were waiting
     torch.cuda.empty_cache()
-    _walk_within(replace(this, thrift=thrift, thriftier=others))
+    _walk_within(replace(this, memory_mode=mode, leaner_modes=others))
 
 
 def _walk(this: Run) -> None:
@@ -115,7 +115,7 @@ def _walk(this: Run) -> None:
         if this.plan.decides:
             this.record.left_alone.update(this.plan.left_alone(this.model))
         embedded = this.plan.compares and this.plan.tables  # otherwise the original's calls are ours
-        first = partial(capture_stack, this, offloads=this.thrift.offloads)
+        first = partial(capture_stack, this, offloads=this.memory_mode.offloads)
         originals = [first(stack)[0] if embedded else None for stack in this.plan.stacks]
         _round_tables(this)
         passed: list[Passed] = []
@@ -173,7 +173,7 @@ def _run_stack(
     """Compress the blocks of a stack, one after the other; returns what comes out of the last. passed, others: the
     stacks before, in the compressed and in the original model."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
-    captured = partial(capture_stack, run, stack, offloads=run.thrift.offloads)
+    captured = partial(capture_stack, run, stack, offloads=run.memory_mode.offloads)
     if run.plan.calibrated:
         calls = captured(passed)
     originals = captured(others) if passed and run.plan.compares else list(calls)

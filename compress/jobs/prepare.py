@@ -26,7 +26,7 @@ from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline
-from compress.jobs.forecast.peak_memory import thrift_of, token_counts, weights_in
+from compress.jobs.forecast.peak_memory import memory_modes_of, token_counts, weights_in
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
     CHANGED,
@@ -102,10 +102,10 @@ def _job(
     if opened.cut is not None:
         record.notes += opened.cut.notes
         record.structure, record.changed = opened.cut.record, [*CHANGED]
-    (thrift, *thriftier), remark = thrift_of(opened, run.plan, run.batches, request.spill is not None)
+    (mode, *leaner), remark = memory_modes_of(opened, run.plan, run.batches, request.spill is not None)
     if remark is not None:
         record.note(reporter, remark)
-    run = replace(run, sink=sink, thrift=thrift, thriftier=thriftier)
+    run = replace(run, sink=sink, memory_mode=mode, leaner_modes=leaner)
     if isinstance(sink, Writer):
         tell(reporter, "outline", partial(_outline, request, opened, data, run.plan))
     return Job(request, opened, run, data, identity, caches, stores)

@@ -121,7 +121,7 @@ class _Block:
         self.found.left_out |= dict.fromkeys(structure.repeated, "called several times in one forward pass")
         self.sites = [[self.layers[n] for n in names] for names in structure.sites]
         passed = suspended_forward(
-            self.block, streams.calls, self.sites, self._visit, (), Versions(), repeats=self.run.thrift.repeats
+            self.block, streams.calls, self.sites, self._visit, (), Versions(), repeats=self.run.memory_mode.repeats
         )
         self.run.record.block_forwards += passed.forwards
         return streams.after(passed.outputs, [])

@@ -66,6 +66,7 @@ class Outcome:
     err: str
 
     def json(self) -> dict:
+        assert self.out, self.err
         return json.loads(self.out)
 
 

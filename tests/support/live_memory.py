@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from compress.base.host_memory import OnHost
-from compress.engine.walk.state import Thrift
+from compress.engine.walk.state import MemoryMode
 from compress.jobs.forecast import peak_memory
 
 
@@ -59,7 +59,7 @@ class LiveMemory(TorchDispatchMode):
         self.alive[size] -= 1
 
 
-def allow(monkeypatch: pytest.MonkeyPatch, thrift: Thrift) -> None:
-    """Let runs be as thrifty as that, whatever memory there is."""
+def allow(monkeypatch: pytest.MonkeyPatch, mode: MemoryMode) -> None:
+    """Let runs take this mode, whatever memory there is."""
     monkeypatch.setattr(peak_memory, "has_own_memory", lambda device: True)
-    monkeypatch.setattr(peak_memory, "ways", lambda plan, tokens, own: iter([thrift]))
+    monkeypatch.setattr(peak_memory, "memory_modes", lambda plan, tokens, own: iter([mode]))

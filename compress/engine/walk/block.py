@@ -231,7 +231,7 @@ class BlockRun:
         assert decides is not None
         spending = self.run.spending
         with spending.on("statistics"):
-            routing, offloads = RoutedTokens(), self.run.thrift.offloads
+            routing, offloads = RoutedTokens(), self.run.memory_mode.offloads
             forwards: Iterable[Arrival | None] = map(routing.note, spending.each("forward", arrivals))
             curvature = {la.name: found for la in site if (found := self.run.curvature.get(la.name)) is not None}
             curvature = curvature if decides.curvature else {}
@@ -375,7 +375,7 @@ def _run_forward(
     def visit_whole(site: Sequence[Layer], arrivals: Arrivals) -> None:
         visit(site, arrivals.whole(here.run.parts))
 
-    how = here.versions, here.run.thrift.repeats, here.run.settled
+    how = here.versions, here.run.memory_mode.repeats, here.run.settled
     passed = suspended_forward(block, calls, sites, visit_whole, reference, *how)
     here.run.record.block_forwards += passed.forwards
     return passed

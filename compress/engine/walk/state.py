@@ -101,7 +101,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Thrift:
+class MemoryMode:
     """The ways in which a run takes less memory of its device, and more time.
 
     repeats: forwards of a block are repeated for its sites (`engine.walk.forward`). offloads: hidden states, and the
@@ -127,10 +127,10 @@ class Run:
     batches: this rank's micro-batches (none where no pass needs calibration). lessons: training data, where the run
     trains. phase: the walk's name for messages, where a run has several. earlier: results of a walk before this one,
     which this one begins with: {block or table: what was decided about it, trained since}. places: filled with each
-    layer's places of weights within their codes, for a training that begins there (None: unkept). thrift: what is done
-    for lack of memory; thriftier: what else may be, where memory runs out all the same. parts: of each micro-batch, the
-    number of `batches` that it is split into (empty: 1 each). curvature: of the loss by the outputs of layers, where a
-    pass asks for it (`engine.walk.curvature`).
+    layer's places of weights within their codes, for a training that begins there (None: unkept). memory_mode: what is
+    done for lack of memory; leaner_modes: what else may be, where memory runs out all the same. parts: of each
+    micro-batch, the number of `batches` that it is split into (empty: 1 each). curvature: of the loss by the outputs of
+    layers, where a pass asks for it (`engine.walk.curvature`).
     """
 
     model: nn.Module
@@ -145,14 +145,14 @@ class Run:
     phase: str = ""
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
-    thrift: Thrift = field(default_factory=Thrift)
-    thriftier: Sequence[Thrift] = ()
+    memory_mode: MemoryMode = field(default_factory=MemoryMode)
+    leaner_modes: Sequence[MemoryMode] = ()
     parts: Sequence[int] = ()
     curvature: Mapping[str, LossCurvature] = field(default_factory=dict)
 
     def settled(self, outputs: Any) -> Any:
-        """Outputs of a block as they wait for the next: on the host, where the run is so thrifty."""
-        return aside(outputs) if self.thrift.offloads else outputs
+        """Outputs of a block as they wait for the next: on the host in a mode that offloads them."""
+        return aside(outputs) if self.memory_mode.offloads else outputs
 
     @cached_property
     def folds(self) -> FoldFinder:
@@ -173,7 +173,7 @@ class Run:
 
 def split_batches(run: Run) -> Run:
     """The run with its micro-batches in parts of as many samples as it may have at once."""
-    most = run.thrift.at_once
+    most = run.memory_mode.at_once
     if most is None:
         return run
     counts = [max(len(value) for value in batch.values() if isinstance(value, Tensor)) for batch in run.batches]

@@ -118,7 +118,7 @@ class _OpenBlock:
                     changed[layer] = layer.stored(whole.to(layer.parameter.dtype))
 
         passed = suspended_forward(
-            self.opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.thrift.repeats
+            self.opened.block, streams.calls, sites, visit, (), Versions(), repeats=run.memory_mode.repeats
         )
         run.record.block_forwards += passed.forwards
         return passed.outputs, changed

@@ -304,7 +304,7 @@ def outline(
     if counted is not None:
         free = available or available_bytes(device)
         memory = memory_of(plan, counted, worked_in.itemsize, free, loaded, has_own_memory(device))
-        repeats = memory is not None and memory.thrift.repeats
+        repeats = memory is not None and memory.mode.repeats
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(
         type(model).__name__ if source is None else source.name,

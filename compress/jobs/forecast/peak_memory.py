@@ -12,7 +12,7 @@ model's on a GPU:
                  Where that is more than there is room for, forwards are repeated (`engine.walk.forward`): one hidden
                  state, two at the end of a block, and the rest for the tokens of one micro-batch alone, until the
                  statistics are complete. A device with a memory of its own may leave hidden states to the host, and
-                 run fewer samples at once, whose inputs of the site are then joined (`engine.walk.state.Thrift`)
+                 run fewer samples at once, whose inputs of the site are then joined (`engine.walk.state.MemoryMode`)
     statistics   of the input of the site; a Hessian: H, the two halves of the drift and, at first, a half of H; then H,
                  drift and contrast, seven matrices while tokens are few
     solving      by rounding: 3.5 copies of the site's weights; by second order: 3 matrices [K, K] and 9 copies, 6
@@ -21,7 +21,7 @@ model's on a GPU:
                  and the targets, or 2 and the copies of so many rows as are solved at once
 
 and a tenth more of all but the first two, which freed memory leaves in pieces. The counts of copies are those of the
-code: `tests/engine/walk/test_thrift.py` holds them to the tensors that live in a run, and
+code: `tests/engine/walk/test_memory_modes.py` holds them to the tensors that live in a run, and
 `recipes/results/plan-memory.json` has what runs took.
 """
 
@@ -40,7 +40,7 @@ from compress.checkpoint.write.shards import PIECE
 from compress.engine.plan.batches import tokens_of
 from compress.engine.plan.plan import Plan
 from compress.engine.walk.forward import REPEATED_SITES
-from compress.engine.walk.state import Thrift
+from compress.engine.walk.state import MemoryMode
 from compress.jobs.model_source import OpenedModel
 from compress.model.calls import Batch
 from compress.model.layers import Layer
@@ -98,7 +98,7 @@ class PeakMemory:
     site: str
     loaded: int = 0
     kept: int | None = None
-    thrift: Thrift = field(default_factory=Thrift)
+    mode: MemoryMode = field(default_factory=MemoryMode)
 
     @property
     def fragments(self) -> int:
@@ -133,15 +133,15 @@ def memory_of(
 def peak_of(
     plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0, own: bool = False
 ) -> PeakMemory | None:
-    """`memory_of` of the walk through the blocks alone, by the first way of thrift that fits, or else the one that
+    """`memory_of` of the walk through the blocks alone, in the first mode that fits, or else the one that
     takes least; None for a plan without layers."""
     program, kept, least = (anonymous_bytes() or 0) + 2 * 4 * PIECE, None, None
-    for thrift in ways(plan, tokens, own and available is not None):
+    for mode in memory_modes(plan, tokens, own and available is not None):
         peaks = (
             each
             for stack in plan.stacks
             for name, block in stack.blocks
-            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, thrift)
+            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, mode)
         )
         highest = max(peaks, key=lambda each: each.total, default=None)
         if highest is None:
@@ -155,20 +155,20 @@ def peak_of(
     return least
 
 
-def ways(plan: Plan, tokens: TokenCounts, own: bool) -> Iterator[Thrift]:
-    """Ways in which a run can do with less memory, those first that cost least time. own: whether the device has a
+def memory_modes(plan: Plan, tokens: TokenCounts, own: bool) -> Iterator[MemoryMode]:
+    """The modes of a run, those first that cost least time. own: whether the device has a
     memory of its own, beside the host's."""
-    yield Thrift()
+    yield MemoryMode()
     if not plan.calibrated:
         return
-    yield Thrift(repeats=True)
+    yield MemoryMode(repeats=True)
     if not own or any(looks_beyond(p) for p in plan.recipe):
         return
-    yield (thrifty := Thrift(repeats=True, offloads=True))
+    yield (offloading := MemoryMode(repeats=True, offloads=True))
     at_once = min(tokens.batch, tokens.samples)
     while at_once > 1 and plan.kv is None:
         at_once = -(-at_once // 2)
-        yield replace(thrifty, at_once=at_once)
+        yield replace(offloading, at_once=at_once)
 
 
 def loaded_bytes(source: Source, model: nn.Module) -> int:
@@ -231,7 +231,7 @@ def _of_block(
     tokens: TokenCounts,
     width: int,
     program: int,
-    thrift: Thrift,
+    mode: MemoryMode,
 ) -> Iterator[PeakMemory]:
     """The memory while each site of a block is decided by each pass."""
     own = sum(p.numel() for p in block.parameters()) * width
@@ -240,9 +240,9 @@ def _of_block(
     hidden = layers[0].shape[1] if layers else 0
     rows = max((layer.shape[0] for layer in layers), default=0)
     batch = min(tokens.batch, tokens.samples) * tokens.length
-    at_once = batch if thrift.at_once is None else thrift.at_once * tokens.length
+    at_once = batch if mode.at_once is None else mode.at_once * tokens.length
     forward = WIDEST * at_once * rows * width if plan.calibrated else 0
-    between = 0 if thrift.offloads else streams * tokens.count * hidden * width
+    between = 0 if mode.offloads else streams * tokens.count * hidden * width
     decided, last = 0, ""
     for i, site in enumerate(sites_of(layers) if plan.calibrated else ([layer] for layer in layers)):
         columns = site[0].shape[1]
@@ -250,25 +250,25 @@ def _of_block(
         per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
         waiting = int(streams * tokens.count * per_token * width)
         passing = 0
-        if thrift.repeats and i < REPEATED_SITES:
+        if mode.repeats and i < REPEATED_SITES:
             joined = batch * columns if at_once < batch else 0
             waiting, passing = between, int(streams * (at_once * per_token + joined) * width)
         for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
-            at_site = PeakMemory(program, own + decided, waiting, 0, 0, last, thrift=thrift)
+            at_site = PeakMemory(program, own + decided, waiting, 0, 0, last, mode=mode)
             if plan.calibrated:
                 statistics = _statistics(p, columns, tokens, done=False)
                 counting = max(forward, _counting(p, batch, columns, width))
                 yield replace(at_site, activations=waiting + passing, statistics=statistics, solving=counting)
             statistics = _statistics(p, columns, tokens, done=True) if plan.calibrated else 0
-            solving = _solving(p, site, thrift)
-            if thrift.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
+            solving = _solving(p, site, mode)
+            if mode.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
                 yield replace(at_site, statistics=statistics)
                 statistics = 0
             yield replace(at_site, statistics=statistics, solving=solving)
         decided += weights_in(site) * (width + 1) if plan.calibrated else 0
-    if thrift.repeats and last:
+    if mode.repeats and last:
         # Its outputs, beside its inputs.
-        yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, thrift=thrift)
+        yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, mode=mode)
 
 
 def _statistics(p: Pass, columns: int, tokens: TokenCounts, done: bool) -> int:
@@ -305,7 +305,7 @@ def _statistic_bytes(statistic: Statistic, columns: int, tokens: TokenCounts) ->
     return sum(t.nbytes for t in tensors) + min(per_batch * batches, tokens.count) * columns * 4
 
 
-def _solving(p: Pass, site: Sequence[Layer], thrift: Thrift) -> int:
+def _solving(p: Pass, site: Sequence[Layer], mode: MemoryMode) -> int:
     """Bytes of the work on a site, beside its statistics where these stay."""
     copies, columns = weights_in(site) * 4, site[0].shape[1]
     if not (isinstance(p, SecondOrder) and p.calibrated):
@@ -315,7 +315,7 @@ def _solving(p: Pass, site: Sequence[Layer], thrift: Thrift) -> int:
     polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
     each = SOLVING if polished else SWEEPING
     extra = p.act_order != "none"
-    if not thrift.offloads:
+    if not mode.offloads:
         return max((4 + extra) * matrix, (3 + extra) * matrix + each * copies)
     return max(
         (3 + extra) * matrix + TARGETS * copies + TARGET * largest,
@@ -324,24 +324,24 @@ def _solving(p: Pass, site: Sequence[Layer], thrift: Thrift) -> int:
     )
 
 
-def thrift_of(
+def memory_modes_of(
     opened: OpenedModel, plan: Plan, batches: Sequence[Batch], spills: bool
-) -> tuple[Sequence[Thrift], str | None]:
-    """The first way of thrift that fits in memory and those after it, and a remark about the first. The remark is None
+) -> tuple[Sequence[MemoryMode], str | None]:
+    """The first mode that fits in memory and those after it, and a remark about the first. The remark is None
     where memory is enough, or not known to lack: of batches without token ids.
 
     spills: whether large tensors on the CPU lie in files.
     """
     counts = token_counts(batches)
     if not plan.calibrated or counts is None or (spills and opened.device.type == "cpu"):
-        return (Thrift(),), None
+        return (MemoryMode(),), None
     available, width = available_bytes(opened.device), (opened.dtype or stored_dtype(opened.model)).itemsize
     own = has_own_memory(opened.device)
     memory = peak_of(plan, counts, width, available, own=own)
     if memory is None or available is None:
-        return (Thrift(),), None
-    every = list(ways(plan, counts, own))
-    return every[every.index(memory.thrift) :], _remark(memory, available, opened.device)
+        return (MemoryMode(),), None
+    every = list(memory_modes(plan, counts, own))
+    return every[every.index(memory.mode) :], _remark(memory, available, opened.device)
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -366,6 +366,6 @@ def _remark(memory: PeakMemory, available: int, device: torch.device) -> str | N
     still = " (still more than that)" if memory.working > available else ""
     return (
         f"memory: to keep all forwards of a block would take {memory.kept / MIB:,.0f} MiB on {device}, where "
-        f"{available / MIB:,.0f} MiB are free; {memory.thrift}, which takes {memory.working / MIB:,.0f} MiB{still} and "
+        f"{available / MIB:,.0f} MiB are free; {memory.mode}, which takes {memory.working / MIB:,.0f} MiB{still} and "
         f"about 2.5 times the time of the forwards. Fewer --samples avoid that{or_files}"
     )

@@ -10,16 +10,16 @@ from models import build, tokens
 import compress
 from compress.engine.plan.plan import plan
 from compress.engine.walk.forward import suspended_forward
-from compress.engine.walk.state import Thrift
+from compress.engine.walk.state import MemoryMode
 from compress.jobs.forecast import peak_memory
 from compress.jobs.forecast.peak_memory import TokenCounts, peak_of
 
 HIDDEN, WIDE, SAMPLES, LENGTH, BATCH = 128, 448, 16, 64, 4
 WAYS = {
-    "kept": Thrift(),
-    "repeated": Thrift(repeats=True),
-    "offloaded": Thrift(repeats=True, offloads=True),
-    "split": Thrift(repeats=True, offloads=True, at_once=1),
+    "kept": MemoryMode(),
+    "repeated": MemoryMode(repeats=True),
+    "offloaded": MemoryMode(repeats=True, offloads=True),
+    "split": MemoryMode(repeats=True, offloads=True, at_once=1),
 }
 
 
@@ -35,14 +35,14 @@ WAYS = {
     ids=["drift", "folded, inputs rounded", "experts", "two stacks"],
 )
 def test_a_run_that_offloads_and_splits_gives_the_same_codes(make, p, monkeypatch):
-    kept, thrifty = make(), make()
+    kept, lean = make(), make()
     asked = {"calibration": tokens(6), "batch_size": 4}
     before = compress.quantize(kept, p, **asked).record
     allow(monkeypatch, WAYS["split"])
     monkeypatch.setattr("compress.passes.options.second_order.AT_ONCE", 2**9)
-    after = compress.quantize(thrifty, p, **asked).record
+    after = compress.quantize(lean, p, **asked).record
     assert after.block_forwards > 6 * before.block_forwards
-    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), thrifty.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), lean.parameters(), strict=True))
 
 
 @pytest.mark.first
@@ -68,11 +68,11 @@ def test_the_forecast_is_the_peak_of_what_lives_on_the_device(way, monkeypatch):
     first = sum(p.nbytes for p in model.model.layers[0].parameters())  # a block that is done is the host's
     in_use = told.block + told.activations + told.statistics + told.solving
     assert 0.85 < in_use / (live.peak - first) < 1.15
-    if told.thrift.offloads:
+    if told.mode.offloads:
         assert max(solving) <= 3
 
 
-def test_a_run_whose_memory_runs_out_begins_again_with_more_thrift(monkeypatch):
+def test_a_run_whose_memory_runs_out_begins_again_in_a_leaner_mode(monkeypatch):
     """Of a device that has room for one sample, which no forecast knew."""
     enough, short = build("llama"), build("llama")
     asked = {"calibration": tokens(6), "batch_size": 3}
