@@ -164,9 +164,18 @@ class CodeRule(ColumnRule):
     def to_weight(self, problem: Problem, values_NK: Tensor) -> Matrix:
         """The weight as it is stored, in the layer's own column order. values: of the codes, in sweep order."""
 
-    def compiled(self) -> DecidedColumns | None:
-        """Arguments for the compiled loops to decide as `decide` does; None where they cannot."""
+    def decisions(self) -> DecidedColumns | None:
+        """Arguments for the compiled loops to decide as `decide` does, each output by itself; None where they
+        cannot."""
         return None
+
+    def compiled(self) -> DecidedColumns | None:
+        """`decisions`, with the outputs that are coupled; None where loops cannot decide so. Those of a GPU know no
+        coupled outputs."""
+        made = self.decisions()
+        if made is None or self.outputs is None:
+            return made
+        return None if on_gpu(made.codes) else self.outputs.coupling(made, self.swept)
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
         compiled = self.compiled()
@@ -249,21 +258,18 @@ class Polish:
     def loss(self) -> Tensor:
         return (self.gradient * (self.weight - self.values)).sum(0)
 
-    def gain(self, columns: Tensor | slice, change: Tensor) -> Tensor:
-        """[N] by how much the loss falls where the values of some columns change by [g, N]: that of each output, or,
-        where outputs are coupled, that of its run."""
-        own = self.hessian[columns][:, columns]
-        gain = (change * (2 * self.gradient[columns] - self.coupled(own @ change))).sum(0)
+    def gain(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
+        """[N] by how much the loss falls where the values of some columns, whose H is given, change by [g, N]: that of
+        each output, or, where outputs are coupled, that of its run."""
+        gain = (change * (2 * self.gradient[columns] - self.coupled(own_gg @ change))).sum(0)
         return gain if self.rule.outputs is None else self.rule.outputs.of_runs(gain)
 
-    def lowers(self, columns: Tensor | slice, change: Tensor) -> Tensor:
-        """[N] True where a change of coupled outputs lowers the loss of their run. Of others everywhere: each was
+    def lowers(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
+        """bool [N], True where a change of coupled outputs lowers the loss of their run. Of others everywhere: each was
         chosen by its own."""
-        return (
-            torch.ones_like(change[0], dtype=torch.bool)
-            if self.rule.outputs is None
-            else self.gain(columns, change) > 0
-        )
+        if self.rule.outputs is None:
+            return torch.ones_like(change[0], dtype=torch.bool)
+        return self.gain(columns, own_gg, change) > 0
 
     def move(self, columns: Tensor | slice, change: Tensor) -> None:
         """Change the values of some columns by [g, N]."""

@@ -248,17 +248,16 @@ class GridRule(CodeRule):
     def chosen_at(self, column: int) -> tuple[Tensor, ...]:
         return () if self.exact is None else (self.exact[column],)
 
-    def compiled(self) -> DecidedColumns | None:
-        levels, coupled = self.grid.levels, self.outputs is not None
+    def decisions(self) -> DecidedColumns | None:
+        levels = self.grid.levels
         known = self.grid.type == "int" or levels is not None
-        if not known or not takes(self.codes, self.scale_dtype, coupled):
+        if not known or not takes(self.codes, self.scale_dtype):
             return None
         table = None if levels is None else levels.table(self.codes.device)
         rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype, table=table)
         price = None if self.swept or self.exact is None else self.price
         decided = (self.codes, self.scale, self.zero_point, self.groups)
-        made = DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
-        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
+        return DecidedColumns(*decided, rounding, self.kept, self.exact, price, self.cost)
 
     def refit(self, polish: Polish) -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
@@ -278,7 +277,7 @@ class GridRule(CodeRule):
             if self.exact is not None:
                 change = change.masked_fill(self.exact[columns], 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = polish.gain(columns, change)
+            gain = polish.gain(columns, own, change)
             self.scale[group] = torch.where(gain > 0, new, old)
             polish.move(columns, torch.where(gain > 0, change, torch.zeros_like(change)))
 

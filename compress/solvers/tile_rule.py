@@ -145,15 +145,14 @@ class TileRule(CodeRule):
     def codes_at(self, column: int) -> tuple[Tensor, ...]:
         return self.codes[column], self.extra[column]
 
-    def compiled(self) -> DecidedColumns | None:
-        if not takes(self.codes, self.dtype, self.outputs is not None):
+    def decisions(self) -> DecidedColumns | None:
+        if not takes(self.codes, self.dtype):
             return None
         rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
         price, exact = (None, None) if self.price is None else (self.price, self.exact)
         decided = (self.codes, self.scale, self.zero, self.groups)
         price = None if self.swept else price
-        made = DecidedColumns(*decided, rounding, None, exact, price, self.cost_K, self.extra)
-        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
+        return DecidedColumns(*decided, rounding, None, exact, price, self.cost_K, self.extra)
 
     def refit(self, polish: Polish) -> None:
         """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it
@@ -173,7 +172,7 @@ class TileRule(CodeRule):
         first = self.scale_codes[group].clone(), self.zero_codes[group].clone()
         stay = torch.zeros_like(self.scale[group]), (torch.zeros_like(old), *first)
         _, (change, *chosen) = least_cost(stay, map(tried, neighbours(first, self.format)))
-        lower = polish.lowers(columns, change)
+        lower = polish.lowers(columns, block, change)
         self._choose(group, [torch.where(lower, new, held) for new, held in zip(chosen, first, strict=True)])
         extra = self.complete(old, self._values(codes, self.scale[group], self.zero[group]))[1]
         self.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))

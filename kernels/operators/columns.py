@@ -20,12 +20,11 @@ def on_gpu(x: Tensor) -> bool:
     return not why_not_triton(x.device)
 
 
-def takes(x: Tensor, scale_dtype: torch.dtype, coupled: bool = False) -> bool:
-    """True for tensors that the loops can work on here: float32, on a GPU or a CPU that they could be built for.
-    coupled: outputs depend on each other, which those of a GPU do not know."""
+def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
+    """True for tensors that the loops can work on here: float32, on a GPU or a CPU that they could be built for."""
     if x.dtype != torch.float32 or scale_dtype not in TYPES:
         return False
-    return not coupled if on_gpu(x) else x.device.type == "cpu" and not build.why_not("columns")
+    return on_gpu(x) or (x.device.type == "cpu" and not build.why_not("columns"))
 
 
 def searches(x: Tensor, scale_dtype: torch.dtype) -> bool:

@@ -30,7 +30,7 @@ from compress.weights.matrix import Matrix
 
 Objective = Literal["layer", "loss"]
 CPU = torch.device("cpu")
-# Of refit and descent for the loss, each round that a layer's own error has: more of these still hold on other text.
+# Rounds of refit and descent for the loss, for each round that a layer's own error has.
 COUPLED_ROUNDS = 2
 
 

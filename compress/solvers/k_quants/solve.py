@@ -119,12 +119,11 @@ class KRule(CodeRule):
     def codes_at(self, column: int) -> tuple[Tensor, ...]:
         return (self.codes[column],)
 
-    def compiled(self) -> DecidedColumns | None:
-        if not takes(self.codes, torch.float32, self.outputs is not None):
+    def decisions(self) -> DecidedColumns | None:
+        if not takes(self.codes, torch.float32):
             return None
         rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
-        made = DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
-        return made if self.outputs is None else self.outputs.coupling(made, self.swept)
+        return DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> KBlocks:
         codes_NK = problem.restore(self.codes.t())
@@ -154,9 +153,9 @@ class KRule(CodeRule):
 
         candidates = around(nearest_codes(scale + more_a, minimum + more_b, steps, self.format), self.format)
         _, chosen = least_cost((torch.zeros_like(scale), old), map(tried, candidates))
-        self.choose(group, Coded(*chosen))
-        change = (codes - self.zero[group]) * self.scale[group] - polish.values[columns]
-        lower = polish.lowers(columns, change)
+        at = affine(Coded(*chosen), steps, self.format)
+        change = (codes - at.zero) * at.scale - polish.values[columns]
+        lower = polish.lowers(columns, own, change)
         self.choose(group, Coded(*(torch.where(lower, new, held) for new, held in zip(chosen, old, strict=True))))
         polish.move(columns, change * lower)
 
@@ -172,17 +171,14 @@ class KRule(CodeRule):
         better = parabola.gain(new_d - d, new_dmin - dmin) > 0
         if self.format.layout.has_minima:
             better &= (new_d > 0) & (new_dmin >= 0)
-        self._set_steps(block, torch.where(better, new_d, d), torch.where(better, new_dmin, dmin))
-        change = (self.codes[columns] - self.zero[apart]) * self.scale[apart] - polish.values[columns]
-        lower = polish.lowers(columns, change)
-        self._set_steps(block, torch.where(lower, self.d[block], d), torch.where(lower, self.dmin[block], dmin))
-        polish.move(columns, change * lower)
-
-    def _set_steps(self, block: int, d: Tensor, dmin: Tensor) -> None:
-        """From now on a super-block has these steps [N]; the codes of its scales and minima stay."""
-        self.d[block], self.dmin[block] = d, dmin
-        for group in range(block * self.per_block, (block + 1) * self.per_block):
+        steps = KSteps(torch.where(better, new_d, d), torch.where(better, new_dmin, dmin))
+        at = affine(Coded(self.scales[apart], self.minima[apart]), steps, self.format)
+        change = (self.codes[columns] - at.zero) * at.scale - polish.values[columns]
+        lower = polish.lowers(columns, own, change)
+        self.d[block], self.dmin[block] = torch.where(lower, steps.d, d), torch.where(lower, steps.dmin, dmin)
+        for group in groups.tolist():
             self.choose(group, Coded(self.scales[group].clone(), self.minima[group].clone()))
+        polish.move(columns, change * lower)
 
 
 @dataclass(frozen=True)
