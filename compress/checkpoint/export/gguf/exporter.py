@@ -154,7 +154,7 @@ def _spread(entries: Sequence[Entry], source: Source) -> Iterator[str]:
     for (scheme, kind), layers in larger.items():
         yield f"{len(layers)} layers of {scheme}, like {layers[0]}, take more bytes as blocks of {kind}"
     for kind in {entry.type for entry in entries} & NEWER.keys():
-        yield f"{kind} is read by llama.cpp since July 2026 (#24448); for an older one quantize with --group-size 32"
+        yield f"{kind} is read by llama.cpp that has #24448; for an older one quantize with --group-size 32"
 
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
