@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from compress.base.terminal import say
-from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.evaluation.cost.size import SizeRow
 from compress.evaluation.report.content import ReportTable
 from compress.evaluation.report.terminal import show
@@ -86,7 +85,7 @@ def outline_lines(outline: Outline) -> list[str]:
 
 def _parts(outline: Outline) -> str:
     """Words for the bytes that a run needs on the disk."""
-    second = min(outline.saving.after, SHARD_BYTES)
+    second = outline.disk.needed - outline.saving.after
     return f"the output, and {rough(second)} of it twice while its files are joined"
 
 

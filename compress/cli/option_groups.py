@@ -105,7 +105,11 @@ def calibration_option(required: bool = False) -> Decorator:
     return click.option("--calibration", required=required, metavar="TEXT", help=f"Calibration set.{needed}")
 
 
+shard_option = click.option(
+    "--shard-size", metavar="SIZE", help="Largest weight file, like 2GB or 800MiB.  [default: 5GB]"
+)
 saving_options = group(
+    shard_option,
     click.option(
         "--allow-little", is_flag=True, help="Exit with 0 even if less than 5 % of the bytes are saved (otherwise 1)."
     ),

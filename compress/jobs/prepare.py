@@ -171,6 +171,7 @@ def _identity(request: Request, opened: OpenedModel, data: RunData, plan_: Plan,
         **({"drop_zeros": True} if request.drop_zeros else {}),
         **({"experts": True} if request.experts else {}),
         **({} if request.store is None else {"store": request.store}),
+        **({} if request.shard_bytes is None else {"shard_bytes": request.shard_bytes}),
     }
     if opened.cut is not None:
         identity["structure"] = opened.cut.fingerprint

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ def quantize(
     overwrite: bool = False,
     verify: bool | None = None,
     store: str | None = None,
+    shard_size: int | str | None = None,
     fsdp: bool = False,
     one_block: bool = False,
     convolutions: bool | None = None,
@@ -62,25 +64,23 @@ def quantize(
     device: where blocks are worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU,
     float32 on a CPU). verify: reload the output in a fresh process and compare (by default for models up to 2 GiB).
     store: "2:4" writes layers that are pruned so without their zeros, for `load` alone, and fails at the first that is
-    not. fsdp: shard the model over the ranks of the initialised process group. one_block: run the model as a whole;
-    also where its blocks are no chain. convolutions: whether they are layers, too (by default only in CNNs). experts:
-    each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model
-    that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json says); by
-    default they stay, and passes that keep none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more
-    (`kernels.spill`). trust_remote_code: run Python code that comes with a model given by name. restore: undo
-    all changes of a model in memory after an exception, which takes the memory of its blocks; False: the exception
-    names the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
+    not. shard_size: largest weight file, bytes or words like "2GB" (by default 5 GB). fsdp: shard the model over the
+    ranks of the initialised process group. one_block: run the model as a whole; also where its blocks are no chain.
+    convolutions: whether they are layers, too (by default only in CNNs). experts: each of fused experts is a layer,
+    too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model that comes pruned (a layer of which
+    more than 5 % are exactly zero, or as many as its compress.json says); by default they stay, and passes that keep
+    none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more (`kernels.spill`). trust_remote_code:
+    run Python code that comes with a model given by name. restore: undo all changes of a model in memory after an
+    exception, which takes the memory of its blocks; False: the exception names the changed blocks. keep_codes: the
+    result has all codes, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
     request, comm, reporter = Request.of(locals()), Comm(), reporter or Silent()
     if (done := find_completed(request, comm, reporter)) is not None:
         return done
-    with (
-        spilling(spill),
-        claim(output, comm, resume=resume, overwrite=overwrite, model=request.folder) as place,
-        watching(comm),
-    ):
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "shard_bytes": request.shard_bytes}
+    with spilling(spill), claim(output, comm, model=request.folder, **how) as place, watching(comm):
         return prepare(request, place, comm, reporter).finish()
 
 

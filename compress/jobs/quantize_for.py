@@ -16,7 +16,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError
 from compress.base.progress import Reporter, Silent, tell
 from compress.checkpoint.export.registry import exporter_named
-from compress.checkpoint.export.write import Exported, export
+from compress.checkpoint.export.write import Exported, export, shard_bytes_of
 from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.seal import rewrite
@@ -85,11 +85,12 @@ def quantize_for(
         _note(result.output, engine, notes)
         _check_opened(engine, result)
         return ForEngine(result.output, result, None)
+    exporter, shard_size = exporter_named(to), options.get("shard_size")
+    shard_bytes_of(exporter, shard_size)
     _check_options(engine, output, options)
     checkpoint = Path(f"{output}.checkpoint")
     trusted = bool(options.get("trust_remote_code"))
     source = find_model(model, None, trusted).source
-    exporter = exporter_named(to)
     if source is not None:
         check_model(source, engine, passes, options.get("ignore", ()))
     folder = None if source is None else source.path
@@ -98,8 +99,8 @@ def quantize_for(
         result = quantize(model, passes, output=checkpoint, **{**how, "reporter": _BeforeExport(reporter)})
     tell(reporter, "phase", "export", "part", f"{output} for {engine}, from {checkpoint}")
     try:
-        asked = {"overwrite": overwrite, "trust_remote_code": trusted}
-        made = export(checkpoint, output, exporter, **asked, reporter=reporter)
+        asked: dict[str, Any] = {"trust_remote_code": trusted, "shard_size": shard_size, "reporter": reporter}
+        made = export(checkpoint, output, exporter, overwrite=overwrite, **asked)
     except CompressError as error:
         raise CompressError(f"{error}; the checkpoint is complete: {checkpoint}") from None
     for folder in (checkpoint, made.output):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.base.byte_sizes import parse_bytes
 from compress.base.errors import InputError, one_of
 from compress.data.bos import PLACES
 from compress.engine.plan.plan import Plan, plan
@@ -44,6 +45,7 @@ class Request:
     overwrite: bool = False
     verify: bool | None = None
     store: str | None = None
+    shard_size: int | str | None = None
     keep_codes: bool = False
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
@@ -64,6 +66,11 @@ class Request:
     def folder(self) -> Path | None:
         """The model's directory, if it is one by its name."""
         return Path(self.model) if isinstance(self.model, str | Path) else None
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """The most data in a weight file, as it was given."""
+        return None if self.shard_size is None else parse_bytes(str(self.shard_size), "shard size")
 
     def match(self, model: nn.Module, one_block: bool = False, valued: bool = True) -> Plan:
         """The passes matched with layers of a model. one_block, valued: as in `engine.plan.plan`."""
@@ -109,6 +116,8 @@ class Request:
             one_of("store", self.store, STORES)
         if self.store is not None and self.output is None:
             raise InputError("store is how the output is written; give an output or leave it out")
+        if self.shard_bytes is not None and self.output is None:
+            raise InputError("shard_size is of the output's files; give an output or leave it out")
         check_apart(self.output, self.spill)
         if isinstance(self.model, nn.Module) and self.verify and not hasattr(self.model, "config"):
             raise InputError(

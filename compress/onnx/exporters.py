@@ -133,6 +133,7 @@ class MatMulNBitsGraph(Exporter):
 
     about = "an ONNX graph for ONNX Runtime: MatMulNBits with int8 inputs; codes of 2, 4 or 8 bits, and w8a8"
     kind = "onnx"
+    one_file = True
     form: ClassVar[Form] = Form(portable=False, level=INT8_INPUTS)
 
     @property

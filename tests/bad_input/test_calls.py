@@ -205,6 +205,7 @@ def test_what_is_wrong_with_an_argument_is_said_before_the_model_is_loaded(llama
         ({"samples": 3}, "leave them out"),
         ({"store": "2:4"}, "store is how the output is written; give an output"),
         ({"store": "2 of 4"}, "store '2 of 4'; allowed: 2:4"),
+        ({"shard_size": "2GB"}, "shard_size is of the output's files; give an output"),
         ({"resume": True}, "need an output"),
         ({"output": ""}, "no directory that can be made"),
         ({"fsdp": True}, "process group"),

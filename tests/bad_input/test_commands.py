@@ -1239,6 +1239,11 @@ OTHERS: dict[str, Case] = {
         lambda d: command("export", d.model, "--to", "dense", "--no-verify", "--output", d.output),
         ("--to dense is not read back", "drop --no-verify"),
     ),
+    "export: shards of a single file": (
+        lambda d: command("export", d.model, "--to", "gguf", "--shard-size", "1GB", "--output", d.output),
+        ("shard size 1GB", "gguf writes a single weight file", "drop --shard-size"),
+    ),
+    "shards of no size": (lambda d: d.rtn(d.model, "--shard-size", "big"), ("shard size 'big'", "allowed: 12GB")),
     "export: a template of what takes none": (
         lambda d: command("export", d.model, "--to", "dense", "--template", "t.gguf", "--output", d.output),
         ("--to dense takes no template", "drop --template"),

@@ -28,7 +28,6 @@ from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.files import OWN_WHOLE, checksum
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.write import shards
 from compress.checkpoint.write.journal import Journal
 from compress.checkpoint.write.manifest import read_record
 from compress.data.teacher_file import ENTRY, read_cached
@@ -331,9 +330,7 @@ WRONG: dict[str, list[tuple[tuple[str | int, ...], Any, str]]] = {
 def in_files(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compressed checkpoint of several weight files and an index."""
     output = tmp_path_factory.mktemp("in-files") / "output"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", 100_000)
-        compress.quantize(llama, compress.RTN(group_size=32), output=output, verify=False)
+    compress.quantize(llama, compress.RTN(group_size=32), output=output, verify=False, shard_size=100_000)
     return output
 
 

@@ -85,6 +85,7 @@ ASKED: dict[str, tuple[str, str]] = {
         "vllm makes one layer of model.layers.0.self_attn.q_proj, k_proj and v_proj (2 such groups), which would have",
     ),
     "a cache": ("--for llama.cpp --kv-cache fp8", "holds no rounded key-value cache; drop --kv-cache"),
+    "shards of a single file": ("--for llama.cpp --shard-size 1GB", "writes a single weight file; drop --shard-size"),
     "2:4 without zeros": ("--for llama.cpp --store 2:4", "drop store, or export later"),
 }
 

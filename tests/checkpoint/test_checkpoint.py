@@ -27,7 +27,7 @@ from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.base.progress import Silent
 from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.write import shards, writer
+from compress.checkpoint.write import writer
 from compress.checkpoint.write.shards import pieces_of, write_tensors
 from compress.inference.check.by_transformers import load_with_transformers
 from compress.jobs import verify as verification
@@ -656,12 +656,11 @@ def test_resume_does_not_build_on_a_changed_byte(llama, tmp_path):
     assert not out.exists()
 
 
-def test_weight_files_are_one_or_several_of_a_size(llama, tmp_path, monkeypatch):
+def test_weight_files_are_one_or_several_of_a_size(llama, tmp_path):
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "one", verify=False)
     assert [p.name for p in (tmp_path / "one").glob("model*")] == ["model.safetensors"]
-    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     out = tmp_path / "several"
-    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, shard_size="10KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     held = {}
     for path in out.glob("*.safetensors"):

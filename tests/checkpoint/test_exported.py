@@ -15,7 +15,6 @@ import compress
 from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.checkpoint.export import place
 from compress.checkpoint.files import INDEX, RECORD
-from compress.checkpoint.write import shards
 from compress.passes.protocol.recipe import make_pass
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
@@ -96,9 +95,8 @@ def test_what_dense_weights_leave_out_is_said(passes, says, llama, tmp_path):
 def test_large_models_are_several_files_and_one_layer_is_dense_at_a_time(llama_w4, tmp_path, monkeypatch):
     whole = compress.export_dense(llama_w4, tmp_path / "whole")
     monkeypatch.setattr(place, "PART_BYTES", 1)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 100_000)
     with Largest() as largest:
-        cut = compress.export_dense(llama_w4, tmp_path / "cut")
+        cut = compress.export(llama_w4, tmp_path / "cut", shard_size="100KB")
     assert largest.elements <= 2048 * 64  # the embedding, as it lies
     assert (cut.output / INDEX).exists()
     assert len(list(cut.output.glob("*.safetensors"))) > 2

@@ -14,7 +14,7 @@ import compress
 from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint import seal
 from compress.checkpoint.export.registry import EXPORTERS
-from compress.checkpoint.files import RECORD
+from compress.checkpoint.files import RECORD, checksum
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.manifest import read_record
 
@@ -74,6 +74,34 @@ def licensed(llama_w4, copy_of) -> Path:
     model = copy_of(llama_w4)
     (model / "LICENSE").write_text("as it pleases you")
     return model
+
+
+LAYOUTS = {
+    "dense": compress.RTN(group_size=32),
+    "gptq": compress.RTN(group_size=32, grid="symmetric"),
+    "awq": compress.RTN(group_size=32, grid="asymmetric"),
+    "bitsandbytes": compress.RTN(scheme="nf4a16"),
+    "mlx": compress.RTN(group_size=32),
+    "modelopt": compress.RTN(scheme="nvfp4a16"),
+    "sparse24": compress.Magnitude(pattern="2:4"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_safetensors_files_comes_in_shards_of_a_size(layout, llama, tmp_path):
+    """Three or more, here, with the tensors of one file, and an index that says where each is."""
+    compress.quantize(llama, LAYOUTS[layout], output=tmp_path / "out", verify=False, ignore=["*.down_proj"])
+    whole = compress.export(tmp_path / "out", tmp_path / "whole", layout).output
+    outcome = command("export", tmp_path / "out", "--to", layout, "--output", tmp_path / "cut", "--shard-size", "60KB")
+    assert outcome.code == 0, outcome.err
+    (index,) = (tmp_path / "cut").glob("*.index*.json")
+    places = json.loads(index.read_text())["weight_map"]
+    held = {path.name: load_file(path) for path in (tmp_path / "cut").glob("*.safetensors")}
+    (one,) = (load_file(path) for path in whole.glob("*.safetensors"))
+    assert len(held) >= 3
+    assert places.keys() == one.keys()
+    assert all(checksum(held[file][name]) == checksum(one[name]) for name, file in places.items())
+    compress.load(tmp_path / "cut")
 
 
 def test_a_layout_of_its_own_is_written_sealed_and_replaced(toy, licensed, tmp_path):

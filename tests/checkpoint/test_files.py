@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import compress
 from compress.base.errors import CheckpointError
 from compress.checkpoint import scratch
-from compress.checkpoint.files import checksum, write_named, write_whole
+from compress.checkpoint.files import WHOLE, checksum, write_named, write_whole
 from compress.checkpoint.portable_names import command, portable
 from compress.checkpoint.write import shards
 from compress.checkpoint.write.directory import own_files, stranger_in
@@ -169,7 +169,7 @@ def test_weight_files_hold_the_bytes_of_the_blocks(
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     inside = {p.name: p.file.read_bytes()[p.begin : p.begin + p.length] for p in pieces}
     assert {name: hashlib.sha256(held).hexdigest() for name, held in inside.items()} == sums
-    plan = shards.plan_shards(sorted(pieces, key=lambda p: p.name), limit=limit)
+    plan = shards.plan_shards(sorted(pieces, key=lambda p: p.name), WHOLE, limit)
     assert [piece.name for inside in plan.values() for piece in inside] == names
     for file, inside in plan.items():
         assert len(inside) == 1 or sum(piece.length for piece in inside) <= limit

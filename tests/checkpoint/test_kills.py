@@ -34,9 +34,7 @@ RUN = """
 import os, signal, sys, torch
 sys.path[:0] = {tests!r}
 import compress
-from compress.checkpoint.write import shards
 from test_kills import RECIPES, calibration
-shards.SHARD_BYTES = 40_000
 torch.set_num_threads(1)
 passes = RECIPES[{name!r}]()
 compress.quantize  # imported before the clock runs
@@ -51,7 +49,7 @@ def counted(event, arguments):
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
 sys.addaudithook(counted)
 compress.quantize({model!r}, passes, output={out!r}, resume=True, overwrite=True, verify=False,
-                  calibration=calibration(passes))
+                  shard_size=40_000, calibration=calibration(passes))
 print(asked)
 """
 

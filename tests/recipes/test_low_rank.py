@@ -18,7 +18,6 @@ from compress.base.errors import CheckpointError
 from compress.checkpoint.files import OWN_INDEX, OWN_WHOLE, VARIANT
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
-from compress.checkpoint.write import shards
 from compress.inference.layers.linear import SumLinear
 from compress.passes.protocol.recipe import make_pass
 from compress.weights.formats.registry import FORMATS
@@ -110,13 +109,9 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert command("verify", out, "--plugin", "no_such_module").code == 2
 
 
-def test_several_files_have_names_of_their_own_too(
-    module: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_files_have_names_of_their_own_too(module: str, llama: Path, tmp_path: Path) -> None:
     method = make_pass(f"{module}:LowRankAndCodes", {"rank": 4, "group_size": 32})
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", 60_000)
-        compress.quantize(llama, method, output=tmp_path / "out", verify=False)
+    compress.quantize(llama, method, output=tmp_path / "out", verify=False, shard_size="60KB")
     names = {path.name for path in (tmp_path / "out").glob("*.safetensors*")}
     assert OWN_INDEX in names
     assert len(names) > 2

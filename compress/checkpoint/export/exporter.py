@@ -28,8 +28,9 @@ class Exporter(Protocol):
     about: the layout and its readers, a phrase. kind: a word for sentences ("14 layers are <kind>") and the record.
     turns_back: it takes the rotations of inputs that a model computes as it runs out of the weights; the others refuse
     them. smaller: its outputs are to take fewer bytes, so a command that saves next to nothing fails. options: names of
-    the words that its class may be made with, which are options of the command. companions: patterns of files that are
-    copied from the checkpoint, but for those that the exporter writes itself; a licence always is.
+    the words that its class may be made with, which are options of the command. one_file: the layout is no safetensors
+    files, of which there may be several. companions: patterns of files that are copied from the checkpoint, but for
+    those that the exporter writes itself; a licence always is.
     """
 
     about: ClassVar[str]
@@ -37,6 +38,7 @@ class Exporter(Protocol):
     turns_back: ClassVar[bool] = False
     smaller: ClassVar[bool] = False
     options: ClassVar[Sequence[str]] = ()
+    one_file: ClassVar[bool] = False
     companions: ClassVar[Sequence[str]] = EVERYTHING
 
     @property

@@ -97,7 +97,8 @@ class Place:
     def _join(self, whole: str) -> dict[str, str]:
         """Copy the parts into weight files, and remove each part once copied. Returns {tensor: file}."""
         parts = sorted(self._directory.blocks.iterdir())
-        plan = plan_shards([piece for part in parts for piece in pieces_of(part)], whole)
+        held = [piece for part in parts for piece in pieces_of(part)]
+        plan = plan_shards(held, whole, self._directory.shard_bytes)
         left = {part: len(pieces_of(part)) for part in parts}
         for file, pieces in plan.items():
             write_shard(self.file(file), pieces, self.sums)

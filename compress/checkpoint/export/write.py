@@ -8,9 +8,11 @@ kind: `--overwrite` recognises it, and a reader of the layout can be tested agai
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
+from compress.base.byte_sizes import parse_bytes
 from compress.base.collectives import Comm
 from compress.base.errors import CompressError, InputError, why_not_written
 from compress.base.progress import Reporter, Silent, tell
@@ -56,6 +58,7 @@ def export(
     *,
     overwrite: bool = False,
     verify: bool = True,
+    shard_size: int | str | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Exported:
@@ -64,20 +67,22 @@ def export(
     model: directory or hub id. output: a directory to make; one that is there is replaced with `overwrite` only, and
     only if this tool wrote it. to: a word of `EXPORTERS`, or an exporter. verify: read an output that is no checkpoint
     with the package of its readers, in a process of its own, and compare it with what was decided; the record says by
-    which version. trust_remote_code: run Python code that comes with the model, if any does. What the output lacks, or
-    keeps as it was, goes to the reporter, into the record and into what is returned. Formats of a plugin are known once
-    its module is imported.
+    which version. shard_size: largest weight file, bytes or words like "2GB" (by default 5 GB). trust_remote_code:
+    run Python code that comes with the model, if any does. What the output lacks, or keeps as it was, goes to the
+    reporter, into the record and into what is returned. Formats of a plugin are known once its module is imported.
 
     Raises InputError, having written nothing, for a model that cannot be written so or an output that is in the way;
     CompressError where it cannot be written.
     """
     exporter = exporter_named(to) if isinstance(to, str) else to
+    shard_bytes = shard_bytes_of(exporter, shard_size)
     reporter, source = reporter or Silent(), find_source(str(model), trust_remote_code)
     if Path(output).exists() and Path(output).samefile(source.path):
         raise InputError(f"output {str(output)!r} is the model itself; give another directory")
     if reasons := _reasons(exporter, source):
         raise InputError(f"{source.name} cannot be exported as {exporter.kind}: {'; '.join(reasons)}")
-    with claim(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as directory:
+    how: dict[str, Any] = {"overwrite": overwrite, "model": source.path, "shard_bytes": shard_bytes}
+    with claim(output, Comm(), resume=False, **how) as directory:
         assert directory is not None
         try:
             place = Place(directory, reporter)
@@ -142,6 +147,15 @@ def offers(model: str | Path, trust_remote_code: bool = False) -> list[Offer]:
     source = find_source(str(model), trust_remote_code)
     found = ((name, exporter_named(name)) for name in EXPORTERS)
     return [Offer(name, exporter.about, tuple(_reasons(exporter, source))) for name, exporter in found]
+
+
+def shard_bytes_of(exporter: Exporter, shard_size: int | str | None) -> int | None:
+    """The bytes of a shard size; None for none. Raises InputError for other words, and for a layout of one file."""
+    if shard_size is None:
+        return None
+    if exporter.one_file:
+        raise InputError(f"shard size {shard_size}: {exporter.kind} writes a single weight file; drop --shard-size")
+    return parse_bytes(str(shard_size), "shard size")
 
 
 def _reasons(exporter: Exporter, source: Source) -> list[str]:

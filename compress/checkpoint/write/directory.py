@@ -37,6 +37,7 @@ from compress.checkpoint.portable_names import command
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.write.journal import PROGRESS, Journal
 from compress.checkpoint.write.manifest import read_record
+from compress.checkpoint.write.shards import SHARD_BYTES
 
 LOCK, REPLACED = "lock", "replaced"
 ATTEMPTS = 10  # to take a lock whose file its former holder keeps removing
@@ -45,9 +46,12 @@ SHOWN = 200  # characters of a command
 
 
 class Directory:
-    """OUT and OUT.partial. One process works with them; the other ranks of a sharded run only know their names."""
+    """OUT and OUT.partial. One process works with them; the other ranks of a sharded run only know their names.
 
-    def __init__(self, output: Path) -> None:
+    shard_bytes: the most data in one weight file of the output."""
+
+    def __init__(self, output: Path, shard_bytes: int | None = None) -> None:
+        self.shard_bytes = shard_bytes or SHARD_BYTES
         # Absolute: a program may change its directory while it runs.
         self.output = (output.resolve() if output.is_symlink() else output).absolute()
         self.partial = self.output.with_name(self.output.name + ".partial")
@@ -302,12 +306,18 @@ def stranger_in(directory: Path) -> Path | None:
 
 @contextmanager
 def claim(
-    output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool, model: Path | None = None
+    output: str | Path | None,
+    comm: Comm,
+    *,
+    resume: bool,
+    overwrite: bool,
+    model: Path | None = None,
+    shard_bytes: int | None = None,
 ) -> Iterator[Directory | None]:
     """Claims the output for this run alone while the body runs; yields its directory, or None where output is None.
 
-    model: the path that the run reads, which must lie elsewhere. Raises InputError as `Directory.claim` does. When the
-    body is stopped, a note on the exception says what can be resumed. A collective.
+    model: the path that the run reads, which must lie elsewhere. shard_bytes: as in `Directory`. Raises InputError as
+    `Directory.claim` does. When the body is stopped, a note on the exception says what can be resumed. A collective.
     """
     if output is None:
         yield None
@@ -318,7 +328,7 @@ def claim(
     try:
         if special(Path(output)) == LOOP:
             raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
-        directory = Directory(Path(output))
+        directory = Directory(Path(output), shard_bytes)
         if model is not None and model.absolute().is_relative_to(directory.partial):
             raise InputError(
                 f"model {str(model)!r} lies in {directory.partial}, where the run would work; move it first"

@@ -71,7 +71,7 @@ class Assembly:
         held = {piece.name: piece for piece in self.together("blocks", lambda: list(self._pieces()))}
         if lost := sorted(sums.keys() - held.keys()):
             raise CheckpointError(f"{lost[0]} is no longer in {self.place.partial}; drop that run with --overwrite")
-        plan = plan_shards([held[name] for name in sums], whole)
+        plan = plan_shards([held[name] for name in sums], whole, self.place.shard_bytes)
         open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
         for first in range(0, len(open_files), self.comm.world):
             turn = open_files[first : first + self.comm.world]

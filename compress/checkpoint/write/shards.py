@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import CheckpointError, CompressError
-from compress.checkpoint.files import WHOLE
 from compress.checkpoint.read.weight_files import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # of data in one file: long the default of transformers, which every reader takes
@@ -109,10 +108,9 @@ def pieces_of(path: Path) -> list[Piece]:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
 
 
-def plan_shards(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:
+def plan_shards(pieces: Sequence[Piece], whole: str, limit: int) -> dict[str, list[Piece]]:
     """{file name: its tensors}, in the order given, in files of at most `limit` bytes of data (one tensor at least).
     whole: the name where one file is enough."""
-    limit = SHARD_BYTES if limit is None else limit
     shards: list[list[Piece]] = [[]]
     room = limit
     for piece in pieces:

@@ -1,7 +1,7 @@
 """`compress export`: the same values, stored another way."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,14 @@ from compress.base.terminal import say
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.cli.byte_savings import change, end_of_export
 from compress.cli.exit_codes import exits_cleanly
-from compress.cli.option_groups import json_option, overwrite_option, plugin_option, quiet_option, trust_option
+from compress.cli.option_groups import (
+    json_option,
+    overwrite_option,
+    plugin_option,
+    quiet_option,
+    shard_option,
+    trust_option,
+)
 from compress.cli.options import PLUGINS, begin, given, write_report
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--template", metavar="FILE", help="Of --to gguf: a GGUF file that llama.cpp's converter made of the dense export."
 )
+@shard_option
 @click.option("--no-verify", is_flag=True, help="Do not read the output back with the package of its readers.")
 @trust_option
 @plugin_option
@@ -47,6 +55,7 @@ def export(
     allow_little: bool,
     no_verify: bool,
     template: str | None,
+    shard_size: str | None,
     trust_remote_code: bool,
     json_file: str | None,
     quiet: bool,
@@ -81,9 +90,10 @@ def export(
     from compress.checkpoint.byte_savings import Saving
     from compress.cli.progress import reporting
 
-    how = {"overwrite": overwrite, "verify": not no_verify, "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"shard_size": shard_size, "trust_remote_code": trust_remote_code}
     with reporting("export", quiet) as reporter:
-        exported = compress.export(model, folder, exporter, **how, reporter=reporter)
+        how |= {"overwrite": overwrite, "verify": not no_verify, "reporter": reporter}
+        exported = compress.export(model, folder, exporter, **how)
     write_report(json_file, asdict(exported))
     if not silent:
         said = change(Saving(exported.bytes_before, exported.bytes))
@@ -94,7 +104,7 @@ def export(
 
 def _check_listing() -> None:
     """Refuse options of writing beside --list. (--overwrite is of --json, too.)"""
-    for option in ("to", "output", "allow_little", "no_verify", "template"):
+    for option in ("to", "output", "allow_little", "no_verify", "template", "shard_size"):
         if given(option):
             raise InputError(f"--list writes no checkpoint; drop --{option.replace('_', '-')}")
 

@@ -315,7 +315,7 @@ def outline(
         all(layer.exact for layer in layers),
         bytes_of_tensors({name: tensor for name, tensor in tensors.items() if name in tables}),
         8 * sum(layer.bytes for layer in coded) / weights if weights else None,
-        Disk(after + min(after, SHARD_BYTES), free_at(Path(request.output or "."))),
+        Disk(after + min(after, request.shard_bytes or SHARD_BYTES), free_at(Path(request.output or "."))),
         memory,
         seconds,
         tokens,

@@ -60,6 +60,7 @@ class GGUFLayout(Exporter):
     kind = "gguf"
     reads_back = True
     options = ("template",)
+    one_file = True
     companions = LEGAL
 
     def why_not(self, checkpoint: Source) -> list[str]:
