@@ -29,10 +29,11 @@ TAUGHT = Train(
 )
 
 
-def ways(bits: int, group_size: int, grid: str) -> dict[str, list[Pass]]:
+def ways(bits: int, group_size: int, grid: str, objective: str) -> dict[str, list[Pass]]:
     """The compared recipes, by title."""
-    start = compress.GPTQ(scheme=f"w{bits}a16", group_size=group_size, grid=grid)  # type: ignore[arg-type]
-    said = f"w{bits} {grid}"
+    options = {"scheme": f"w{bits}a16", "group_size": group_size, "grid": grid, "objective": objective}
+    start = compress.GPTQ(**options)  # type: ignore[arg-type]
+    said = f"w{bits} {grid}{', loss' if objective == 'loss' else ''}"
     behind: dict[str, list[Pass]] = {"": [], ", reconstruct": [Reconstruct()], ", train": [TAUGHT]}
     return {f"{said}, gptq{title}": [start, *passes] for title, passes in behind.items()}
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[4])
     parser.add_argument("--grids", nargs="+", default=["signed-scale"])
+    parser.add_argument("--objectives", nargs="+", default=["layer"], help="what GPTQ rounds for: layer, loss")
     parser.add_argument("--json", required=True, type=Path)
     said = parser.parse_args()
     calibration, text = (torch.load(path, weights_only=True) for path in (said.calibration, said.text))
@@ -65,7 +67,8 @@ def main() -> None:
         row(title, said.model, passes, calibration, text)
         for bits in said.bits
         for grid in said.grids
-        for title, passes in ways(bits, said.group_size, grid).items()
+        for objective in said.objectives
+        for title, passes in ways(bits, said.group_size, grid, objective).items()
     ]
     record = {
         "model": Path(said.model).name,
