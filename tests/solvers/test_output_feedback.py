@@ -143,9 +143,10 @@ def test_moments_of_runs_are_shrunk_by_their_noise(monkeypatch):
                     noise += float(((g[:, n] * g[:, m]).double() ** 2).mean() - moments[n, m] ** 2) / 29
     share = min(1.0, noise / off)
     expected = in_runs(moments * (1 - share) + torch.diag(moments.diagonal() * share)) / moments.diagonal().mean()
-    result = first.result().double()
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    assert float(torch.linalg.eigvalsh(OutputCurvature(relied_curvature(result)).squares).min()) > 0
+    result, taken_off = first.result()
+    assert taken_off == pytest.approx(share)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    assert float(torch.linalg.eigvalsh(OutputCurvature(relied_curvature(result.double())).squares).min()) > 0
 
 
 def test_tokens_count_by_their_gradients_in_part_and_not_without_limit():

@@ -88,7 +88,10 @@ class _Seen:
             own = sum((size_M.double().sum() for size_M in sizes.values()), torch.zeros((), dtype=torch.float64))
             total = float(run.comm.all_reduce(own.to(device)))
             if 0 < total < inf:
-                of_tokens = {i: size_M * (moments.tokens / total) for i, size_M in sizes.items()}
-                curvature[name] = LossCurvature(of_tokens, moments.result())
+                of_outputs, noise = moments.result()
+                share = moments.tokens / total
+                # Where few tokens make noise of moments, they make noise of a weighted H, too.
+                of_tokens = {i: noise + (1 - noise) * share * size_M for i, size_M in sizes.items()}
+                curvature[name] = LossCurvature(of_tokens, of_outputs)
             moments.total = moments.total.new_zeros(0)  # twice the memory of its result
         return curvature

@@ -2,8 +2,9 @@
 
 With g the gradient by a layer's output of the KL to the original, drawn from its own softmax
 (`engine.walk.output_gradients`), the pass minimises tr(H_O E H E^T) for H_O = E g g^T, where tokens count in H by |g|^2
-(three quarters: the rest all alike). Outputs make up for each other's errors in runs of 1024, in the sweep, in `refit`
-and in descent (`solvers.output_feedback`). Close relatives: YAQA (arXiv 2505.22988), GuidedQuant (arXiv 2505.07004).
+(three quarters, less as few tokens make noise of H_O: the rest all alike). Outputs make up for each other's errors in
+runs of 1024, in the sweep, in `refit` and in descent (`solvers.output_feedback`). Close relatives: YAQA (arXiv
+2505.22988), GuidedQuant (arXiv 2505.07004).
 
 It takes a backward pass through the original, a block at a time. Convolutions, stacked experts and pruned layers are
 rounded for what they return; the run says so.

@@ -52,15 +52,16 @@ class OutputMoments:
         self.products.copy_(comm.all_reduce(self.products.to(device)))
         self.tokens = int(comm.all_reduce(torch.tensor(self.tokens, device=device)))
 
-    def result(self) -> Tensor:
-        """The moments [N, S], float32, of mean diagonal 1, without the expected noise off their diagonal, as `Hessian`
-        has it; zeros where every gradient was."""
+    def result(self) -> tuple[Tensor, float]:
+        """(The moments [N, S], float32, of mean diagonal 1, without the expected noise off their diagonal, as `Hessian`
+        has it; zeros where every gradient was. The share of that noise, 0 to 1.)"""
         moments = self.total / max(self.tokens, 1)
         for part in symmetric_blocks(self.run):
             moments[:, part.stop :, part] = moments[:, part, part.stop :].transpose(1, 2)
         diagonal = moments.diagonal(dim1=1, dim2=2)
         mean = diagonal.sum() / self.outputs
-        relied = moments * (1 - shrinkage_of(moments, self.tokens, self.products))
+        noise = shrinkage_of(moments, self.tokens, self.products)
+        relied = moments * (1 - noise)
         relied.diagonal(dim1=1, dim2=2).copy_(diagonal)
         scale = 1 / mean if bool(mean > 0) else 0.0
-        return (relied * scale).float().view(-1, self.run)[: self.outputs].contiguous()
+        return (relied * scale).float().view(-1, self.run)[: self.outputs].contiguous(), noise
