@@ -56,8 +56,9 @@ def available_bytes(device: "torch.device") -> int | None:
 
         if not torch.cuda.is_available():
             return None
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        free, total = torch.cuda.mem_get_info(number)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(number)
         free = min(free + torch.cuda.memory_reserved(device), int(allowed))
         return max(0, free - torch.cuda.memory_allocated(device))
     available = meminfo("MemAvailable")
