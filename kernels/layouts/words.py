@@ -34,6 +34,8 @@ LINE_BYTES = 64
 PLANE = 32
 # Weights that are converted at a time: bounds the temporary memory of a conversion.
 CHUNK = 2**20
+PACKED = 2**24  # codes that are packed at a time, two bytes each
+BYTE = 8
 
 
 def words_of(count: int, bits: int) -> int:
@@ -45,58 +47,58 @@ def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
     """[R, K] codes (int8 or uint8, in range) -> [R, ceil(K bits / 32)] int32."""
     rows, count = codes.shape
     found = torch.empty(rows, words_of(count, bits), dtype=torch.int32, device=codes.device)
-    for part in some_rows(rows, count):
+    for part in some_rows(rows, count, at_once=PACKED):
         found[part] = _packed(codes[part], bits, signed)
     return found
 
 
-def some_rows(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
-    """Slices of all rows, `CHUNK` weights at a time: bounds the temporary memory of work on a whole weight. together:
+def some_rows(rows: int, columns: int, together: int = 1, at_once: int = CHUNK) -> Iterator[slice]:
+    """Slices of all rows, `at_once` weights at a time: bounds the temporary memory of work on a whole weight. together:
     so many consecutive rows stay in one slice."""
-    step = max(1, CHUNK // max(columns, 1) // together) * together
+    step = max(1, at_once // max(columns, 1) // together) * together
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _bytes_of(bits: int) -> Iterator[tuple[int, int, int]]:
+    """(Code, byte, shift) of all that 8 codes and the `bits` bytes of their stream share: bits of the byte are those of
+    the code, shifted left by `shift`, or right where it is negative."""
+    for code in range(BYTE):
+        first, last = code * bits // BYTE, ((code + 1) * bits - 1) // BYTE
+        yield from ((code, byte, code * bits - byte * BYTE) for byte in range(first, last + 1))
 
 
 def _packed(codes: Tensor, bits: int, signed: bool) -> Tensor:
     rows, count = codes.shape
     offset = 2 ** (bits - 1) if signed else 0
-    padded = -(-count // WORD) * WORD
-    values = torch.zeros(rows, padded, dtype=torch.int64, device=codes.device)
-    values[:, :count] = codes.to(torch.int64) + offset
-    runs = values.view(rows, -1, WORD)
-    words = torch.zeros(rows, runs.shape[1], bits, dtype=torch.int64, device=codes.device)
-    for k in range(WORD):
-        word, shift = divmod(k * bits, WORD)
-        words[:, :, word] |= runs[:, :, k] << shift & 0xFFFFFFFF
-        if shift + bits > WORD:
-            words[:, :, word + 1] |= runs[:, :, k] >> (WORD - shift)
-    words = torch.where(words >= 2**31, words - 2**32, words)
-    return words.to(torch.int32).view(rows, -1)[:, : words_of(count, bits)].contiguous()
+    values = torch.zeros(rows, -(-count // WORD) * WORD, dtype=torch.uint8, device=codes.device)
+    torch.add(codes.view(torch.uint8), offset, out=values[:, :count])
+    eights = values.view(rows, -1, BYTE)
+    stream = torch.zeros(rows, eights.shape[1], bits, dtype=torch.uint8, device=codes.device)
+    for code, byte, shift in _bytes_of(bits):
+        value = eights[:, :, code]
+        stream[:, :, byte] |= value << shift if shift >= 0 else value >> -shift
+    return stream.view(rows, -1).view(torch.int32)[:, : words_of(count, bits)]
 
 
 def unpack_rows(words: Tensor, bits: int, count: int, signed: bool = True) -> Tensor:
     """[R, ceil(count bits / 32)] int32 -> [R, count] int8 (uint8 when unsigned). Inverse of `pack_rows`."""
     found = torch.empty(len(words), count, dtype=torch.int8 if signed else torch.uint8, device=words.device)
-    for part in some_rows(len(words), count):
+    for part in some_rows(len(words), count, at_once=PACKED):
         found[part] = _unpacked(words[part], bits, count, signed)
     return found
 
 
 def _unpacked(words: Tensor, bits: int, count: int, signed: bool) -> Tensor:
-    rows = len(words)
-    runs = -(-count // WORD)
-    full = torch.zeros(rows, runs * bits, dtype=torch.int64, device=words.device)
-    full[:, : words.shape[1]] = words.to(torch.int64) & 0xFFFFFFFF
-    full = full.view(rows, runs, bits)
-    codes = torch.empty(rows, runs, WORD, dtype=torch.int64, device=words.device)
-    for k in range(WORD):
-        word, shift = divmod(k * bits, WORD)
-        value = full[:, :, word] >> shift
-        if shift + bits > WORD:
-            value = value | full[:, :, word + 1] << (WORD - shift)
-        codes[:, :, k] = value & (2**bits - 1)
-    offset = 2 ** (bits - 1) if signed else 0
-    return (codes.view(rows, -1)[:, :count] - offset).to(torch.int8 if signed else torch.uint8)
+    rows, runs = len(words), -(-count // WORD)
+    full = torch.zeros(rows, runs * bits, dtype=torch.int32, device=words.device)
+    full[:, : words.shape[1]] = words
+    stream = full.view(torch.uint8).view(rows, -1, bits)
+    codes = torch.zeros(rows, stream.shape[1], BYTE, dtype=torch.uint8, device=words.device)
+    for code, byte, shift in _bytes_of(bits):
+        value = stream[:, :, byte]
+        codes[:, :, code] |= value >> shift if shift >= 0 else value << -shift
+    codes = codes.view(rows, -1)[:, :count] & (2**bits - 1)
+    return (codes - 2 ** (bits - 1)).view(torch.int8) if signed else codes
 
 
 class LevelTable(NamedTuple):
