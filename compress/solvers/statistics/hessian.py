@@ -1,8 +1,9 @@
 """The second moments of a layer's input, summed over tokens and ranks."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -99,8 +100,10 @@ class HessianResult:
 class Hessian:
     """X^T X of the layer's input, and its drift from the uncompressed model's input when `reference` is set.
 
-    Accumulated in `dtype`: float32 keeps products of 16-bit inputs exact; float64 makes the sum independent of the
-    order of micro-batches to 1e-16. Being symmetric, X^T X is summed on one side of its diagonal (in blocks) alone.
+    Accumulated in `dtype`: float32 keeps products of 16-bit inputs exact, also those of matrix instructions on a GPU
+    (TF32, whose 11 bits hold such inputs, and differences of them with an error that is small beside their noise);
+    float64 makes the sum independent of the order of micro-batches to 1e-16. Being symmetric, X^T X is summed on one
+    side of its diagonal (in blocks) alone.
 
     The shrinkage is the one of least expected squared error towards a diagonal of unequal variances, for moments about
     zero (Ledoit and Wolf 2004; Schaefer and Strimmer 2005, table 2, target D),
@@ -129,6 +132,10 @@ class Hessian:
         self.found: HessianResult | None = None
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        with matrix_instructions(x_MK):
+            self._update(x_MK, reference_MK)
+
+    def _update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
         half = len(x_MK) // 2
         parts = (slice(half), slice(half, None))
         for x in self._converted(x_MK):
@@ -202,6 +209,19 @@ class Hessian:
             noise, factor = shrinkage_of(sum_KK.div_(count), count, products), (tokens / count) ** 0.5
             halves.append(HessianResult(sum_KK, count, of_half, contrast, noise, contrast_factor=factor))
         return replace(whole, halves=tuple(halves))
+
+
+@contextmanager
+def matrix_instructions(x: Tensor) -> Iterator[None]:
+    """Multiply float32 matrices by TF32 on a GPU meanwhile, where x has 16 bits."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
+        settings.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _products(x_MK: Tensor) -> Tensor:
