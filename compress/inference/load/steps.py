@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.generation.configuration_utils import CompileConfig
 
 from compress.base.errors import InputError
+from compress.inference.steps.graph import OWN_CACHE
 from compress.inference.steps.trace import is_watched, note_attention
 from compress.kernels.cpu import direct
 from compress.kernels.cpu.build import compilers
@@ -26,8 +27,6 @@ SDPA = "sdpa"
 OWN = "compress_sdpa"
 # Arguments of some models that our loop does not support.
 BESIDE = ("position_bias", "softcap", "cache", "s_aux", "output_attentions")
-# Arguments of `generate` that choose a cache, for which steps are not compiled.
-OWN_CACHE = ("past_key_values", "cache_implementation", "use_cache", "assistant_model", "prompt_lookup_num_tokens")
 Attends = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -50,7 +49,7 @@ def compile_steps(network: nn.Module) -> None:
 
 def generate(network: Any, *given: Any, **asked: Any) -> Any:
     """`generate` of a model, with compiled steps unless an argument rules them out (OWN_CACHE)."""
-    if not any(asked.get(name) is not None for name in OWN_CACHE):
+    if not any(asked.get(name) is not None for name in (*OWN_CACHE, "use_cache")):
         compiled = CompileConfig(mode="default", dynamic=False)
         compiled._compile_all_devices = True  # else transformers compiles on a GPU only
         asked |= {"cache_implementation": "static", "compile_config": compiled}

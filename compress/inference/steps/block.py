@@ -32,7 +32,7 @@ from compress.kernels.cpu.arguments import TYPES
 from compress.kernels.operators.devices import runs_on_cpu, why_not_triton
 
 STATE = "compress_steps"
-NOT_REPLAYED = "compress_not_replayed"  # of a model: why `graph.py` leaves its steps to torch
+NOT_REPLAYED = "compress_not_replayed"  # of a model: why `graph.py` does not replay its steps
 # Arguments of a block that a step knows, or that do not change what it computes.
 KNOWN = ("attention_mask", "position_embeddings", "past_key_values", "position_ids", "use_cache", "cache_position")
 DIMENSIONS = 4  # of a mask
@@ -70,7 +70,7 @@ def remarks(model: nn.Module) -> list[str]:
         for reason, count in reasons.items()
     ]
     if reason := model.__dict__.get(NOT_REPLAYED):
-        notes.append(f"steps over a cache of fixed size are compiled by torch, not replayed: {reason}")
+        notes.append(f"steps are not replayed as one graph: {reason}")
     return notes
 
 

@@ -1,9 +1,9 @@
-"""Replays steps of `generate` over a cache of fixed size on a GPU: all blocks, norms and the head as one CUDA graph.
+"""Replays steps of `generate` on a GPU: all blocks, norms and the head as one CUDA graph, over a cache of fixed size.
 
-transformers asks a model for a function that runs such steps (`get_compiled_call`), which torch compiles. A model whose
-blocks take steps in launches of their own (`block.py`) returns `GraphedSteps` instead: the first step runs as it is,
-the second is captured, and replayed from then on. What cannot be captured goes to torch's function, as ever, and
-`remarks` says so. A `compile_config` of the caller asks for that function.
+`generate` of a model takes such a cache unless its arguments say otherwise. transformers then asks the model for a
+function that runs steps (`get_compiled_call`), which torch would compile, and gets `GraphedSteps`: the first step runs
+as it is, the second is captured, and replayed from then on. What cannot be captured runs as it is, and `remarks` says
+so. With a `compile_config` of the caller, steps are compiled by torch.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
 from compress.base.errors import first_line
-from compress.inference.steps.block import NOT_REPLAYED, installed_steps
+from compress.inference.steps.block import NOT_REPLAYED
 from compress.kernels import workspace
 
 Run = Callable[..., Any]
 PLAIN = (bool, int, str, type(None))
+# Arguments of `generate` that choose a cache, or what only a growing one does.
+OWN_CACHE = ("past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens")
 
 
 def replay_steps(model: nn.Module) -> None:
@@ -28,6 +30,23 @@ def replay_steps(model: nn.Module) -> None:
     own: Any = model
     if hasattr(type(own), "get_compiled_call"):
         own.get_compiled_call = MethodType(get_compiled_call, own)
+        own.generate = MethodType(generate, own)
+
+
+def generate(model: Any, *given: Any, **asked: Any) -> Any:
+    """`generate` of a model, over a cache of fixed size where that serves: one sequence per prompt, a known number of
+    new tokens, and no cache in the arguments."""
+    config = asked.get("generation_config") or model.generation_config
+
+    def value(name: str) -> Any:
+        found = asked.get(name)
+        return getattr(config, name, None) if found is None else found
+
+    fits = getattr(model, "_can_compile_fullgraph", False) and value("use_cache") is not False
+    fits = fits and (value("num_beams") or 1) == 1 and value("max_new_tokens") is not None
+    if fits and len(given) < 2 and not any(value(name) is not None for name in OWN_CACHE):
+        asked["cache_implementation"] = "static"
+    return type(model).generate(model, *given, **asked)
 
 
 def get_compiled_call(model: Any, compile_config: Any) -> Run:
@@ -51,8 +70,7 @@ class GraphedSteps:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.elsewhere: Run | None = None
-        self.begun = False
+        self.refused = self.begun = False
         self.replay: Callable[[], None] | None = None
         self.held: dict[str, Tensor] = {}
         self.rest: dict[str, Any] = {}
@@ -62,12 +80,8 @@ class GraphedSteps:
         """The output of one step. Its tensors are those of the step before, where it is replayed."""
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         rest = {name: value for name, value in given.items() if name not in tensors}
-        if self.elsewhere is None and self.replay is None and (reason := self.why_not(tensors, rest)):
-            self.leave(reason)
-        if self.elsewhere is None and self.begun and self.replay is None:
+        if self.begun and self.replay is None and not self.refused:
             self.capture(tensors, rest)
-        if self.elsewhere is not None:
-            return self.elsewhere(**given)
         self.begun = True
         if self.replay is None or not self.fits(tensors, rest):
             return self.model(**given)
@@ -76,9 +90,9 @@ class GraphedSteps:
         self.replay()
         return self.out
 
-    def leave(self, reason: str) -> None:
-        """Run all further steps by torch's function."""
-        self.elsewhere = type(self.model).get_compiled_call(self.model, None)
+    def refuse(self, reason: str) -> None:
+        """Run all further steps as they are."""
+        self.refused = True
         self.model.__dict__[NOT_REPLAYED] = reason
 
     def why_not(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> str | None:
@@ -93,17 +107,18 @@ class GraphedSteps:
             return "hidden states or attentions are asked for"
         if strange := [name for name, value in others.items() if not isinstance(value, PLAIN)]:
             return f"{strange[0]} is no tensor"
-        if self.begun and any(steps.known is None or steps.not_taken for _, steps in installed_steps(self.model)):
-            return "blocks are run by their own modules"
         return None
 
     def capture(self, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Capture a step of such arguments, or leave all to torch's function."""
+        """Capture a step of such arguments, or refuse all."""
+        if reason := self.why_not(tensors, rest):
+            self.refuse(reason)
+            return
         self.held, self.rest = {name: value.clone() for name, value in tensors.items()}, rest
         try:
             self.replay, self.out, owners = record(lambda: self.model(**self.held, **rest))
         except Exception as error:  # noqa: BLE001 - any operation of a model may refuse to be captured
-            self.leave(f"a step cannot be captured ({first_line(error)})")
+            self.refuse(f"a step cannot be captured ({first_line(error)})")
             return
         finalize(self, workspace.give_back, owners)
 
