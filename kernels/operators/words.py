@@ -134,11 +134,9 @@ def weight_only_path(x_MK: Tensor, weight: CodeWords, batch_invariant: bool = Fa
     """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
     if batch_invariant:
         refuse("batch_invariant", why_not_batch_invariant(x_MK, weight))
-    dequantized = why_not_dequantize(x_MK, weight)
-    if dequantized:
-        return path_of(x_MK.device, dequantized), None
     if why_not_weight_only(x_MK, weight):
-        return "dequantize", None
+        others = why_not_dequantize(x_MK, weight)
+        return (path_of(x_MK.device, others) if others else "dequantize"), None
     operation = "weight_only" if weight.table is None else "levels"
     kind = kind_of(operation, weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
     sizes = (len(weight.words), x_MK.shape[1], device_of(x_MK.device))

@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.kernels.columns import RANGES, ColumnBlock, DecidedColumns, RangeSearch, Rounding, SweptBlock
 from compress.kernels.cpu.arguments import TYPES
 from compress.kernels.triton.column_rounding import best_range, decide
+from compress.kernels.tuning.table import bucket, cdiv
 
 # Outputs of a program, and columns of a tile that is no group. A warp holds 1,024 numbers, 32 in each thread.
 ROWS, COLUMNS, WARP = 8, 64, 1024
@@ -202,7 +203,7 @@ def _launch(
     assert held.outputs is None, "outputs do not depend on each other here"
     count, outputs = block.target.shape
     part, step = slice(block.first, block.first + count), COLUMNS if search is None else search.group
-    tile = triton.next_power_of_2(min(step, end - begin))
+    tile = bucket(min(step, end - begin))
     columns = (held.kept, held.exact, held.extra, None if search is None else search.importance)
     kept, exact, extra, importance = (None if tensor is None else tensor[part] for tensor in columns)
     flags = (None if tensor is None else tensor.view(torch.uint8) for tensor in (kept, exact))
@@ -212,7 +213,7 @@ def _launch(
     for tensor in (block.target, block.value, block.change, block.diagonal, *decided, kept, exact, extra):
         assert tensor is None or tensor.is_contiguous()
     sizes = (outputs, begin, end, step, *block.matrix.stride())
-    columns_kernel[(triton.cdiv(outputs, ROWS),)](
+    columns_kernel[(cdiv(outputs, ROWS),)](
         *(*numbers, *decided, *flags, extra, held.price, held.rounding.table, importance, factors, *sizes),
         DESCENT=weight is None,
         CODES=_codes(held.rounding),
@@ -229,11 +230,11 @@ def search_ranges(x_gN: Tensor, search: RangeSearch) -> tuple[Tensor, Tensor]:
     members, count = x_gN.shape
     scale, zero = (torch.empty(count, dtype=torch.float32, device=x_gN.device) for _ in range(2))
     importance = None if search.importance is None else search.importance.contiguous()
-    search_kernel[(triton.cdiv(count, ROWS),)](
+    search_kernel[(cdiv(count, ROWS),)](
         *(x_gN, importance, _factors(search.factors, x_gN.device), scale, zero, count, members, *x_gN.stride()),
         CODES=_codes(search.rounding),
         RANGE=_range(search),
-        TILE=min(triton.next_power_of_2(members), WARP // ROWS),
+        TILE=min(bucket(members), WARP // ROWS),
         ROWS=ROWS,
         num_warps=1,
         enable_fp_fusion=False,

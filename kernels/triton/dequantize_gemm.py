@@ -20,6 +20,7 @@ from torch import Tensor
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.sparse_kernels import add_entries
+from compress.kernels.tuning.table import cdiv
 
 WORKSPACE_BYTES = 64 * 2**20
 # Blocks are multiples of this, so that cuBLAS gets whole tiles.
@@ -97,7 +98,7 @@ def dequantize(weight: Planar, K: int, rows: range, columns: range, out: Tensor)
     assert columns.start % block == 0
     assert weight.words.shape[1] == planar_words(K, weight.bits)
     assert weight.scale.is_contiguous()
-    grid = (triton.cdiv(len(columns), block), triton.cdiv(len(rows), BLOCK_ROWS))
+    grid = (cdiv(len(columns), block), cdiv(len(rows), BLOCK_ROWS))
     dequantize_kernel[grid](
         weight.words,
         weight.scale,
@@ -124,8 +125,8 @@ def dequantize(weight: Planar, K: int, rows: range, columns: range, out: Tensor)
 def blocks(length: int, width: int, itemsize: int) -> list[range]:
     """`length` rows (or columns) of `width` elements, in equal multiples of GRAIN that fit the workspace."""
     most = max(1, WORKSPACE_BYTES // (width * itemsize * GRAIN))
-    count = triton.cdiv(length, most * GRAIN)
-    step = triton.cdiv(triton.cdiv(length, count), GRAIN) * GRAIN
+    count = cdiv(length, most * GRAIN)
+    step = cdiv(cdiv(length, count), GRAIN) * GRAIN
     return [range(start, min(start + step, length)) for start in range(0, length, step)]
 
 

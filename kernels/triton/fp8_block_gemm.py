@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.kernels.layouts.scale_blocks import BLOCK
 from compress.kernels.triton.split_k import arrives_last, collect, partials
 from compress.kernels.tuning.choose import device_of, fused_fp8_blocks
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, bucket, cdiv
 
 # Blocks of a row that one program rounds, and its warps.
 BLOCKS_AT_ONCE = 16
@@ -130,12 +130,12 @@ def quantize_blocks(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     one block of columns beside each other."""
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     M, K = x_MK.shape
-    blocks = triton.cdiv(K, BLOCK)
+    blocks = cdiv(K, BLOCK)
     codes_MK = torch.empty(M, K, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scale_MB = torch.empty(blocks, M, dtype=torch.float32, device=x_MK.device).t()
     if M > 0 and K > 0:
-        count = min(triton.next_power_of_2(blocks), BLOCKS_AT_ONCE)
-        quantize_blocks_kernel[(M, triton.cdiv(blocks, count))](
+        count = min(bucket(blocks), BLOCKS_AT_ONCE)
+        quantize_blocks_kernel[(M, cdiv(blocks, count))](
             x_MK,
             codes_MK,
             scale_MB,
@@ -162,7 +162,7 @@ def fp8_block_gemm(
     """[M, N] of `dtype` on a GPU (or under the interpreter): float8 codes contiguous along K, x_scale fp32 [M, B] in
     any strides, weight_scale [ceil(N / 128), B] contiguous, any float. shape: rows of a tile that divide 128."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    blocks = triton.cdiv(K, BLOCK)
+    blocks = cdiv(K, BLOCK)
     assert x_MK.stride(1) == 1
     assert weight_NK.stride(1) == 1
     assert weight_scale.is_contiguous()
@@ -172,7 +172,7 @@ def fp8_block_gemm(
     shape = fused_fp8_blocks(M, N, K, device_of(x_MK.device)) if shape is None else shape
     assert BLOCK % shape.block_n == 0
     partial, counters = partials(out_MN, shape)
-    fp8_block_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    fp8_block_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         x_scale_MB,
         weight_NK,
@@ -188,7 +188,7 @@ def fp8_block_gemm(
         x_MK.stride(0),
         weight_NK.stride(0),
         *x_scale_MB.stride(),
-        triton.cdiv(blocks, shape.split_k),
+        cdiv(blocks, shape.split_k),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=BLOCK,

@@ -20,7 +20,7 @@ from compress.kernels.layouts.words import PLANE, Planar, planar_block
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, planar_sums
 from compress.kernels.triton.split_k import tile_partials
 from compress.kernels.tuning.choose import device_of, fused, grouped, most_tiles
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, bucket, cdiv
 
 
 @triton.jit
@@ -110,6 +110,7 @@ def grouped_kernel(
         bias_ptr += wide * N
     acc = planar_sums(
         x_ptrs,
+        m < end,
         words_ptrs,
         scale_ptr,
         zero_ptr,
@@ -135,8 +136,8 @@ def grouped_kernel(
 def _shape(pairs: int, weight: Planar, K: int) -> Shape:
     """The derived configuration."""
     (E, N, _), device = weight.words.shape, device_of(weight.words.device)
-    single = fused(triton.cdiv(pairs, min(E, pairs)), N, K, weight.bits, weight.group_size, device)
-    return grouped(single, pairs, E, N, triton.cdiv(K, planar_block(weight.bits)), device)
+    single = fused(cdiv(pairs, min(E, pairs)), N, K, weight.bits, weight.group_size, device)
+    return grouped(single, pairs, E, N, cdiv(K, planar_block(weight.bits)), device)
 
 
 def grouped_gemm(
@@ -162,8 +163,8 @@ def grouped_gemm(
     block = planar_block(weight.bits)
     shape = shape or _shape(pairs, weight, K)
     tiles = most_tiles(pairs, E, shape.block_m)
-    partial, counters = tile_partials(tiles * triton.cdiv(N, shape.block_n), out_PN, shape, torch.float32)
-    grouped_kernel[(triton.cdiv(N, shape.block_n), tiles, shape.split_k)](
+    partial, counters = tile_partials(tiles * cdiv(N, shape.block_n), out_PN, shape, torch.float32)
+    grouped_kernel[(cdiv(N, shape.block_n), tiles, shape.split_k)](
         x_MK,
         token_P,
         start_E,
@@ -182,7 +183,7 @@ def grouped_gemm(
         x_MK.stride(0),
         weight.words.stride(0),
         weight.words.stride(1),
-        triton.cdiv(triton.cdiv(K, block), shape.split_k),
+        cdiv(cdiv(K, block), shape.split_k),
         BITS=weight.bits,
         PLANE=PLANE,
         GROUP=weight.group_size,
@@ -195,7 +196,7 @@ def grouped_gemm(
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
         EVEN_K=K % block == 0,
         ASM=ASSEMBLY,
-        EXPERTS=triton.next_power_of_2(E + 1),
+        EXPERTS=bucket(E + 1),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,

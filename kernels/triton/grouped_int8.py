@@ -9,7 +9,7 @@ from compress.kernels.triton.grouped_gemm import pairs_of_tile, store_zeros
 from compress.kernels.triton.int8_gemm import finish_int8, int8_sums
 from compress.kernels.triton.split_k import tile_partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, device_of, fused_w8a8, grouped, most_tiles
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, bucket, cdiv
 
 
 @triton.jit(do_not_specialize=["pairs", "stride_sm", "steps_per_split"])
@@ -96,8 +96,8 @@ def grouped_int8_kernel(
 def _shape(pairs: int, weight_ENK: Tensor) -> Shape:
     """The derived configuration."""
     (E, N, K), device = weight_ENK.shape, device_of(weight_ENK.device)
-    single = fused_w8a8(triton.cdiv(pairs, min(E, pairs)), N, K, device)
-    return grouped(single, pairs, E, N, triton.cdiv(K, W8A8_BLOCK_K), device)
+    single = fused_w8a8(cdiv(pairs, min(E, pairs)), N, K, device)
+    return grouped(single, pairs, E, N, cdiv(K, W8A8_BLOCK_K), device)
 
 
 def grouped_int8_gemm(
@@ -126,8 +126,8 @@ def grouped_int8_gemm(
         return out_PN
     shape = shape or _shape(pairs, weight_ENK)
     tiles = most_tiles(pairs, E, shape.block_m)
-    partial, counters = tile_partials(tiles * triton.cdiv(N, shape.block_n), out_PN, shape, torch.int32)
-    grouped_int8_kernel[(triton.cdiv(N, shape.block_n), tiles, shape.split_k)](
+    partial, counters = tile_partials(tiles * cdiv(N, shape.block_n), out_PN, shape, torch.int32)
+    grouped_int8_kernel[(cdiv(N, shape.block_n), tiles, shape.split_k)](
         x_MK,
         token_P,
         start_E,
@@ -148,7 +148,7 @@ def grouped_int8_gemm(
         weight_ENK.stride(0),
         weight_ENK.stride(1),
         0 if len(x_scale_M) == 1 else 1,
-        triton.cdiv(triton.cdiv(K, W8A8_BLOCK_K), shape.split_k),
+        cdiv(cdiv(K, W8A8_BLOCK_K), shape.split_k),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=W8A8_BLOCK_K,
@@ -156,7 +156,7 @@ def grouped_int8_gemm(
         HAS_ZERO=x_zero_M is not None,
         HAS_BIAS=bias_EN is not None,
         EVEN_K=K % W8A8_BLOCK_K == 0,
-        EXPERTS=triton.next_power_of_2(E + 1),
+        EXPERTS=bucket(E + 1),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,

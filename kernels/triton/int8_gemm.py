@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.kernels.triton.int8_tma_gemm import persistent_gemm, why_not_persistent
 from compress.kernels.triton.split_k import arrives_last, collect, partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_shape, device_of, kind_of
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 PRMT_FP16 = """
 { prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -234,7 +234,7 @@ def w8a8_gemm(
         persistent_gemm(*operands, out_MN, shape, device.processors)
         return out_MN
     partial, counters = partials(out_MN, shape, torch.int32)
-    w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    w8a8_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         x_scale_M,
         x_zero_M,
@@ -251,7 +251,7 @@ def w8a8_gemm(
         x_MK.stride(0),
         weight_NK.stride(0),
         0 if len(x_scale_M) == 1 else 1,
-        triton.cdiv(triton.cdiv(K, W8A8_BLOCK_K), shape.split_k),
+        cdiv(cdiv(K, W8A8_BLOCK_K), shape.split_k),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=W8A8_BLOCK_K,

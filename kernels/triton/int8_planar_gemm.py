@@ -26,7 +26,7 @@ from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_w
 from compress.kernels.triton.int8_quantize import quantize_tokens
 from compress.kernels.triton.planar_gemm import ASSEMBLY, finish, load_groups
 from compress.kernels.triton.split_k import partials, pieces
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 # What signed codes of 4 bits are multiplied by where they stand.
 RAISED = 16
@@ -335,7 +335,7 @@ def _launch(
 ) -> None:
     (M, K), N, block = codes_MK.shape, out_MN.shape[1], planar_block(weight.bits)
     partial, counters = partials(out_MN, shape)
-    int8_planar_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    int8_planar_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         codes_MK,
         weight.words,
         weight.scale,
@@ -351,7 +351,7 @@ def _launch(
         codes_MK.stride(0),
         weight.words.stride(0),
         scale_MX.stride(0),
-        triton.cdiv(triton.cdiv(K, block), shape.split_k),
+        cdiv(cdiv(K, block), shape.split_k),
         BITS=weight.bits,
         PLANE=PLANE,
         GROUP=weight.group_size,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.tuning.table import bucket, cdiv
+
 # Elements of a row that one program holds at a time, and the warps that share them.
 ROW_BLOCK = 8192
 ROW_WARPS = 8
@@ -99,7 +101,7 @@ def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
     scale_M = torch.empty(M, dtype=torch.float32, device=x_MK.device)
     zero_M = None if symmetric else torch.empty(M, dtype=torch.int32, device=x_MK.device)
     if M > 0:
-        block_k = min(triton.next_power_of_2(K), ROW_BLOCK)
+        block_k = min(bucket(K), ROW_BLOCK)
         quantize_tokens_kernel[(M,)](
             x_MK,
             codes_MK,
@@ -120,8 +122,8 @@ def quantize_static(x_MK: Tensor, scale: Tensor, zero: Tensor | None = None) -> 
     assert x_MK.stride(1) == 1
     codes_MK = torch.empty(M, K, dtype=torch.int8, device=x_MK.device)
     if M > 0 and K > 0:
-        block_k = min(triton.next_power_of_2(K), STATIC_BLOCK)
-        quantize_static_kernel[(M, triton.cdiv(K, block_k))](
+        block_k = min(bucket(K), STATIC_BLOCK)
+        quantize_static_kernel[(M, cdiv(K, block_k))](
             x_MK,
             codes_MK,
             scale,

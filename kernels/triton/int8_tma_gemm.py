@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compress.kernels.tuning.choose import W8A8_BLOCK_K
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 BAND = 8
 # What a descriptor needs of pointers and rows, in bytes.
@@ -95,7 +95,7 @@ def persistent_gemm(
 ) -> None:
     """Write the product to `out`; arguments as in `int8_gemm.w8a8_gemm`."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    tiles = triton.cdiv(M, shape.block_m) * triton.cdiv(N, shape.block_n)
+    tiles = cdiv(M, shape.block_m) * cdiv(N, shape.block_n)
     descriptors = [
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, W8A8_BLOCK_K])
         for tensor, rows in ((x_MK, shape.block_m), (weight_NK, shape.block_n))

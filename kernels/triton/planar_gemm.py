@@ -13,8 +13,8 @@ plane multiplied by its own slice of x.
              that bring words and activations, and their latency would be paid in every step.
     tables   codes of a table of levels are looked up in registers (`look_up`). A group of 16 columns is half a plane:
              words are then read 16 at a time, and every half multiplied by its own slice of x.
-    tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
-             zeros of x times padding, scaled like the last group.
+    tails    tokens and columns beyond the end are zeros, which nothing reads from memory; rows beyond the end are read
+             from row 0 and never stored.
 
 Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
 """
@@ -30,7 +30,7 @@ from compress.kernels.triton.level_lookup import byte_planes, kind_of_table, loo
 from compress.kernels.triton.split_k import arrives_last, collect, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 INTERPRET = triton.knobs.runtime.interpret
 # Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
@@ -123,6 +123,7 @@ def settled(acc):
 @triton.jit
 def planar_sums(
     x_ptrs,
+    tokens,
     words_ptrs,
     scale_ptr,
     zero_ptr,
@@ -145,7 +146,8 @@ def planar_sums(
     TABLE: tl.constexpr = 0,
 ):
     """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [WIDTH, BLOCK_M], words_ptrs
-    [BLOCK_N, WIDTH]: of the first of them (`width_of`). TABLE: 0, or the kind of the table (`look_up`)."""
+    [BLOCK_N, WIDTH]: of the first of them (`width_of`). tokens: bool [BLOCK_M], true for those that are there; others
+    are zeros. TABLE: 0, or the kind of the table (`look_up`)."""
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANES * PLANE
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
@@ -179,11 +181,10 @@ def planar_sums(
             else:
                 weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
             for plane in tl.static_range(PLANES):
-                if EVEN_K:
-                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH)).to(DT)
-                else:
-                    inside = (block * BLOCK_K + plane * PLANE + part * WIDTH + k)[:, None] < K
-                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH), mask=inside, other=0.0).to(DT)
+                inside = tokens[None, :]
+                if not EVEN_K:
+                    inside = inside & ((block * BLOCK_K + plane * PLANE + part * WIDTH + k)[:, None] < K)
+                x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH), mask=inside, other=0.0).to(DT)
                 if GROUP != -1:
                     scale = scales[plane * PARTS // PLANES_PER_SCALE + part]
                     if HAS_ZERO:
@@ -263,14 +264,14 @@ def planar_kernel(
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, width_of(PLANE, GROUP))
-    m_read = tl.where(m < M, m, 0).to(tl.int64)
     n_read = tl.where(n < N, n, 0).to(tl.int64)
     first = split * blocks_per_split
     last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    x_ptrs = x_ptr + m.to(tl.int64)[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
     words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
         x_ptrs,
+        m < M,
         words_ptrs,
         scale_ptr,
         zero_ptr,
@@ -318,7 +319,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
 
 def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor, shape: Shape) -> None:
     (M, K), N = x_MK.shape, out_MN.shape[1]
-    grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
+    grid = (cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)
     partial, counters = partials(out_MN, shape)
     block, table = planar_block(weight.bits), weight.table
     planar_kernel[grid](
@@ -336,7 +337,7 @@ def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor,
         K,
         x_MK.stride(0),
         weight.words.stride(0),
-        triton.cdiv(triton.cdiv(K, block), shape.split_k),
+        cdiv(cdiv(K, block), shape.split_k),
         BITS=weight.bits,
         PLANE=PLANE,
         GROUP=weight.group_size,

@@ -20,7 +20,7 @@ from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYP
 from compress.kernels.triton.split_k import partials
 from compress.kernels.triton.unpack import power4, unpack4
 from compress.kernels.tuning.choose import choose_shape, device_of, kind_of
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 CODE_BITS = 4
 
@@ -215,7 +215,7 @@ def sparse24_gemm(
         kind = kind_of("sparse24", CODE_BITS, weight.group_size, weight.zero is not None, x_MK.dtype)
         shape = choose_shape(kind, M, N, K, device_of(x_MK.device))
     partial, counters = partials(out_MN, shape)
-    sparse24_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    sparse24_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         weight.codes,
         weight.kept,
@@ -230,7 +230,7 @@ def sparse24_gemm(
         K,
         x_MK.stride(0),
         blocks,
-        triton.cdiv(blocks, shape.split_k),
+        cdiv(blocks, shape.split_k),
         PLANE=PLANE,
         GROUP=weight.group_size,
         BLOCK_M=shape.block_m,

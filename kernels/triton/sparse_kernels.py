@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.layouts.entries import Entries
+from compress.kernels.tuning.table import bucket, cdiv
 
 BLOCK_E = 64
 WARPS = 1
@@ -84,8 +85,8 @@ def add_product(x_MK: Tensor, entries: Entries, out_MN: Tensor) -> Tensor:
     assert out_MN.is_contiguous()
     if M == 0 or N == 0:
         return out_MN
-    block_m = min(MAX_BLOCK_M, triton.next_power_of_2(M))
-    product_kernel[(N, triton.cdiv(M, block_m))](
+    block_m = min(MAX_BLOCK_M, bucket(M))
+    product_kernel[(N, cdiv(M, block_m))](
         x_MK, *entries, out_MN, M, N, x_MK.stride(0), BLOCK_M=block_m, BLOCK_E=BLOCK_E, num_warps=WARPS
     )
     return out_MN

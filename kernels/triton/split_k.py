@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels import workspace
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     """[BLOCK_N, BLOCK_M] the sum over all programs of this tile, for the one that arrived last."""
     tile_ptrs = _tile_ptrs(partial_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), partial_ptr.dtype.element_ty)
-    for part in range(SPLIT_K):
+    for part in tl.static_range(SPLIT_K):  # unrolled: their loads do not wait for each other
         acc += tl.load(tile_ptrs + part * BLOCK_N * BLOCK_M, cache_modifier=".cg")
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
@@ -47,14 +47,14 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 def pieces(M: int, N: int, shape: Shape) -> list[slice]:
     """Slices of M tokens, in whole tiles of a configuration, small enough that there are counters for all tiles that
     are split."""
-    tiles = max(1, workspace.SLICE // triton.cdiv(N, shape.block_n))
+    tiles = max(1, workspace.SLICE // cdiv(N, shape.block_n))
     most = M if shape.split_k == 1 else tiles * shape.block_m
     return [slice(first, min(first + most, M)) for first in range(0, M, most)]
 
 
 def partials(out_MN: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Buffers for a split of K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
-    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    tiles = cdiv(out_MN.shape[1], shape.block_n) * cdiv(out_MN.shape[0], shape.block_m)
     return tile_partials(tiles, out_MN, shape, dtype)
 
 

@@ -27,7 +27,7 @@ from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, finish
 from compress.kernels.triton.sparse_kernels import add_entries
 from compress.kernels.triton.split_k import partials
 from compress.kernels.tuning.choose import device_of, fused
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def dequantize(weight: TileWords, K: int, rows: range, columns: range, out: Tens
     block = planar_block(weight.bits)
     assert columns.start % block == 0
     assert all(part.is_contiguous() for part in (weight.words, weight.levels, weight.ranges))
-    dequantize_tiles_kernel[(triton.cdiv(len(columns), block), triton.cdiv(len(rows), BLOCK_ROWS))](
+    dequantize_tiles_kernel[(cdiv(len(columns), block), cdiv(len(rows), BLOCK_ROWS))](
         *weight[:3],
         out,
         rows.start,
@@ -225,7 +225,7 @@ def tile_gemm(x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, sha
     if shape is None:
         shape = fused(M, N, K, weight.bits, PLANE, device_of(x_MK.device))
     partial, counters = partials(out_MN, shape)
-    tile_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    tile_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         *weight[:3],
         bias_N,
@@ -237,7 +237,7 @@ def tile_gemm(x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, sha
         K,
         x_MK.stride(0),
         weight.words.stride(0),
-        triton.cdiv(triton.cdiv(K, planar_block(weight.bits)), shape.split_k),
+        cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         **_constants(weight),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,

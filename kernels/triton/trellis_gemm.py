@@ -26,7 +26,7 @@ from compress.kernels.triton.dequantize_gemm import block_gradient, block_produc
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish
 from compress.kernels.triton.split_k import partials, pieces
 from compress.kernels.tuning.choose import device_of, fused_trellis
-from compress.kernels.tuning.table import Shape
+from compress.kernels.tuning.table import Shape, cdiv
 
 ROWS = 8  # of a segment
 SLICES = 8
@@ -217,7 +217,7 @@ def dequantize(weight: TrellisWords, rows: range, columns: range, out: Tensor) -
     assert weight.words.stride(1) == 1
     if not rows or not columns:
         return
-    dequantize_trellis_kernel[(len(columns) // INPUTS, triton.cdiv(len(rows), DENSE_ROWS))](
+    dequantize_trellis_kernel[(len(columns) // INPUTS, cdiv(len(rows), DENSE_ROWS))](
         weight.words,
         weight.scale,
         out,
@@ -262,7 +262,7 @@ def trellis_gemm(
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = fused_trellis(M, N, triton.cdiv(K, SLICES * INPUTS), device_of(x_MK.device))
+        shape = fused_trellis(M, N, cdiv(K, SLICES * INPUTS), device_of(x_MK.device))
     for tokens in pieces(M, N, shape):
         _launch(x_MK[tokens], weight, bias_N, out_MN[tokens], shape)
     return out_MN
@@ -271,7 +271,7 @@ def trellis_gemm(
 def _launch(x_MK: Tensor, weight: TrellisWords, bias_N: Tensor | None, out_MN: Tensor, shape: Shape) -> None:
     (M, K), N = x_MK.shape, weight.rows
     partial, counters = partials(out_MN, shape)
-    trellis_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
+    trellis_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         weight.words,
         weight.scale,
@@ -285,7 +285,7 @@ def _launch(x_MK: Tensor, weight: TrellisWords, bias_N: Tensor | None, out_MN: T
         len(weight.words),
         x_MK.stride(0),
         weight.words.stride(0),
-        triton.cdiv(triton.cdiv(K, SLICES * INPUTS), shape.split_k),
+        cdiv(cdiv(K, SLICES * INPUTS), shape.split_k),
         **code_constants(weight.code),
         SEGMENTS=shape.block_n // ROWS,
         SLICES=SLICES,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.tuning.table import cdiv
+
 STATES_PER_WARP = 512
 
 
@@ -68,7 +70,7 @@ def best_paths(x: Tensor, d: Tensor, level: Tensor, length: int, bits: int, rest
     rest: steps after which the least cost is taken off all of them."""
     count, state_bits = len(x), len(level).bit_length() - 1
     length = min(length, max(count, 1))
-    sequences = triton.cdiv(count, length)
+    sequences = cdiv(count, length)
     states = torch.empty(count, dtype=torch.int16, device=x.device)
     came = torch.empty(sequences, length, 2 ** (state_bits - bits), dtype=torch.uint8, device=x.device)
     if count:

@@ -31,7 +31,7 @@ from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.words import planar_block
 from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.tuning import table
-from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, cdiv
 
 # Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
 PROCESSORS = 132
@@ -64,6 +64,7 @@ class Device:
         return self.capability // 10 in (10, 11)
 
 
+@cache
 def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> ProductKind:
     """The key of the tuning table for such a product; `table` explains the fields."""
     return ProductKind(op, bits, group_size, zero, str(dtype).removeprefix("torch."))
@@ -91,6 +92,7 @@ def invariant(kind: ProductKind, N: int, K: int, device: Device) -> Shape:
     return derived(kind, INVARIANT_TOKENS, N, K, replace(device, processors=device.processors // 2))
 
 
+@cache
 def derived(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
     """The derived configuration of the fused kernel, from sizes and device alone."""
     if kind.op == "w8a8":
@@ -98,7 +100,7 @@ def derived(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
     if kind.op == "int8_activation":
         return fused_int8(M, N, K, kind.bits, kind.group_size, device)
     if kind.op == "sparse24":
-        return fused24(M, N, _cdiv(K, BLOCK), device)
+        return fused24(M, N, cdiv(K, BLOCK), device)
     return fused(M, N, K, kind.bits, kind.group_size, device)
 
 
@@ -109,12 +111,12 @@ def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) ->
             return Shape(128, 128, num_stages=3)
         if not device.hopper:
             return Shape(64, 256, num_warps=8, num_stages=3)
-        wide = _cdiv(M, 128) * _cdiv(N, 256)
+        wide = cdiv(M, 128) * cdiv(N, 256)
         if wide >= device.processors or group_size == 32:
             return Shape(128, 256, num_warps=8, num_stages=3)
         return Shape(128, 128, num_stages=3)
     rows, warps = (64, 2) if device.tensor_memory else (128, 4)
-    split = splits(_cdiv(N, rows), _cdiv(K, planar_block(bits)), device.processors)
+    split = splits(cdiv(N, rows), cdiv(K, planar_block(bits)), device.processors)
     return Shape(max(16, table.bucket(M)), rows, split, warps)
 
 
@@ -123,14 +125,14 @@ def fused_int8(M: int, N: int, K: int, bits: int, group_size: int, device: Devic
     if M <= 32 or (M <= 64 and device.hopper):
         return fused(M, N, K, bits, group_size, device)
     if M <= 64 or device.tensor_memory:
-        split = splits(_cdiv(N, 64), _cdiv(K, planar_block(bits)), device.processors) if M <= 64 else 1
+        split = splits(cdiv(N, 64), cdiv(K, planar_block(bits)), device.processors) if M <= 64 else 1
         return Shape(64, 64, split, num_warps=2)
     return Shape(128 if device.hopper else 64, 128 if device.hopper else 256, num_warps=8, num_stages=3)
 
 
 def grouped(shape: Shape, pairs: int, experts: int, N: int, steps: int, device: Device) -> Shape:
     """A configuration for the mean tokens of an expert, its K split for the tiles of all of them."""
-    tiles = most_tiles(pairs, experts, shape.block_m) * _cdiv(N, shape.block_n)
+    tiles = most_tiles(pairs, experts, shape.block_m) * cdiv(N, shape.block_n)
     split = splits(tiles, steps, device.processors) if shape.block_m <= 64 else 1
     return replace(shape, split_k=split, persistent=False)
 
@@ -145,7 +147,7 @@ def most_tiles(pairs: int, experts: int, block_m: int) -> int:
 def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
     """The derived configuration of the 2:4 kernel for `blocks` steps of 512 columns, made for few tokens."""
     block_m = min(64 if device.hopper else 32, max(16, table.bucket(M)))
-    tiles = _cdiv(M, block_m) * _cdiv(N, 128)
+    tiles = cdiv(M, block_m) * cdiv(N, 128)
     return Shape(block_m, 128, split_k=splits(tiles, blocks, device.processors, 1), num_stages=2)
 
 
@@ -160,7 +162,7 @@ def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPL
 def fused_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
     """The derived configuration of the int8 kernel."""
     if M <= 64:
-        split = splits(_cdiv(N, 128), _cdiv(K, W8A8_BLOCK_K), device.processors)
+        split = splits(cdiv(N, 128), cdiv(K, W8A8_BLOCK_K), device.processors)
         return Shape(max(16, table.bucket(M)), 128, split_k=split)
     if M <= 256 or not device.hopper:
         return Shape(128, 128, num_warps=8, num_stages=3)
@@ -172,8 +174,8 @@ def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
     of all, so tiles are at most half the int8 kernel's; by tcgen05 at most 64 x 64."""
     if M <= 64 or device.tensor_memory:
         rows, warps = (64, 2) if device.tensor_memory else (128, 4)
-        tiles = _cdiv(M, 64) * _cdiv(N, rows)
-        split = splits(tiles, _cdiv(K, SCALE_BLOCK), device.processors)
+        tiles = cdiv(M, 64) * cdiv(N, rows)
+        split = splits(tiles, cdiv(K, SCALE_BLOCK), device.processors)
         return Shape(min(64, max(16, table.bucket(M))), rows, split, warps)
     return Shape(128, 128, num_warps=8, num_stages=3)
 
@@ -181,7 +183,7 @@ def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
 def fused_trellis(M: int, N: int, steps: int, device: Device) -> Shape:
     """The derived configuration of the kernel for trellis codes, of so many steps over the inputs."""
     block_m = min(32, max(16, table.bucket(M)))
-    return Shape(block_m, 128, splits(_cdiv(N, 128), steps, device.processors, 1), num_warps=8, num_stages=2)
+    return Shape(block_m, 128, splits(cdiv(N, 128), steps, device.processors, 1), num_warps=8, num_stages=2)
 
 
 @cache
@@ -196,8 +198,4 @@ def device_of(device: torch.device) -> Device:
 
 def _counted(shape: Shape, M: int, N: int) -> bool:
     """True where the workspace has counters for all tiles that are split."""
-    return shape.split_k == 1 or _cdiv(M, shape.block_m) * _cdiv(N, shape.block_n) <= workspace.SLICE
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    return shape.split_k == 1 or cdiv(M, shape.block_m) * cdiv(N, shape.block_n) <= workspace.SLICE

@@ -110,6 +110,11 @@ def bucket(M: int) -> int:
     return 1 << (M - 1).bit_length()
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's function of this name takes 12 us outside of kernels."""
+    return -(-a // b)
+
+
 def size_class(n: int) -> int:
     """The exponent of the power of two nearest to n, by ratio."""
     return round(math.log2(n))

@@ -2,8 +2,9 @@
 
     norm, q, k, v | norms of heads, rotary embedding, cache, attention | o, + x | norm, gate, up, act | down, +
 
-Five, where q, k, v are one product, and so are gate and up (`fuse`). Weights have 4 or 8 bits in planar words.
-Everything else of a form is refused, with a reason: norms behind a product, norms over all heads, mixtures of experts.
+Five for one sequence, where q, k, v are one product, and so are gate and up (`fuse`); for several, norms are two more.
+Weights have 4 or 8 bits in planar words. Everything else of a form is refused, with a reason: norms behind a product,
+norms over all heads, mixtures of experts.
 """
 
 from dataclasses import dataclass

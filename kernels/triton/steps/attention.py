@@ -25,6 +25,7 @@ from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE
 from compress.kernels.triton.split_k import arrives_last
 from compress.kernels.triton.steps.norms import NO_NORM, NO_NORM_PARTS, RowNorm, normalize
 from compress.kernels.tuning.choose import device_of
+from compress.kernels.tuning.table import bucket
 
 LEAST_ROWS = 16  # queries of a tile
 SPLIT_LIMIT = 32
@@ -74,6 +75,16 @@ def join(a_top, a_sum, a_acc, b_top, b_sum, b_acc):
     top = tl.maximum(a_top, b_top)
     a, b = tl.exp(a_top - top), tl.exp(b_top - top)
     return top, a_sum * a + b_sum * b, a_acc * a[:, None] + b_acc * b[:, None]
+
+
+@triton.jit
+def load_part(tops, parts, part, count, kept, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A part of a softmax that another program has stored, or of nothing for one behind the last."""
+    at, there = tops + part * 2 * ROWS, part + tl.zeros((ROWS,), tl.int32) < count
+    top = tl.load(at, mask=there, other=_LEAST, cache_modifier=".cg")
+    total = tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    acc = tl.load(parts + part * ROWS * WIDTH, mask=kept & there[:, None], other=0.0, cache_modifier=".cg")
+    return top, total, acc
 
 
 # Lengths change with every step, and strides of a mask with them.
@@ -205,11 +216,16 @@ def attend_kernel(
             acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
             parts = partial_ptr + tile.to(tl.int64) * SPLIT * ROWS * VALUE_WIDTH
             parts = parts + row[:, None] * VALUE_WIDTH + v[None, :]
-            for part in range(max(1, min(SPLIT, blocks))):
-                other_top = tl.load(tops + part * 2 * ROWS, cache_modifier=".cg")
-                other_total = tl.load(tops + part * 2 * ROWS + ROWS, cache_modifier=".cg")
-                other = tl.load(parts + part * ROWS * VALUE_WIDTH, mask=kept, other=0.0, cache_modifier=".cg")
-                top, total, acc = join(top, total, acc, other_top, other_total, other)
+            count = max(1, min(SPLIT, blocks))
+            for part in range(0, count, 4):  # whose loads do not wait for each other
+                a_top, a_sum, a_acc = load_part(tops, parts, part, count, kept, ROWS, VALUE_WIDTH)
+                b_top, b_sum, b_acc = load_part(tops, parts, part + 1, count, kept, ROWS, VALUE_WIDTH)
+                c_top, c_sum, c_acc = load_part(tops, parts, part + 2, count, kept, ROWS, VALUE_WIDTH)
+                d_top, d_sum, d_acc = load_part(tops, parts, part + 3, count, kept, ROWS, VALUE_WIDTH)
+                a_top, a_sum, a_acc = join(a_top, a_sum, a_acc, b_top, b_sum, b_acc)
+                c_top, c_sum, c_acc = join(c_top, c_sum, c_acc, d_top, d_sum, d_acc)
+                a_top, a_sum, a_acc = join(a_top, a_sum, a_acc, c_top, c_sum, c_acc)
+                top, total, acc = join(top, total, acc, a_top, a_sum, a_acc)
             tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
             tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=kept)
     else:
@@ -261,8 +277,8 @@ def attend_step(
     (batch, key_heads, _, size), value_size = cached.keys.shape, cached.values.shape[3]
     heads, dtype, device = states.query.shape[1] // size, states.query.dtype, states.query.device
     split = splits_of(batch * key_heads, device_of(device).processors) if split is None else split
-    rows = max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads))
-    width, value_width = (max(16, triton.next_power_of_2(n)) for n in (size, value_size))
+    rows = max(LEAST_ROWS, bucket(heads // key_heads))
+    width, value_width = (max(16, bucket(n)) for n in (size, value_size))
     out = torch.empty(batch, heads * value_size, dtype=dtype, device=device)
     partial, counters = out, out
     if split > 1:

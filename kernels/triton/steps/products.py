@@ -4,15 +4,13 @@
 
 over planar words of 4 or 8 bits, by the loop of `planar_gemm`.
 
-    norm        every program computes the statistics of all rows, then the columns of its own part of K, and writes
-                them to a buffer that all programs share. Programs of one part write the same bits to the same places,
-                and each reads what it wrote itself: nobody waits for another. The loop then reads its tokens from
-                there by asynchronous copies, as it reads any tokens.
+    one token   has a kernel of its own (`one_token`), which also computes the norm
+    norm        of several tokens, in a launch before
     gate, up    a program multiplies half a tile of rows of each, so that it holds both factors of what it stores
     residual    added, rounded as torch rounds a product first, by the program that stores the tile
     length      the number of tokens in a cache, one more from here on: the attention before this product has read it
 
-Given up: one norm for all programs, which would have to wait for it; more than BLOCK_M tokens.
+Given up: more than BLOCK_M tokens.
 """
 
 from dataclasses import replace
@@ -28,39 +26,19 @@ from compress.kernels.layouts.words import PLANE, Planar, planar_block
 from compress.kernels.step_functions import Activation
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, planar_sums, width_of
 from compress.kernels.triton.split_k import arrives_last, collect, tile_partials
-from compress.kernels.triton.steps.norms import NO_NORM, NO_NORM_PARTS, RowNorm, normalize, row_statistics
+from compress.kernels.triton.steps.activations import NO_ACTIVATION, activate
+from compress.kernels.triton.steps.norms import RowNorm, norm_rows
+from compress.kernels.triton.steps.one_token import token_product
 from compress.kernels.tuning.choose import Device, choose, device_of, fused, kind_of
-from compress.kernels.tuning.table import ProductKind, Shape
+from compress.kernels.tuning.table import ProductKind, Shape, cdiv
 
 BLOCK_M = 16  # tokens: the least tile of the matrix instruction
-STATISTICS = 4096  # numbers that a warp loads at once for a norm
-NO_ACTIVATION = -1
-_SILU = tl.constexpr(int(Activation.SILU))
-_GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
-_GELU = tl.constexpr(int(Activation.GELU))
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """act(x), fp32."""
-    if ACTIVATION == _SILU:
-        return x * tl.sigmoid(x)
-    elif ACTIVATION == _GELU_TANH:  # noqa: RET505  a constexpr branch must be an else to stay uncompiled
-        # (1 + tanh(y)) / 2 is sigmoid(2 y).
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == _GELU:
-        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        return tl.maximum(x, 0.0)
 
 
 # Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
 @triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def step_kernel(
     x_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    normalized_ptr,
     words_ptr,
     scale_ptr,
     zero_ptr,
@@ -75,7 +53,6 @@ def step_kernel(
     K,
     stride_wn,
     blocks_per_split,
-    epsilon,
     BITS: tl.constexpr,
     PLANE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,16 +64,12 @@ def step_kernel(
     SCALE_SUMS: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """x, normalized and residual [M, K] and [M, N] contiguous, words [N, W] int16, scale and zero [G, N], bias [N],
-    length int64 [1]. Grid: (N tiles, 1, SPLIT_K). NORM, ACTIVATION: -1 for none. ROWS, CHUNK: the tile of tokens that
-    is normalized at once. GATED: the first half of the rows is the gate, the second what it multiplies.
-    """
+    """x [M, K] and residual [M, N] contiguous, words [N, W] int16, scale and zero [G, N], bias [N], length int64 [1].
+    Grid: (N tiles, 1, SPLIT_K). ACTIVATION: -1 for none. GATED: the first half of the rows is the gate, the second what
+    it multiplies."""
     BLOCK_K: tl.constexpr = 16 // BITS * PLANE
     tile_n = tl.program_id(0)
     split = tl.program_id(2)
@@ -110,25 +83,12 @@ def step_kernel(
     k = tl.arange(0, width_of(PLANE, GROUP))
     first = split * blocks_per_split
     last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    tokens_ptr = x_ptr
-    if NORM != -1:
-        tokens_ptr = normalized_ptr
-        row = tl.arange(0, ROWS)
-        mean, inverse = row_statistics(x_ptr, row * K, row < M, K, epsilon, ROWS, CHUNK, NORM)
-        for start in range(first * BLOCK_K, last * BLOCK_K, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            inside = (column < K) & (column < last * BLOCK_K)
-            at, kept = row[:, None] * K + column[None, :], (row < M)[:, None] & inside[None, :]
-            x = tl.load(x_ptr + at, mask=kept, other=0.0).to(tl.float32)
-            x = normalize(x, mean, inverse, norm_weight_ptr, norm_bias_ptr, column, inside, NORM, DT)
-            tl.store(normalized_ptr + at, x.to(normalized_ptr.dtype.element_ty), mask=kept)
-        tl.debug_barrier()
-    m_read = tl.where(m < M, m, 0)
     n_read = tl.where(n < N, n, 0).to(tl.int64)
-    x_ptrs = tokens_ptr + m_read[None, :] * K + (first * BLOCK_K + k)[:, None]
+    x_ptrs = x_ptr + m[None, :] * K + (first * BLOCK_K + k)[:, None]
     words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
         x_ptrs,
+        m < M,
         words_ptrs,
         scale_ptr,
         zero_ptr,
@@ -180,13 +140,7 @@ def step_shape(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Sha
     found = choose(kind, M, N, K, device)
     shape = found if isinstance(found, Shape) else fused(M, N, K, kind.bits, kind.group_size, device)
     shape = replace(shape, block_m=BLOCK_M)
-    return shape if triton.cdiv(N, shape.block_n) <= workspace.SLICE else replace(shape, split_k=1)
-
-
-def norm_tile(M: int, K: int, warps: int) -> tuple[int, int]:
-    """(ROWS, CHUNK) of a norm of M tokens."""
-    rows = 1 if M == 1 else BLOCK_M
-    return rows, min(STATISTICS * warps // rows, triton.next_power_of_2(K))
+    return shape if cdiv(N, shape.block_n) <= workspace.SLICE else replace(shape, split_k=1)
 
 
 def step_product(
@@ -208,19 +162,18 @@ def step_product(
     assert weight.table is None
     assert x_MK.is_contiguous()
     assert weight.scale.is_contiguous()
+    if M == 1:
+        return token_product(x_MK, weight, bias_N, norm, activation, gated, residual_MN, length)
+    if norm is not None:
+        x_MK = norm_rows(x_MK, norm)
     if shape is None:
         kind = kind_of("weight_only", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
         shape = step_shape(kind, M, N, K, device_of(x_MK.device))
     out_MN = torch.empty(M, N // 2 if gated else N, dtype=x_MK.dtype, device=x_MK.device)
-    tiles, block = triton.cdiv(N, shape.block_n), planar_block(weight.bits)
+    tiles, block = cdiv(N, shape.block_n), planar_block(weight.bits)
     partial, counters = tile_partials(tiles, out_MN, shape, torch.float32)
-    parts = norm or NO_NORM_PARTS
-    rows, chunk = norm_tile(M, K, shape.num_warps)
     step_kernel[(tiles, 1, shape.split_k)](
         x_MK,
-        parts.weight,
-        parts.bias,
-        None if norm is None else torch.empty(M, K, dtype=x_MK.dtype, device=x_MK.device),
         weight.words,
         weight.scale,
         weight.zero,
@@ -234,8 +187,7 @@ def step_product(
         N,
         K,
         weight.words.stride(0),
-        triton.cdiv(triton.cdiv(K, block), shape.split_k),
-        parts.epsilon,
+        cdiv(cdiv(K, block), shape.split_k),
         BITS=weight.bits,
         PLANE=PLANE,
         GROUP=weight.group_size,
@@ -247,9 +199,6 @@ def step_product(
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
         EVEN_K=K % block == 0,
         ASM=ASSEMBLY,
-        NORM=NO_NORM if norm is None else int(norm.variant),
-        ROWS=rows,
-        CHUNK=chunk,
         ACTIVATION=NO_ACTIVATION if activation is None else int(activation),
         GATED=gated,
         num_warps=shape.num_warps,

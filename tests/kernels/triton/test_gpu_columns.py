@@ -42,7 +42,8 @@ def check(solve: Callable[[Tensor, Problem], Solved], order: str = "none") -> No
     problem = Problem.of(x.t() @ x / len(x), act_order=order, group_size=128)
     here = solve(weight, problem)
     there = solve(weight.cuda(), problem.converted(torch.device("cuda"), torch.float32))
-    same = (here.weight.dequantize().float() == there.weight.dequantize().float().cpu()).all(1)
+    mine, its = here.weight.dequantize().float(), there.weight.dequantize().float().cpu()
+    same = ((mine - its).abs() <= 1e-5 * mine.abs()).all(1)  # float32 scales differ by the order of sums
     assert same.float().mean() > 0.9
     torch.testing.assert_close(here.loss_N.sum(), there.loss_N.sum().cpu(), rtol=1e-3, atol=0)
 

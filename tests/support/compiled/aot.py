@@ -49,6 +49,7 @@ from compress.kernels.triton.level_lookup import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
+from compress.kernels.triton.steps.activations import NO_ACTIVATION
 from compress.kernels.triton.steps.attention import (
     LEAST_ROWS,
     attend_kernel,
@@ -57,8 +58,10 @@ from compress.kernels.triton.steps.attention import (
 )
 from compress.kernels.triton.steps.attention import STAGES as ATTENTION_STAGES
 from compress.kernels.triton.steps.attention import WARPS as ATTENTION_WARPS
-from compress.kernels.triton.steps.norms import NO_NORM
-from compress.kernels.triton.steps.products import NO_ACTIVATION, norm_tile, step_kernel, step_shape
+from compress.kernels.triton.steps.norms import NO_NORM, NORM_CHUNK, norm_kernel
+from compress.kernels.triton.steps.one_token import ROWS as TOKEN_ROWS
+from compress.kernels.triton.steps.one_token import token_kernel, token_tile
+from compress.kernels.triton.steps.products import step_kernel, step_shape
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.triton.trellis_gemm import (
     DENSE_ROWS,
@@ -501,39 +504,48 @@ def step_products(
     """Compile the product of a step. role: "normed" (behind a norm), "gated" (so, before an activation of a gate) or
     "added" (to a residual)."""
     N = {"normed": 6144, "gated": 28672, "added": 4096}[role]
-    shape = step_shape(table.ProductKind("weight_only", bits, group, zero, dtype), M, N, K, Device(capability=arch))
     types = dict.fromkeys(("M", "N", "K", "stride_wn", "blocks_per_split"), "i32") | {"epsilon": "fp32"}
-    types |= dict.fromkeys(("x_ptr", "normalized_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-    types |= dict.fromkeys(("norm_weight_ptr", "residual_ptr"), f"*{dtype}") | {"length_ptr": "*i64"}
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "out_ptr", "norm_weight_ptr", "residual_ptr"), f"*{dtype}")
     types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    rows, chunk = norm_tile(M, K, shape.num_warps)
-    constants = {
-        "BITS": bits,
-        "PLANE": PLANE,
-        "GROUP": group,
-        "BLOCK_M": shape.block_m,
-        "BLOCK_N": shape.block_n,
-        "SPLIT_K": shape.split_k,
-        "DT": DTYPES[dtype],
-        "HAS_ZERO": zero,
-        "SCALE_SUMS": shape.scales_sums(group, bits),
-        "EVEN_K": True,
-        "ASM": True,
-        "NORM": NO_NORM if role == "added" else int(Norm.RMS),
-        "ROWS": rows,
-        "CHUNK": chunk,
-        "ACTIVATION": int(Activation.SILU) if role == "gated" else NO_ACTIVATION,
-        "GATED": role == "gated",
-    }
-    unused = {"normed": ("residual_ptr", "length_ptr"), "gated": ("residual_ptr", "length_ptr")}
-    constants |= dict.fromkeys(unused.get(role, ("norm_weight_ptr", "normalized_ptr")))
-    constants |= {"norm_bias_ptr": None, "bias_ptr": None}
+    types |= {"length_ptr": "*i64"}
+    constants: dict[str, object] = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "DT": DTYPES[dtype], "ASM": True}
+    constants |= {"HAS_ZERO": zero, "ACTIVATION": int(Activation.SILU) if role == "gated" else NO_ACTIVATION}
+    constants |= {"GATED": role == "gated", "bias_ptr": None, "norm_bias_ptr": None}
+    if role != "added":
+        constants |= {"residual_ptr": None, "length_ptr": None}
     aligned = ("N", "K", "stride_wn")
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    budget = round(instruction_budget(bits + overhead), 2)
+    if M == 1:
+        words, warps = token_tile(K, bits)
+        constants |= {
+            "ROWS": TOKEN_ROWS,
+            "WORDS": words,
+            "CHUNK": min(NORM_CHUNK, table.bucket(K)),
+        }
+        constants |= {"NORM": NO_NORM} if role == "added" else {"NORM": int(Norm.RMS)}
+        constants |= {"norm_weight_ptr": None} if role == "added" else {}
+        read = cost(compile_for(token_kernel, arch, types, constants, aligned, warps))
+        per_weight = round(read.per_element(warps, TOKEN_ROWS * words * 16 // bits), 2)
+        name = f"steps w{bits}a16 {role} {dtype} group {group} one token"
+        return CompileReport(name, arch, read, per_weight, budget)
+    del constants["norm_bias_ptr"]
+    shape = step_shape(table.ProductKind("weight_only", bits, group, zero, dtype), M, N, K, Device(capability=arch))
+    constants |= {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "SPLIT_K": shape.split_k}
+    constants |= {"SCALE_SUMS": shape.scales_sums(group, bits), "EVEN_K": True}
     read = cost(compile_for(step_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
-    overhead = 0 if group == -1 else (16 + 8 * zero) / group
     name = f"steps w{bits}a16 {role} {dtype} group {group} tokens {M} tile {shape.block_m}x{shape.block_n}"
-    return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
+    return CompileReport(name, arch, read, per_weight, budget)
+
+
+def step_norm(arch: int, K: int = 4096) -> CompileReport:
+    """Compile the norm of several tokens of a step."""
+    constants = {"CHUNK": min(NORM_CHUNK, table.bucket(K)), "NORM": int(Norm.RMS), "DT": DTYPES["bf16"]}
+    constants |= {"bias_ptr": None}
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"K": "i32", "epsilon": "fp32"}
+    read = cost(compile_for(norm_kernel, arch, types, constants, ("K",), 4))
+    return CompileReport("steps norm", arch, read, round(read.per_element(4, NORM_CHUNK), 2), 0.0)
 
 
 def step_attention(arch: int, size: int = 128, sharing: int = 4) -> CompileReport:
@@ -586,6 +598,7 @@ def steps(archs: tuple[int, ...], tokens: tuple[int, ...]) -> Iterator[CompileRe
     for arch in archs:
         for M, role in itertools.product(tokens, ("normed", "gated", "added")):
             yield step_products(arch, M, role)
+        yield step_norm(arch)
         yield step_attention(arch)
 
 
@@ -703,6 +716,7 @@ def quick() -> Iterator[CompileReport]:
     yield from steps((HOPPER,), (1,))
     for arch in (AMPERE, ADA, BLACKWELL, GEFORCE):
         yield step_products(arch, 16, "gated")
+        yield step_norm(arch)
         yield step_attention(arch)
 
 

@@ -68,20 +68,13 @@ def test_launches_say_what_a_block_says(kind, what, cache, batch, tmp_path):
     assert remarks(model) == []
 
 
-def answer_over_fixed_size(model):
-    ids = tokens(2, PROMPT)
-    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, cache_implementation="static", **asked)
-
-
-@pytest.mark.parametrize("refused", [None, "a capture", "a block"])
-def test_whole_steps_are_replayed_or_compiled(refused, tmp_path, monkeypatch):
-    """A graph that runs the step in place of a GPU's, and torch's function that counts calls in place of a compiled
-    one."""
-    replayed, compiled = [], []
+@pytest.mark.parametrize("what", ["a block in launches", "a block as it is", "no capture"])
+def test_whole_steps_are_replayed(what, tmp_path, monkeypatch):
+    """By a graph that runs the step in place of a GPU's; `generate` chooses a cache of fixed size by itself."""
+    replayed = []
 
     def record(run):
-        if refused == "a capture":
+        if what == "no capture":
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         out = CausalLMOutputWithPast()
 
@@ -93,19 +86,20 @@ def test_whole_steps_are_replayed_or_compiled(refused, tmp_path, monkeypatch):
 
     monkeypatch.setattr(graph, "record", record)
     monkeypatch.setattr(LlamaForCausalLM, "_valid_auto_compile_criteria", lambda *_: True)
-    counted = lambda self, _: lambda **given: compiled.append(1) or self(**given)  # noqa: E731
-    monkeypatch.setattr(LlamaForCausalLM, "get_compiled_call", counted)
-    model = stepping(tmp_path, "llama", torch.float16, fuse=refused != "a block")
+    model = stepping(tmp_path, "llama", torch.float16, fuse=what != "a block as it is")
     plain = unfused(model)
-    del plain.get_compiled_call
-    assert torch.equal(answer_over_fixed_size(model), answer_over_fixed_size(plain))
-    # Of four steps behind the prompt, the first runs as it is; those of `plain` are compiled.
-    assert (len(replayed), len(compiled)) == ((3, 4) if refused is None else (0, 7))
+    del plain.get_compiled_call, plain.generate
+    monkeypatch.setattr(LlamaForCausalLM, "get_compiled_call", lambda self, _: self)
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(2, PROMPT)
+    assert torch.equal(model.generate(ids, **asked), plain.generate(ids, **asked))
+    # Of four steps behind the prompt, the first runs as it is.
+    assert len(replayed) == (0 if what == "no capture" else 3)
+    why = "a step cannot be captured (operation not permitted when stream is capturing)"
     said = [remark for remark in remarks(model) if "not replayed" in remark]
-    why = {"a capture": "a step cannot be captured (operation not permitted when stream is capturing)"}
-    why["a block"] = "blocks are run by their own modules"
-    told = f"steps over a cache of fixed size are compiled by torch, not replayed: {why.get(refused)}"
-    assert said == ([] if refused is None else [told])
+    assert said == ([f"steps are not replayed as one graph: {why}"] if what == "no capture" else [])
+    model.generate(ids, num_beams=2, **asked)  # over a growing cache
+    assert len(replayed) == (0 if what == "no capture" else 3)
 
 
 class Operations(TorchDispatchMode):
@@ -144,7 +138,7 @@ def test_a_block_is_five_launches_and_nothing_else(cache, tmp_path, monkeypatch)
     monkeypatch.setattr(blocks, "step", observed)
     monkeypatch.setattr(InterpretedFunction, "run", counted)
     answers(model, cache_of(model, cache), 1)
-    assert launched == {"step_kernel": 4, "attend_kernel": 1}
+    assert launched == {"token_kernel": 4, "attend_kernel": 1}
     assert {name.rpartition(".")[0] for name in seen} <= NO_LAUNCH, seen
 
 
