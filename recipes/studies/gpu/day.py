@@ -8,13 +8,14 @@ section that is not done when its share of the time is over is stopped; what it 
 it did not need of its share goes to the next:
 
     section     file                 share of 480 s    expected on an H100
-    correct     correct.jsonl        150               100   every GPU test in 12 processes, kernels that changed first
-    decode      decode.json          120               110   dense and w4a16 took 98 before; then in launches, compiled
-    quantize    quantize.json         90                80   GPTQ of one block, then of four, by arithmetic
-    products    products.json         85                85   45 for one large shape before; 20 for a small one; gemlite
+    correct     correct.jsonl        130               100   every GPU test in 12 processes, kernels that changed first
+    decode      decode.json          110               110   w4a16 took 55 before; then dense, compiled
+    quantize    quantize.json         80                80   GPTQ of one block, then of four, by arithmetic
+    steps       steps.json            50                45   configurations of a step's products
+    products    products.json         75                85   45 for one large shape before; 20 for a small one; gemlite
     peers       peers.json            35                30   llm-compressor's GPTQ of one block
 
-"Before" is kernels/results/gpu-h100-products.json and gpu-h100-llama-3-8b.json. A part that was never run is estimated
+"Before" is kernels/results/gpu-h100-products.json and gpu-h100-decode.json. A part that was never run is estimated
 from its operations. Each file names the card, the versions and the peak memory. DIR/log.txt has all that was printed,
 DIR/day.json says how each section ended. `--dry` runs every section in tiny sizes on a CPU; Triton interprets its
 kernels there.
@@ -39,9 +40,12 @@ WHEELS = ROOT / "build" / "gpu-wheels"
 GRACE = 5.0  # seconds between a request to stop and the end
 SHOWN = 1800  # characters of each section in the last table
 PROCESSES = 12
+INTERPRETED = ("correct", "steps")  # sections that launch kernels of ours by themselves, on a CPU
 TESTS = ("tests/kernels/triton", "tests/passes/test_on_a_gpu.py", "tests/inference/test_loading_gpu.py")
 # Triton 3.6 hands numpy arrays of one element to range().
 OF_TRITON = "ignore:Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning"
+# Inductor of torch 2.11 warns of its own imports.
+OF_TORCH = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 READABLE = {"encoding": "utf-8", "errors": "replace"}
 PLUGIN = "compress.recipes.studies.gpu.launches"
 
@@ -62,7 +66,7 @@ def study(name: str, *words: str) -> tuple[str, ...]:
 
 
 def tests(file: Path, *words: str) -> tuple[str, ...]:
-    plain = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
+    plain = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", OF_TORCH)
     return (sys.executable, "-m", "pytest", *plain, "-p", PLUGIN, "--launches", str(file), *words)
 
 
@@ -71,7 +75,7 @@ def sections(out: Path) -> tuple[TimedSection, ...]:
     bench = (sys.executable, "-m", "compress.recipes.studies.kernels.bench", "--dtype", "bfloat16")
     interpreted = sorted(str(path) for path in (ROOT / "tests/support/interpreter").glob("interpreter_*.py"))
     tiny = ("--shape", "tiny")
-    file = {name: str(out / f"{name}.json") for name in ("decode", "quantize", "products", "peers")}
+    file = {name: str(out / f"{name}.json") for name in ("decode", "quantize", "steps", "products", "peers")}
     few = ("--blocks", "1", "--batches", "2", "--prompts", "8", "--new", "2", "--rounds", "1")
     large = ("--shapes", "28672x4096,4096x4096", "--tokens", "1,16,64,256,2048", "--rounds", "10")
     small = ("--shapes", "128x256", "--tokens", "1", "--rounds", "1", "--quick")
@@ -80,28 +84,35 @@ def sections(out: Path) -> tuple[TimedSection, ...]:
         TimedSection(
             "correct",
             "correct.jsonl",
-            150 / 480,
+            130 / 480,
             tests(out / "correct.jsonl", "-m", "gpu", "-n", str(PROCESSES), *TESTS),
             tests(out / "correct.jsonl", "--noconftest", "-W", OF_TRITON, "--each", "1", *interpreted),
         ),
         TimedSection(
             "decode",
             "decode.json",
-            120 / 480,
+            110 / 480,
             study("decoding", "--json", file["decode"]),
             study("decoding", "--json", file["decode"], *tiny, *few),
         ),
         TimedSection(
             "quantize",
             "quantize.json",
-            90 / 480,
+            80 / 480,
             study("quantizing", "--json", file["quantize"]),
             study("quantizing", "--json", file["quantize"], *tiny, *short),
         ),
         TimedSection(
+            "steps",
+            "steps.json",
+            50 / 480,
+            study("steps", "--json", file["steps"]),
+            study("steps", "--json", file["steps"], *tiny),
+        ),
+        TimedSection(
             "products",
             "products.json",
-            85 / 480,
+            75 / 480,
             (*bench, *large, "--json", file["products"]),
             (*bench, *small, "--json", file["products"]),
         ),
@@ -172,7 +183,7 @@ def main() -> int:
         for section in chosen:
             due += asked.seconds * section.share / whole
             started, at = time.monotonic(), log.tell()
-            interpret = {"TRITON_INTERPRET": "1"} if asked.dry and section.name == "correct" else {}
+            interpret = {"TRITON_INTERPRET": "1"} if asked.dry and section.name in INTERPRETED else {}
             words = section.dry if asked.dry else section.words
             how = run(section, words, environment | interpret, due - (started - began), log)
             log.flush()

@@ -2,14 +2,14 @@
 
     python recipes/studies/gpu/decoding.py --json decode.json [--shape llama-3-8b] [--blocks 8]
 
-Variants, in this order: dense and w4a16 with all blocks, w4a16 also with a block's step in launches of its own
-(`inference.steps`), and in batches; then dense and w4a16 with `--blocks` blocks, as they are and by `torch.compile`,
-which takes long for all of them. A step is a captured CUDA graph, a prompt is launched eagerly. The file is written
-anew after every variant:
+Variants, in this order: w4a16 and dense with all blocks, w4a16 also with a block's step in launches of its own
+(`inference.steps`), and in batches; then w4a16 and dense with `--blocks` blocks, as they are
+and by `torch.compile`, which takes long for all of them. A step is a captured CUDA graph, a prompt is launched eagerly.
+The file is written anew after every variant:
 
-    results: [{"variant", "blocks", "compiled", "steps", "batch", "prompt", "prefill_ms", "step_ms", "tokens_per_s",
-               "launch", "peak_bytes", "profile": {"step" | "prefill": {"span_ms", "busy_ms", "gap_ms", "launches",
-               "kernels": [{"name", "ms", "count"}]}}}]
+    results: [{"variant", "blocks", "compiled", "steps", "batch", "prompt", "prefill_ms", "step_ms",
+               "tokens_per_s", "launch", "peak_bytes", "profile": {"step" | "prefill": {"span_ms", "busy_ms", "gap_ms",
+               "launches", "kernels": [{"name", "ms", "count"}]}}}]
 
 steps: blocks whose steps run in their own launches, and why others do not; None where no block has them. span: from the
 first kernel's start to the last one's end; busy: the part of it in which a kernel runs.
@@ -34,7 +34,7 @@ from compress.inference.steps.block import install, installed_steps, remarks
 from compress.kernels import workspace
 from compress.recipes.studies.figures import asked as command_of
 
-SCHEMES = (decoder.DENSE, "w4a16")
+SCHEMES = ("w4a16", decoder.DENSE)
 AS_IS, LAUNCHES, COMPILED = range(3)
 SHOWN = 20  # kernels of a profile
 
@@ -139,7 +139,7 @@ def measure(
             for way in ways:
                 if way == COMPILED:
                     model.compile(dynamic=False)
-                elif way == LAUNCHES and scheme == decoder.DENSE:
+                elif way != AS_IS and scheme == decoder.DENSE:
                     continue
                 elif way == LAUNCHES:
                     in_launches(model)
