@@ -28,13 +28,13 @@ EXPORTERS = {
 }
 
 
-def exporter_named(name: str, **options: str) -> "Exporter":
+def exporter_named(word: str, /, **options: str) -> "Exporter":
     """The exporter of a word, with options that its class names (`Exporter.options`). Raises InputError for an unknown
     word; the message names the likeliest one; and for an option that it has not."""
-    module, _, kind = EXPORTERS[one_of("export", name, EXPORTERS)].partition(":")
+    module, _, kind = EXPORTERS[one_of("export", word, EXPORTERS)].partition(":")
     made: type[Exporter] = getattr(importlib.import_module(module), kind)
     for option in options:
         if option not in made.options:
-            raise InputError(f"--to {name} takes no {option}; drop --{option}")
+            raise InputError(f"--to {word} takes no {option}; drop --{option}")
     exporter: Exporter = made(**options)
     return exporter

@@ -1,5 +1,6 @@
 """`compress export`: the same values, stored another way."""
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,7 @@ import click
 
 import compress
 from compress.base.errors import InputError, one_of
-from compress.base.terminal import say
+from compress.base.terminal import say, visible
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.cli.byte_savings import change, end_of_export
 from compress.cli.exit_codes import exits_cleanly
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "--template", metavar="FILE", help="Of --to gguf: a GGUF file that llama.cpp's converter made of the dense export."
 )
+@click.option("--name", metavar="NAME", help="Of --to gguf: the model's name in the file.  [default: its folder's]")
 @shard_option
 @click.option("--no-verify", is_flag=True, help="Do not read the output back with the package of its readers.")
 @trust_option
@@ -55,6 +57,7 @@ def export(
     allow_little: bool,
     no_verify: bool,
     template: str | None,
+    name: str | None,
     shard_size: str | None,
     trust_remote_code: bool,
     json_file: str | None,
@@ -83,10 +86,11 @@ def export(
         begin()
         _list(model, trust_remote_code, json_file, silent)
         return
-    name, folder = _check(to, output)
+    layout, folder = _check(to, output)
     begin()
-    exporter = exporter_named(name, **({} if template is None else {"template": template}))
-    _check_options(name, exporter, no_verify)
+    words = {"template": template, "name": name}
+    exporter = exporter_named(layout, **{word: value for word, value in words.items() if value is not None})
+    _check_options(layout, exporter, no_verify)
     from compress.checkpoint.byte_savings import Saving
     from compress.cli.progress import reporting
 
@@ -98,13 +102,23 @@ def export(
     if not silent:
         said = change(Saving(exported.bytes_before, exported.bytes))
         say(f"{model} -> {folder}: {said}; {exported.layers} layers {exporter.kind}")
+        _show_next(layout, folder)
     if exporter.smaller and not allow_little:
         end_of_export(exported, exporter.kind, folder)
 
 
+def _show_next(layout: str, folder: str) -> None:
+    """The command lines that run a layout which engines open."""
+    from compress.jobs.target_engines import ENGINES, commands_to_run
+
+    engines = (name for name, engine in ENGINES.items() if engine.to == layout)
+    for line in (line for name in engines for line in commands_to_run(name, shlex.quote(folder), "")):
+        click.echo(f"next: {visible(line)}")
+
+
 def _check_listing() -> None:
     """Refuse options of writing beside --list. (--overwrite is of --json, too.)"""
-    for option in ("to", "output", "allow_little", "no_verify", "template", "shard_size"):
+    for option in ("to", "output", "allow_little", "no_verify", "template", "name", "shard_size"):
         if given(option):
             raise InputError(f"--list writes no checkpoint; drop --{option.replace('_', '-')}")
 

@@ -332,7 +332,8 @@ def main(words: Sequence[str] | None = None) -> None:
     print(TABLE, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         models = {Path(name).name: find_source(name).path for name in arguments.models}
-        models |= {f"random {family}": made(family, Path(folder) / family) for family in arguments.random}
+        # llama.cpp looks for some families' special tokens where a model has their name.
+        models |= {f"random {family}": made(family, Path(folder) / family / "model") for family in arguments.random}
         for name, model in models.items():
             for title in arguments.titles:
                 with tempfile.TemporaryDirectory() as scratch:

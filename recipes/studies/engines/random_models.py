@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-GEMMA = {**SIZES, "head_dim": 32}
+HEADS = {**SIZES, "head_dim": 32}
 LLAMA3_POSITIONS: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -38,6 +38,29 @@ LLAMA3_POSITIONS: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+IDS = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.08}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 2}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2}
+MLA = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 128,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [1.0 + 0.5 * i for i in range(12)],
+    "original_max_position_embeddings": 384,
 }
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
@@ -47,16 +70,59 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=64)),
-    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA)),
+    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**HEADS)),
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**GEMMA, query_pre_attn_scalar=32, sliding_window=64)
+        transformers.Gemma2Config(**HEADS, query_pre_attn_scalar=32, sliding_window=64)
     ),
     "gemma3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=32, sliding_window=64)
+        transformers.Gemma3TextConfig(**HEADS, query_pre_attn_scalar=32, sliding_window=64)
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=256, norm_topk_prob=False)
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=64, norm_topk_prob=True)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
+    ),
+    # Every token to all experts: random routers send it to others where llama.cpp rounds inputs, which it does if quantized.
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **{**HEADS, "rope_parameters": YARN}, num_local_experts=4, num_experts_per_tok=4, sliding_window=64
+        )
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **{**SIZES, **DEEPSEEK, "num_key_value_heads": 8, "rope_parameters": {**YARN, **MSCALE}}, **MLA
+        )
+    ),
+    "phi3": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            **{**SIZES, "rope_parameters": LONGROPE}, original_max_position_embeddings=384, pad_token_id=0
+        )
+    ),
+    "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
+    "glm4": lambda: transformers.Glm4ForCausalLM(transformers.Glm4Config(**HEADS, attention_bias=True, pad_token_id=0)),
+    "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES)),
+    "cohere2": lambda: transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SIZES, sliding_window=64)),
+    "starcoder2": lambda: transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**SIZES)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=2048, n_embd=256, n_layer=6, n_head=8, n_positions=512, **IDS)
     ),
 }
-SPLITS = {"qwen2": QWEN2, "qwen3": QWEN2, "llama3": LLAMA3}  # how tokenizers of these families split a text
-PIECES = ("llama", "gemma", "gemma2", "gemma3", "mistral")  # families whose tokenizers are SentencePiece's
+# How tokenizers of these families split a text; others split like GPT-2's.
+SPLITS = dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), QWEN2)
+SPLITS |= dict.fromkeys(("llama3", "olmo2", "glm4"), LLAMA3)
+PIECES = (
+    "llama",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "mixtral",
+    "phi3",
+)  # families with SentencePiece's tokenizers
 
 
 def made(family: str, folder: Path) -> Path:
@@ -72,12 +138,18 @@ def made(family: str, folder: Path) -> Path:
         pieces(folder)
         return folder
     held = read_json(DEMO / "tokenizer.json")
-    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": SPLITS[family]}, "behavior": "Isolated", "invert": False}
-    held["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, words]}
+    if family in SPLITS:
+        held["pre_tokenizer"] = _split(SPLITS[family])
     write_json(folder / "tokenizer.json", held)
     shutil.copyfile(DEMO / "tokenizer_config.json", folder / "tokenizer_config.json")
     return folder
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    """A pre-tokenizer that splits by an expression, then into bytes."""
+    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, words]}
 
 
 def pieces(folder: Path) -> None:

@@ -25,7 +25,8 @@ from compress.checkpoint.export.gguf.block_types import why_not as why_no_block
 from compress.checkpoint.export.gguf.file import FILE, Entry, add_all, write_file
 from compress.checkpoint.export.gguf.graft import Template, entries_of
 from compress.checkpoint.export.gguf.library import NEWER, NEWER_FILES, gguf, missing
-from compress.checkpoint.export.gguf.names import entry_of, floats_why_not, planned, unnamed
+from compress.checkpoint.export.gguf.names import entries_of as tensor_entries
+from compress.checkpoint.export.gguf.names import floats_why_not, fused, planned, unnamed
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.export.integers import note_losses, why_not_float16
 from compress.checkpoint.export.place import Place
@@ -37,6 +38,7 @@ from compress.checkpoint.read.unplaced_tensors import beside, totals
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
 
+NAME = "general.name"
 QUANTIZATION_VERSION = 2  # of ggml's blocks (GGML_QNT_VERSION)
 # llama.cpp's word for a file, by the type of most of its weights; F16 for one that has no word for it.
 FILE_TYPES = {"F32": "ALL_F32", **{f: f"MOSTLY_{f}" for f in ("F16", "BF16")}}
@@ -52,20 +54,28 @@ FROM ./{FILE}
 @dataclass(frozen=True)
 class GGUFLayout(Exporter):
     """One file for llama.cpp: codes in blocks that stand for the same values. template: a GGUF file that llama.cpp's
-    converter made of the dense export, for another family than those in `architectures` (`graft`)."""
+    converter made of the dense export, for another family than those in `architectures` (`graft`). name: of the model,
+    in the file."""
 
     template: str | None = None
+    name: str | None = None
 
     about = "one GGUF file, for llama.cpp, Ollama, LM Studio: K-quants; codes in groups of 32 or more"
     kind = "gguf"
     reads_back = True
-    options = ("template",)
+    options = ("template", "name")
     one_file = True
     companions = LEGAL
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """A family, tokenizer and codes that can be written exactly; and the package gguf."""
-        return self.why_not_model(checkpoint) or _why_no_blocks(checkpoint)
+        return self.why_not_model(checkpoint) or self._why_fused(checkpoint) or _why_no_blocks(checkpoint)
+
+    def _why_fused(self, checkpoint: Source) -> list[str]:
+        held = fused(checkpoint) if self.template is None else []
+        return (
+            [f"{held[0]} holds all experts; quantize them, which takes them apart, or give --template"] if held else []
+        )
 
     def why_not_model(self, model: Source) -> list[str]:
         """A family and tokenizer that are known here; and the package gguf."""
@@ -76,10 +86,11 @@ class GGUFLayout(Exporter):
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the file, one tensor after the other."""
         note_losses(checkpoint, place)
+        own = {} if self.name is None else {NAME: self.name}
         if self.template is not None:
-            held = _grafted(checkpoint, place, Template(Path(self.template)))
+            held = _grafted(checkpoint, place, Template(Path(self.template)), own)
         else:
-            held = _built(checkpoint, place)
+            held = _built(checkpoint, place, own)
         place.text("Modelfile", MODELFILE)
         layers = sum(1 for layer in stored_in(checkpoint).layers.values() if layer.shares is None)
         return Written(layers, {"gguf": {"file": FILE, "layers": layers, "tensors": held}})
@@ -89,31 +100,31 @@ class GGUFLayout(Exporter):
         return read_back(folder, record.get("gguf") or {})
 
 
-def _built(source: Source, place: Place) -> dict[str, dict[str, str]]:
-    """Write the file of a family that is known here. Returns what `write_file` does."""
+def _built(source: Source, place: Place, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Write the file of a family that is known here. own: keys of the caller. Returns what `write_file` does."""
     family, config = FAMILIES[source.config["architectures"][0]], read_config(source)
     lost = [f"not written: {words}" for words in totals(beside(source))]
     for line in (*family.notes(config), *tokenizer.notes_of(source.path), *lost):
         place.note(line)
     names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
-    entries = [entry_of(tensor, source) for tensor in planned(source, family, names)]
+    entries = tensor_entries(planned(source, family, names), source)
     for line in _spread(entries, source):
         place.note(line)
-    metadata = _metadata(source, family) | _file_type(entries)
+    metadata = {**_metadata(source, family), **_file_type(entries), **own}
     return write_file(place, family.name, lambda writer: add_all(writer, metadata), entries)
 
 
-def _grafted(source: Source, place: Place, template: Template) -> dict[str, dict[str, str]]:
-    """Write the template with the layers' blocks in it. Returns what `write_file` does."""
+def _grafted(source: Source, place: Place, template: Template, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Write the template with the layers' blocks in it. own: keys of the caller. Returns what `write_file` does."""
     entries = entries_of(source, template)
     for line in _spread(entries, source):
         place.note(line)
-    own = _file_type(entries)
-    return write_file(place, template.family, lambda writer: template.fill(writer, own), entries)
+    metadata: dict[str, int | str] = {**_file_type(entries), **own}
+    return write_file(place, template.family, lambda writer: template.fill(writer, metadata), entries)
 
 
 def _architecture(family: Architecture) -> Any:
-    return gguf().MODEL_ARCH[family.name.upper()]
+    return gguf().MODEL_ARCH[family.name.upper().replace("-", "_")]
 
 
 def _why_no_family(source: Source) -> list[str]:
@@ -187,7 +198,7 @@ def _metadata(source: Source, family: Architecture) -> dict[str, Any]:
     config = read_config(source)
     general: dict[str, Any] = {
         "general.type": "model",
-        "general.name": _name(source) or family.name,
+        NAME: _name(source) or family.name,
         "general.quantized_by": f"compress {VERSION}",
     }
     own = {f"{family.name}.{key}": value for key, value in family.keys(config).items()}

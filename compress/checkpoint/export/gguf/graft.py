@@ -19,9 +19,9 @@ from torch import Tensor
 
 from compress.base.errors import InputError, first_line
 from compress.base.regular_files import special
-from compress.checkpoint.export.gguf.file import Entry
+from compress.checkpoint.export.gguf.file import Entry, add_all
 from compress.checkpoint.export.gguf.library import gguf, reader
-from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of
+from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of, stack_of
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
 
@@ -59,12 +59,11 @@ class Template:
                 f"template {str(path)!r} cannot be read by {reader()} ({first_line(error)}); {HOW}"
             ) from None
 
-    def fill(self, writer: Any, own: Mapping[str, int]) -> None:
+    def fill(self, writer: Any, own: Mapping[str, int | str]) -> None:
         """Add the template's metadata to a file, and keys of our own in the place of some."""
-        for key, value in own.items():
-            writer.add_uint32(key, value)
+        add_all(writer, own)
         for key, field in self._reader.fields.items():
-            if not key.startswith(OF_HEADER) and key not in REPLACED:
+            if not key.startswith(OF_HEADER) and key not in REPLACED and key not in own:
                 kinds = field.types
                 writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
 
@@ -174,22 +173,6 @@ def _grafted(source: Source, name: str, template: Template, layers: Mapping[Slot
     slots = template.slots(name)
     if lost := [slot.expert for slot in slots if slot not in layers]:
         raise InputError(f"{name} holds all experts, and number {lost[0]} is not compressed; compress all, or none")
-    matches = [layers[slot] for slot in slots]
-    entries = [entry_of(FileTensor(name, f"{layer}.weight", layer, order), source) for layer, order in matches]
-    if slots == [Slot(name)]:
-        return entries[0]
-    if len(kinds := sorted({entry.type for entry in entries})) > 1:
-        raise InputError(
-            f"{name} holds all experts, and these have blocks of {' and '.join(kinds)}; give them one scheme"
-        )
-    if any(list(factors_of(source, layer, name)) for layer, _ in matches):
-        raise InputError(f"{name} holds all experts, and each has a global scale of its own; use another scheme")
-    return Entry(
-        name,
-        entries[0].type,
-        (len(entries), *entries[0].shape),
-        sum(entry.nbytes for entry in entries),
-        entries[0].of,
-        lambda: torch.stack([entry.data() for entry in entries]),
-        lambda: torch.stack([entry.values() for entry in entries]),
-    )
+    found = ((slot.expert, *layers[slot]) for slot in slots)
+    tensors = [FileTensor(name, f"{layer}.weight", layer, order, expert=expert) for expert, layer, order in found]
+    return entry_of(tensors[0], source) if slots == [Slot(name)] else stack_of(name, tensors, source)

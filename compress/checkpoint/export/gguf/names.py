@@ -1,10 +1,11 @@
 """The tensors of a GGUF file: their names, types and shapes, and where each comes from.
 
 gguf-py maps names of transformers to those of llama.cpp. What is decided here: which block or float each tensor takes,
-and in which order its rows are written.
+and in which order its rows are written. Matrices of all experts become one tensor (`ffn_down_exps`, [E, N, K]).
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,21 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.base.errors import InputError
 from compress.checkpoint.export.dense import dense_names
-from compress.checkpoint.export.gguf.architectures import Architecture, rope_factors, rotated_rows
+from compress.checkpoint.export.gguf.architectures import Architecture, kv_heads, rope_factors, rotated_rows
 from compress.checkpoint.export.gguf.block_types import Blocks, blocks_of
 from compress.checkpoint.export.gguf.file import FLOATS, Entry
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
-from compress.checkpoint.read.pretrained import read_config
+from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.unplaced_tensors import beside
 from compress.checkpoint.read.weight_files import DTYPES
+from compress.model.layers import transposed_weights
 from compress.weights.formats.codes import Codes
 from compress.weights.formats.levels import GLOBAL, without_global
 from compress.weights.terms import StoredTerm
 
 SUFFIXES = (".weight", ".bias")
-HEAD, FACTORS = "lm_head.weight", "rope_freqs.weight"
+HEAD = "lm_head.weight"
+# llama.cpp holds these as float32 whatever their dimensions; a router of float16 would round its input.
+WIDE = ("norm.weight", "ffn_gate_inp.weight", "_exps.bias")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+FUSED = re.compile(r"\.experts\.(gate_up|down)_proj(_\w+)?$")  # of all experts, which quantizing takes apart
+SUFFIXED = {"sinks": "sinks.weight", "e_score_correction_bias": "e_score_correction.bias"}
 # llama.cpp multiplies the product of a layer by this tensor: 1 / the global scale of NVFP4.
 FACTOR = ".scale"
 
@@ -35,13 +43,16 @@ FACTOR = ".scale"
 class FileTensor:
     """A tensor of the file. name: its name there. tensor: its name in the plain checkpoint. layer: the compressed layer
     whose weight it is; None for a tensor of floats. rows: the row of the checkpoint that is each row of the file; None
-    for the same order. shift: what is added to its values. made: values that the checkpoint lacks."""
+    for the same order. shift: what is added to its values. transposed: the plain checkpoint has it as [K, N]. expert:
+    the number of the expert that it is a part of. made: values that the checkpoint lacks."""
 
     name: str
     tensor: str
     layer: str | None = None
     rows: Tensor | None = None
     shift: float = 0.0
+    transposed: bool = False
+    expert: int | None = None
     made: Tensor | None = None
 
     def values(self, source: Source) -> Tensor:
@@ -54,7 +65,8 @@ class FileTensor:
             found = (without_global(term) if isinstance(term, Codes) else term).dequantize()
         else:
             found = source.weights.tensor(self.tensor)
-            found = found.to(torch.float32) if found.ndim == 1 else found
+            found = found.t().contiguous() if self.transposed else found
+            found = found.to(torch.float32) if found.ndim == 1 or self.name.endswith(WIDE) else found
         found = found + self.shift if self.shift else found
         return found if self.rows is None else found[self.rows]
 
@@ -69,29 +81,42 @@ class FileTensor:
 
 
 def unnamed(source: Source, names: Any) -> list[str]:
-    """Tensors of a checkpoint that have no name in the file. names: gguf-py's map."""
-    return [name for name, _ in _kept(source) if names.get_name(name, SUFFIXES) is None]
+    """Tensors that have no name in the file once the model is quantized. names: gguf-py's map."""
+    return [name for name, _ in _kept(source) if not FUSED.search(name) and file_name(name, names) is None]
+
+
+def fused(source: Source) -> list[str]:
+    """Tensors of all experts of a block, which no tensor of the file is."""
+    return [name for name, _ in _kept(source) if FUSED.search(name)]
+
+
+def file_name(tensor: str, names: Any) -> str | None:
+    """The name of a tensor in the file, that of all experts for one of an expert; None where it has none."""
+    module, _, last = EXPERT.sub(".experts.", tensor).rpartition(".")
+    found: str | None = names.get_name(f"{module}.{SUFFIXED.get(last, last)}", SUFFIXES)
+    return found
 
 
 def planned(source: Source, family: Architecture, names: Any) -> Iterator[FileTensor]:
     """The tensors of the file, in the order of the checkpoint."""
     config = read_config(source)
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": config.num_key_value_heads or config.num_attention_heads,
-    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads(config)}
+    transposed = transposed_weights(empty_model(source))
     for tensor, layer in _kept(source):
-        name = names.get_name(tensor, SUFFIXES)
+        name = file_name(tensor, names)
+        assert name is not None
         module = tensor.rpartition(".")[0].rpartition(".")[2]
         count = heads.get(module) if family.rotated else None
         shape = source.headers[tensor][0] if layer is None else stored_in(source).layers[layer].shape
         rows = None if count is None else rotated_rows(shape[0], count)
         shift = 1.0 if family.shifted and tensor.endswith("norm.weight") else 0.0
-        yield FileTensor(name, tensor, layer, rows, shift)
+        expert = EXPERT.search(tensor)
+        number = None if expert is None else int(expert[1])
+        yield FileTensor(name, tensor, layer, rows, shift, layer is None and tensor in transposed, number)
         if layer is not None:
             yield from factors_of(source, layer, name)
-    if (factors := rope_factors(config)) is not None:
-        yield FileTensor(FACTORS, FACTORS, made=factors)
+    for name, factors in rope_factors(config).items():
+        yield FileTensor(name, name, made=factors)
 
 
 def factors_of(source: Source, layer: str, name: str) -> Iterator[FileTensor]:
@@ -129,6 +154,42 @@ def entry_of(tensor: FileTensor, source: Source) -> Entry:
     values = tensor.values(source)
     made = partial(tensor.values, source)
     return Entry(tensor.name, FLOATS[values.dtype], tuple(values.shape), values.nbytes, tensor.tensor, made, made)
+
+
+def entries_of(tensors: Iterable[FileTensor], source: Source) -> list[Entry]:
+    """Tensors as they are written, those of all experts in one. Raises InputError for experts that do not go into one
+    tensor."""
+    held: dict[str, list[FileTensor]] = {}
+    for tensor in tensors:
+        held.setdefault(tensor.name, []).append(tensor)
+    return [
+        entry_of(parts[0], source) if parts[0].expert is None else stack_of(name, parts, source)
+        for name, parts in held.items()
+    ]
+
+
+def stack_of(name: str, experts: Sequence[FileTensor], source: Source) -> Entry:
+    """The tensor of all experts. Raises InputError where these are not of one type, or have scales of their own."""
+    ordered = sorted(experts, key=lambda each: each.expert or 0)
+    dense = [str(each.expert) for each in ordered if each.layer is None]
+    if dense and len(dense) < len(ordered):
+        raise InputError(f"{name} holds all experts, and number {dense[0]} is not compressed; compress all, or none")
+    entries = [entry_of(each, source) for each in ordered]
+    if len(kinds := sorted({entry.type for entry in entries})) > 1:
+        raise InputError(
+            f"{name} holds all experts, and these have blocks of {' and '.join(kinds)}; give them one scheme"
+        )
+    if any(list(factors_of(source, each.layer, name)) for each in ordered if each.layer is not None):
+        raise InputError(f"{name} holds all experts, and each has a global scale of its own; use another scheme")
+    return Entry(
+        name,
+        entries[0].type,
+        (len(entries), *entries[0].shape),
+        sum(entry.nbytes for entry in entries),
+        entries[0].of,
+        lambda: torch.stack([entry.data() for entry in entries]),
+        lambda: torch.stack([entry.values() for entry in entries]),
+    )
 
 
 def _packed(tensor: FileTensor, source: Source) -> Tensor:
