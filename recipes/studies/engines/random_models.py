@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from compress.checkpoint.export.gguf.pre_tokenizers import LLAMA3, QWEN2
+from compress.checkpoint.export.gguf.pre_tokenizers import GPT4O, LLAMA3, QWEN2
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.read.source import DEMO
 
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
     ),
-    # Every token to all experts: random routers send it to others where llama.cpp rounds inputs, which it does if quantized.
+    # Every token to all experts: where llama.cpp rounds inputs to int8, random routers would send it to others.
     "gpt-oss": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             **{**HEADS, "rope_parameters": YARN}, num_local_experts=4, num_experts_per_tok=4, sliding_window=64
@@ -113,7 +113,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 # How tokenizers of these families split a text; others split like GPT-2's.
 SPLITS = dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), QWEN2)
-SPLITS |= dict.fromkeys(("llama3", "olmo2", "glm4"), LLAMA3)
+SPLITS |= {**dict.fromkeys(("llama3", "olmo2", "glm4"), LLAMA3), "gpt-oss": GPT4O}
 PIECES = (
     "llama",
     "gemma",

@@ -62,13 +62,13 @@ class FileTensor:
             return self.made
         if self.layer is not None:
             (term,) = weight_of(source, self.layer).terms
-            found = (without_global(term) if isinstance(term, Codes) else term).dequantize()
+            held = (without_global(term) if isinstance(term, Codes) else term).dequantize()
         else:
-            found = source.weights.tensor(self.tensor)
-            found = found.t().contiguous() if self.transposed else found
-            found = found.to(torch.float32) if found.ndim == 1 or self.name.endswith(WIDE) else found
-        found = found + self.shift if self.shift else found
-        return found if self.rows is None else found[self.rows]
+            held = source.weights.tensor(self.tensor)
+            held = held.t().contiguous() if self.transposed else held
+            held = held.to(torch.float32) if held.ndim == 1 or self.name.endswith(WIDE) else held
+        held = held + self.shift if self.shift else held
+        return held if self.rows is None else held[self.rows]
 
     def blocks(self, source: Source) -> Blocks:
         """The blocks of a compressed layer, their rows in the order of the file."""

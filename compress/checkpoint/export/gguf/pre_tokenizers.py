@@ -16,6 +16,19 @@ QWEN35 = (
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O = "|".join(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,8 +37,8 @@ WORDS = ("bytes", True)  # GPT-2's own expression, as ByteLevel applies it
 DIGITS = ("digits", True)
 
 
-def _split(pattern: str) -> tuple[tuple[str, object], ...]:
-    return ("split", pattern), ("bytes", False)
+def _split(*patterns: str) -> tuple[tuple[str, object], ...]:
+    return (*(("split", pattern) for pattern in patterns), ("bytes", False))
 
 
 # {steps: name}.
@@ -36,6 +49,8 @@ NAMES: dict[tuple[tuple[str, object], ...], str] = {
     _split(QWEN35): "qwen35",
     _split(LLAMA3): "llama-bpe",
     _split(TEKKEN): "tekken",
+    _split(GPT4O): "gpt-4o",
+    _split(*DEEPSEEK3): "deepseek-v3",
 }
 # Names under which llama.cpp takes a word that is a token as it is, and merges others.
 WHOLE_WORDS = ("llama-bpe", "tekken")
