@@ -57,7 +57,8 @@ class FileTensor:
 
     def values(self, source: Source) -> Tensor:
         """The values as the file is to hold them: of a layer those that its codes stand for, in their stored dtype; of
-        others float32 where they have one dimension. Values of NVFP4 are those before the global scale divides them."""
+        others float32 where they have one dimension or llama.cpp asks for it (`WIDE`). Values of NVFP4 are those before
+        the global scale divides them."""
         if self.made is not None:
             return self.made
         if self.layer is not None:
