@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.base.errors import CompressError, WriteError
 
+T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
 
 
@@ -35,6 +36,13 @@ class Comm:
         self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
         self.rank = dist.get_rank(group) if self.active else 0
         self.world = dist.get_world_size(group) if self.active else 1
+
+    @classmethod
+    def alone(cls) -> "Comm":
+        """The collectives of this process by itself, whatever others there are."""
+        comm = cls.__new__(cls)
+        comm.group, comm.active, comm.rank, comm.world = None, False, 0, 1
+        return comm
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Reduce in place over the ranks and return the tensor."""
@@ -69,6 +77,10 @@ class Comm:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def union(self, own: dict[str, T]) -> dict[str, T]:
+        """The entries of all ranks' dictionaries, on every rank."""
+        return {key: value for part in self.gather_objects(own) for key, value in part.items()}
 
     def fail_together(self, problem: str | WriteError | None) -> None:
         """Raise on every rank when any rank has a problem: its WriteError, or CompressError with its message. A rank

@@ -177,7 +177,7 @@ def _run_stack(
     if run.plan.calibrated:
         calls = captured(passed)
     originals = captured(others) if passed and run.plan.compares else list(calls)
-    tell(run.reporter, "tokens", tokens_of(run.batches) * run.comm.world if run.plan.calibrated else 0)
+    tell(run.reporter, "tokens", tokens_of(run.batches) * run.token_comm.world if run.plan.calibrated else 0)
     run.steps.begin()
     streams = Streams(calls[0], (original or originals[0]) if run.plan.compares else [])
     for name, block in stack.blocks:

@@ -5,7 +5,8 @@
     # edits were kept if `keep`, dropped otherwise; the block is back home
 
 `Local`: the parameters sit in RAM or in a lazily mapped file. `Sharded`: FSDP2 shards, one per rank; opening gathers
-one block and nothing else. Code under `open` cannot tell which.
+one block and nothing else, and of experts that ranks share out nothing: each opens its own. Code under `open` cannot
+tell which.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compress.base.errors import InputError
+from compress.model.experts import by_rank
 from compress.model.layers import Stack
 from compress.model.open_block import Opened
 from compress.train.inputs.fsdp_shards import reshard
@@ -28,8 +30,8 @@ Stores = MutableMapping[Tensor, torch.dtype]
 
 
 class Residency(Protocol):
-    """The contract of both residencies, which `tests/contracts/test_residency.py` and `tests/engine/test_sharded.py`
-    hold.
+    """The contract of both residencies, which `tests/contracts/test_residency.py` and
+    `tests/engine/ranks/test_sharded.py` hold.
 
     stores: the dtypes in which the model stores parameters that have been widened to be trained.
     """
@@ -78,10 +80,9 @@ def _working_copies(
 
 
 def _parameters(block: nn.Module, excluded: set[nn.Module]) -> dict[str, nn.Parameter]:
-    if not excluded:
-        return dict(block.named_parameters())
+    """Those of a block that are not excluded, nor on another rank alone."""
     inside = {id(p) for module in excluded for p in module.parameters()}
-    return {name: p for name, p in block.named_parameters() if id(p) not in inside}
+    return {name: p for name, p in block.named_parameters() if id(p) not in inside and not p.is_meta}
 
 
 def _buffers(block: nn.Module, excluded: set[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
@@ -251,10 +252,12 @@ def _without_fsdp_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def shard(model: nn.Module, stacks: list[Stack], mesh: DeviceMesh) -> nn.Module:
-    """Apply FSDP2: every block is a unit, what is left is the root's. Each rank keeps 1/world of every parameter."""
+    """Apply FSDP2: every block is a unit, what is left is the root's. Each rank keeps 1/world of every parameter, of
+    experts that ranks share out (`model.experts.share_experts`) all of its own."""
+    whole = by_rank(model)
     for stack in stacks:
         for _, block in stack.blocks:
             if block is not model:
-                fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
     return model

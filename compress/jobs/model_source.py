@@ -39,6 +39,7 @@ from compress.inference.layers.embedding import QuantEmbedding
 from compress.inference.layers.linear import QuantLinear
 from compress.inference.load.dense_model import load_as_original
 from compress.jobs.known_models import check_not_known
+from compress.model.experts import share_experts
 from compress.model.finite_weights import DAMAGED, check_finite
 from compress.model.layers import Stack
 from compress.model.sharing import check_shardable
@@ -158,7 +159,9 @@ def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> Open
     extra_tensors: Mapping[str, KeptTensor] = {}
     if found.source is not None:
         quantized = found.source.quantization is not None
-        model = load_as_original(found.source, notes) if quantized else load_dense(found.source, notes=notes)
+        model = (
+            load_as_original(found.source, notes) if quantized else load_dense(found.source, None, notes, apart=True)
+        )
         split_experts(model)
         extra_tensors = beside(found.source)
         if made := recomputed_names(found.source):
@@ -195,16 +198,23 @@ def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
 
 
 def residency_of(
-    opened: OpenedModel, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
+    opened: OpenedModel,
+    stacks: list[Stack],
+    fsdp: bool,
+    keep: bool,
+    stores: Mapping[str, torch.dtype],
+    by_rank: Comm | None = None,
 ) -> Residency:
     """The residency of the weights during the run; shards the model if `fsdp` is set. keep: whether the model itself is
-    changed. stores: of parameters that have been widened, the dtype before."""
+    changed. stores: of parameters that have been widened, the dtype before. by_rank: those that share out experts."""
     model, device, dtype = opened.model, opened.device, opened.dtype
     if isinstance(model, FSDPModule):
         return Sharded(model, device, dtype)
     if not fsdp:
         return Local(device, dtype, keep)
     check_shardable(model, [block for stack in stacks for block in stack.blocks])
+    if by_rank is not None:
+        share_experts(model, by_rank)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     return Sharded(shard(model, stacks, mesh), device, dtype, stores)
 

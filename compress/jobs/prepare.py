@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.base.progress import Reporter, tell
 from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
@@ -19,6 +20,7 @@ from compress.checkpoint.write.writer import InMemory, Writer
 from compress.data.teacher_file import checksum_of
 from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_plan
+from compress.engine.plan.experts_by_rank import why_whole
 from compress.engine.plan.format_limits import caches_config, check_halved, check_storable
 from compress.engine.plan.plan import Plan, planned_coverage, restructuring_of
 from compress.engine.plan.task_loss import check_loss, check_predictions
@@ -80,17 +82,24 @@ def _job(
     lessons = _lessons(request, opened, data, place)
     stores = widen_parameters(model) if lessons is not None and request.fsdp else {}
     keep = opened.source is None or place is None or lessons is not None
+    by_rank = request.fsdp and comm.active and not keep
+    if by_rank and (why := why_whole(plan_, model, comm.world)) is not None:
+        by_rank = False
+        if any(isinstance(module, Experts) for module in model.modules()):
+            record.notes.append(f"every rank opens all experts of a block: {why}")
+    stacks = find_stacks(model, plan_.convolutions)
     run = Run(
         model=model,
         plan=plan_,
-        batches=data.batches[comm.rank :: comm.world],
-        residency=residency_of(opened, find_stacks(model, plan_.convolutions), request.fsdp, keep, stores),
+        batches=data.batches if by_rank else data.batches[comm.rank :: comm.world],
+        residency=residency_of(opened, stacks, request.fsdp, keep, stores, comm if by_rank else None),
         sink=InMemory(request.keep_codes),
         comm=comm,
         record=record,
         reporter=reporter,
         lessons=lessons,
         phase="" if lessons is None else "before training, ",
+        shares_tokens=not by_rank,
     )
     run = _chain(request, opened, data, run)
     identity = _identity(request, opened, data, run.plan, comm)
@@ -134,7 +143,15 @@ def _chain(request: Request, opened: OpenedModel, data: RunData, run: Run) -> Ru
     if not run.plan.calibrated:
         return run
     alone = any(p.stage(Gradients) or p.asks_curvature for p in run.plan.passes)
-    return chain(run, alone, partial(checked_plan, request, opened, data, one_block=True), run.record.notes.append)
+
+    def one_block() -> Plan:
+        if not run.shares_tokens:
+            raise InputError(
+                "ranks cannot share out the experts of a model whose blocks are no chain: give --one-block"
+            )
+        return checked_plan(request, opened, data, one_block=True)
+
+    return chain(run, alone, one_block, run.record.notes.append)
 
 
 def _outline(request: Request, opened: OpenedModel, data: RunData, plan_: Plan) -> Outline:

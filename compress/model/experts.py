@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError
+
 GATE = "router or gate of experts"
 # Shown the number of an expert, its tokens, what it returns for them, and the weights of that.
 Watch = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -56,7 +59,8 @@ class Expert(nn.Module):
 
 class Experts(nn.Module):
     """Experts with a linear layer for each matrix, as a drop-in for a module of transformers that holds them in one
-    parameter each. Attributes of that module are kept."""
+    parameter each. Attributes of that module are kept. ranks: those that hold a share of the experts each, and all see
+    the same tokens (`share_experts`); None: this process holds all of them."""
 
     kind: type[nn.Module]
     act_fn: Callable[[Tensor], Tensor]
@@ -66,6 +70,7 @@ class Experts(nn.Module):
     is_concatenated: bool
     is_transposed: bool
     leaves: tuple[str, ...]
+    ranks: Comm | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H]: the weighted sum over each token's experts. top_k_index: [T, top], E or more for none."""
@@ -77,12 +82,42 @@ class Experts(nn.Module):
         hidden_states, top_k_index, top_k_weights = given
         calibration = _CALIBRATION.get()
         out_TH = torch.zeros_like(hidden_states)
+        choices, width = top_k_index.shape[1], out_TH.shape[1]
+        # Of each choice of a token: what its expert adds, and how many ranks have computed that.
+        parts_TCH = None if self.ranks is None else out_TH.new_zeros(len(out_TH), choices, width + 1)
         for i, token, place, row, at in self._rows(top_k_index, calibration):
             y, weights = self._expert(i, hidden_states[row])[at], top_k_weights[token, place]
             if see is not None:
                 see(i, token, y, weights)
-            out_TH.index_add_(0, token, (y * weights[:, None]).to(out_TH.dtype))
+            part = (y * weights[:, None]).to(out_TH.dtype)
+            if parts_TCH is None:
+                out_TH.index_add_(0, token, part)
+            else:
+                parts_TCH[token, place] = nn.functional.pad(part, (0, 1), value=1)
+        return out_TH if parts_TCH is None else self._joined(parts_TCH, top_k_index, calibration)
+
+    def _joined(self, parts_TCH: Tensor, index: Tensor, calibration: Calibration | None) -> Tensor:
+        """[T, H] `forward`, from what this rank's experts add: in the order of the experts, as one process adds. A
+        collective. Raises CompressError, on every rank, where ranks have routed a token to different experts."""
+        assert self.ranks is not None
+        parts_TCH = self.ranks.all_reduce(parts_TCH)
+        due = index < len(self.numbers)
+        if calibration is not None and not calibration.reference and calibration.tokens is not None:
+            due = due & calibration.tokens.reshape(-1, 1)  # nobody computes padding
+        if not torch.equal(parts_TCH[..., -1] == 1, due):
+            raise CompressError("ranks route a token to different experts: use devices of one kind, or one rank")
+        out_TH = torch.zeros_like(parts_TCH[:, 0, :-1])
+        for place in index.argsort(dim=1, stable=True).unbind(1):
+            out_TH += parts_TCH[torch.arange(len(index), device=index.device), place, :-1]
         return out_TH
+
+    def owner(self, i: int) -> int:
+        """The rank that holds an expert: each has as many, but for one, in their order."""
+        return 0 if self.ranks is None else i * self.ranks.world // len(self.numbers)
+
+    def computes(self, i: int) -> bool:
+        """True for an expert that this process holds."""
+        return self.ranks is None or self.owner(i) == self.ranks.rank
 
     def _gated(self, both: Tensor) -> Tensor:
         """The input of the last layer, from what transformers' parameter of gate and other projection returns."""
@@ -115,11 +150,11 @@ class Experts(nn.Module):
         count = len(self.numbers)
         if calibration is None:
             for i in index.unique().tolist():
-                if i < count:
+                if i < count and self.computes(i):
                     token, place = torch.where(index == i)
                     yield i, token, place, token, slice(None)
             return
-        for i in range(count):
+        for i in filter(self.computes, range(count)):
             token, place = torch.where(index == i)
             shown, weight_M = self._shown(i, index, calibration, count)
             rest = token[~torch.isin(token, shown)]
@@ -170,11 +205,29 @@ class SortedExperts(Experts):
         (hidden_states,) = given
         outputs = []
         for i, part in enumerate(hidden_states.view(len(self.numbers), -1, hidden_states.shape[-1])):
-            outputs.append(self._expert(i, part))
+            outputs.append(self._expert(i, part) if self.computes(i) else torch.zeros_like(part))
             if see is not None:
                 token = part.any(-1).nonzero()[:, 0]
                 see(i, token, outputs[-1][token], torch.ones(len(token), device=part.device))
-        return torch.cat(outputs)
+        return torch.cat(outputs) if self.ranks is None else self.ranks.all_reduce(torch.cat(outputs))
+
+
+def share_experts(model: nn.Module, comm: Comm) -> None:
+    """Leave each rank the values of its share of every mixture's experts; the others are then on the meta device."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.ranks = comm
+            for i, name in enumerate(module.numbers):
+                for part in () if module.computes(i) else module.get_submodule(name).modules():
+                    for key, p in part._parameters.items():
+                        if p is not None:
+                            part._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), False)
+
+
+def by_rank(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters inside a module that one rank holds, this one or another (`share_experts`)."""
+    shared = (m for m in module.modules() if isinstance(m, Experts) and m.ranks is not None)
+    return {p for m in shared for name in m.numbers for p in m.get_submodule(name).parameters()}
 
 
 def gates(model: nn.Module) -> dict[str, nn.Module]:

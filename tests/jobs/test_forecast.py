@@ -14,6 +14,7 @@ from torch import nn
 
 import compress
 from compress.base import memory
+from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.base.progress import Silent
 from compress.cli.forecasts import memory_line
@@ -21,6 +22,7 @@ from compress.evaluation.report.wording import data
 from compress.jobs.forecast.forecast import Outline
 from compress.jobs.forecast.inference_memory import RunMemory
 from compress.jobs.known_models import known_models, model_from_configuration
+from compress.jobs.model_source import find_model, open_model
 
 RTN = compress.RTN(group_size=16)
 
@@ -222,13 +224,17 @@ def test_what_trains_is_not_told():
     assert found.seconds is None
 
 
-def test_experts_that_are_stored_one_by_one_are_loaded_as_a_whole(tmp_path):
-    model = mixture().bfloat16()
-    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    model.save_pretrained(tmp_path / "model")
+def test_experts_that_are_stored_one_by_one_stay_in_their_files(tmp_path):
+    mixture().bfloat16().save_pretrained(tmp_path / "model")
     found = compress.plan(tmp_path / "model", RTN).memory
     assert found is not None
-    assert found.loaded == experts > 0
+    assert found.loaded == 0
+    opened = open_model(find_model(str(tmp_path / "model"), "cpu", False), None, Comm())
+    assert opened.source is not None
+    mapped = {opened.source.weights.tensor(name).data_ptr() for name in opened.source.weights}
+    held = {p.data_ptr() for name, p in opened.model.named_parameters() if ".experts." in name}
+    assert len(held) == 24
+    assert held <= mapped
 
 
 @pytest.mark.first

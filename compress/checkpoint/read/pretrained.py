@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line
 from compress.checkpoint.files import VARIANT, checksum, read_json
@@ -67,7 +68,7 @@ def _configuration(source: Source) -> PretrainedConfig:
             "and fill it: compress.load(DIR, into=model)"
         )
     try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
+        config = _reader(source).from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         code = source.code.get("AutoConfig")
         if code is not None and not source.trusted:
@@ -77,6 +78,14 @@ def _configuration(source: Source) -> PretrainedConfig:
         ) from None
     config.dtype = narrower(source) or config.dtype
     return config
+
+
+def _reader(source: Source) -> Any:
+    """The class that reads the configuration: that of the architecture, where transformers knows this and not the type
+    of the model, whose own code is not trusted (Kimi-K2, whose architecture is DeepSeek-V3's)."""
+    names, known = source.config.get("architectures") or [""], source.config.get("model_type") in CONFIG_MAPPING
+    found = None if known or source.trusted else getattr(transformers, names[0], None)
+    return getattr(found, "config_class", None) or AutoConfig
 
 
 def narrower(source: Source) -> torch.dtype | None:
@@ -126,10 +135,13 @@ def modalities(source: Source) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
+def load_dense(
+    source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None, apart: bool = False
+) -> nn.Module:
     """The model of an uncompressed checkpoint, by default in its own dtype; on CPU the weights stay mapped files.
 
-    notes: takes remarks on the checkpoint for the person. Raises InputError for a quantized one.
+    notes: takes remarks on the checkpoint for the person. apart: experts that the files hold one by one stay so
+    (`split_experts`), and mapped, where transformers joins copies of them. Raises InputError for a quantized one.
     """
     check_dense(source)
     config, wanted = read_config(source), "auto" if dtype is None else dtype
@@ -138,6 +150,8 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
         if notes is not None:
             notes.append(f"all weights are {kept}, and stay so, where config.json says more".replace("torch.", ""))
     with suppress(CheckpointError):  # said below
+        if apart and (split := split_on_meta(source)) is not None:
+            return _with_experts_apart(source, split, notes, config=config, dtype=dtype or config.dtype)
         if any(isinstance(module, Experts) for module in empty_model(source).modules()):
             own = {
                 names_in(source).in_model(name): value for name, value in source.weights.tensors(source.weights).items()
@@ -145,6 +159,42 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
             tensors = join_experts(empty_model(source), own)
             return from_pretrained(source, None, notes, config=config, state_dict=tensors, dtype=dtype or config.dtype)
     return from_pretrained(source, str(source.path), notes, dtype=wanted)
+
+
+@once
+def split_on_meta(source: Source) -> nn.Module | None:
+    """The model on the meta device with its experts apart; None where files do not hold all of these one by one, dense.
+    Made once: callers must not change it."""
+    model = _model_on_meta(source)
+    own = {f"{name}." for name in split_experts(model, source.headers)}
+    on_disk, experts = disk_names(model, source.headers).on_disk, tuple(own)
+    shapes = {on_disk(name): tuple(p.shape) for name, p in model.named_parameters() if name.startswith(experts)}
+    held = {name: shape for name, (shape, _) in source.headers.items() if name in shapes}
+    return model if own and held == shapes else None
+
+
+def _with_experts_apart(source: Source, split: nn.Module, notes: list[str] | None, **arguments: Any) -> nn.Module:
+    """The model of a checkpoint with experts as in `split`, mapped. transformers loads the rest, with nothing in the
+    places of the parameters to which it would join them."""
+    names, own = disk_names(split, source.headers), {name for name, _ in split.named_parameters()}
+    tensors = {names.in_model(name): tensor for name, tensor in source.weights.tensors(source.weights).items()}
+    whole = dict(_model_on_meta(source).named_parameters())
+    experts, nothing = (
+        {name: tensors.pop(name) for name in own - whole.keys()},
+        torch.zeros((), dtype=arguments["dtype"]),
+    )
+    joined = {name: p for name, p in whole.items() if name not in own}
+    tensors |= {name: nothing.expand(p.shape) for name, p in joined.items()}
+    model = from_pretrained(source, None, notes, state_dict=tensors, **arguments)
+    for name, p in joined.items():
+        module, _, key = name.rpartition(".")
+        model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(p), p.requires_grad)
+    split_experts(model, source.headers)
+    for name, tensor in experts.items():
+        module, _, key = name.rpartition(".")
+        trained = model.get_parameter(name).requires_grad
+        model.get_submodule(module)._parameters[key] = nn.Parameter(tensor.to(nothing.dtype), trained)
+    return model
 
 
 def from_pretrained(

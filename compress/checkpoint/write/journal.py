@@ -5,7 +5,7 @@ order to continue after a block without computing it again. `moved` names the te
 files of the checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -142,12 +142,17 @@ def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, edits: A
     }
 
 
-def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequence[Edit]) -> Finished:
-    """Inverse of `note`. Raises CheckpointError, which names the tensor at fault."""
+def restore(
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequence[Edit], without: Collection[str] = ()
+) -> Finished:
+    """Inverse of `note`, without the decisions about some layers. Raises CheckpointError, which names the tensor at
+    fault."""
     records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
     shapes = {record.name: record.shape for record in records}
     decided: dict[str, Decision | Tensor] = {}
     for name, noted in entry["layers"].items():
+        if name in without:
+            continue
         if noted is None:
             decided[name] = tensors[f"{name}.weight"]
             continue

@@ -1,6 +1,6 @@
 """The results of a run: decisions about each block, and the figures for the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -160,8 +160,9 @@ class Finished:
 class Sink(Protocol):
     """Takes finished blocks, and gives back those that an earlier run finished."""
 
-    def finished(self, block: str) -> Finished | None:
-        """The results of a block that an earlier run wrote; None where it wrote none."""
+    def finished(self, block: str, without: Collection[str] = ()) -> Finished | None:
+        """The results of a block that an earlier run wrote, but for the decisions about some layers; None where it
+        wrote none."""
         ...
 
     def write(

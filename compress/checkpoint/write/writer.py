@@ -28,6 +28,7 @@ from compress.checkpoint.write.journal import PROGRESS, Files, Journal, edits_of
 from compress.checkpoint.write.record import Finished
 from compress.checkpoint.write.shards import write_tensors
 from compress.model.disk_names import DiskNames
+from compress.model.experts import by_rank
 from compress.model.fake_quantized import remember_scheme
 from compress.model.layers import Layer, Table
 from compress.model.online_rotation import input_rotation
@@ -103,15 +104,15 @@ class Writer:
         """Names of layers whose compressed values were written dense so far."""
         return [n for entry in self.blocks.values() for n, scheme in entry["layers"].items() if scheme is None]
 
-    def finished(self, block: str) -> Finished | None:
-        """The results of a block that an earlier run wrote, or None. Raises CheckpointError for a changed tensor."""
-        entry = self.blocks.get(block)
-        if entry is None:
+    def finished(self, block: str, without: Collection[str] = ()) -> Finished | None:
+        """The results of a block that an earlier run wrote, but for the decisions about some layers, whose tensors are
+        not read; or None. Raises CheckpointError for a changed tensor."""
+        if (entry := self.blocks.get(block)) is None:
             return None
-        tensors, noted = self._read(entry["files"]), entry["edits"]
+        tensors, noted = self._read(entry["files"], without), entry["edits"]
         with readable(f"the edits of the unfinished run in {self.place.blocks}"):
             edits = [] if noted is None else read_edits(noted["edits"], self.place.blocks / noted["file"])
-        return restore(entry, tensors, edits)
+        return restore(entry, tensors, edits, without)
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank its share of the tensors, then enter it in the journal."""
@@ -119,30 +120,38 @@ class Writer:
         decided |= {name: halve(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         dense = {n: dense_values(layers[n], d.weight, opened) for n, d in decided.items() if n not in stored}
-        plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
+        plain = _plain(self, block, opened, {id(layers[name].parameter) for name in stored})
         values = {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()}
         prefix = f"{block}." if block else ""
         plain |= {prefix + n: values[id(p)] for n, p in opened.block.named_parameters() if id(p) in values}
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
-        owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
+        whole = by_rank(opened.block)
+        alone = {name for name in decided if layers[name].parameter in whole}
+        alone |= {prefix + n for n, p in opened.block.named_parameters() if p in whole}
+        owner = _owners(costs | {name: float(tensor.numel()) for name, tensor in plain.items()}, alone, self.comm)
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
         schemes = {name: scheme_in(layers[name], decision) for name, decision in stored.items()}
         check_importable(term for scheme in schemes.values() for term in scheme.terms)
         for name, decision in stored.items():
             if owner[name] == self.comm.rank:
                 mine |= _tensors(layers[name], decision, schemes[name])
-        if self.comm.rank == 0:
-            mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
+        held = finished.caches.items() if self.comm.rank == 0 else ()
+        mine |= {f"{name}.{key}": t for name, codes in held for key, t in codes.parts().items()}
+        sums = {n: checksum(dense[n] if n in dense else d.weight.dequantize()) for n, d in decided.items()}
+        sums |= self.comm.union(sums) if whole else {}
         for record in finished.records:
-            name = record.name
-            record.figures["sha256"] = checksum(dense[name] if name in dense else decided[name].weight.dequantize())
+            record.figures["sha256"] = sums[record.name]
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
             tensors, noted = edits_of(finished.edits)
             self.together.first(file, lambda: self._save(self.place.blocks / file, tensors))
             edits = {"file": file, "edits": noted}
-        self.journal.blocks[block] = note(finished, schemes, files, edits)
+        entry = note(finished, schemes, files, edits)
+        if whole:
+            noted_layers = self.comm.union(entry["layers"])
+            entry["layers"] = {name: noted_layers[name] for name in layers if name in noted_layers}
+        self.journal.blocks[block] = entry
         self._note()
 
     def complete(
@@ -195,16 +204,6 @@ class Writer:
         self.together.first(PROGRESS, self.unchanged)
         self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
 
-    def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
-        """{full name: tensor} of a block, without what terms replace, or what has an entry or a name elsewhere."""
-        prefix = f"{block}." if block else ""
-        inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
-        without = {self.names.in_model(key) for entry in inside for sums in entry["files"].values() for key in sums}
-        without |= {f"{name}.weight" for entry in inside for name in entry["layers"]} | self.repeated
-        without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
-        inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
-        return {prefix + name: value for name, value in opened.stored(inner)}
-
     def _saved_rest(self, rest: Iterable[tuple[str, Tensor]]) -> Files:
         """Save tensors in files of about `REST_BYTES`. Each tensor goes to the rank with the least so far."""
         files: Files = {}
@@ -229,9 +228,11 @@ class Writer:
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
         return {path.name: write_tensors(path, tensors, self.buffers)} if tensors else {}
 
-    def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
-        """{name in the model: tensor} written as `files`, from present places. CheckpointError for a changed one."""
-        where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
+    def _read(self, files: Mapping[str, Mapping[str, str]], without: Collection[str] = ()) -> dict[str, Tensor]:
+        """{name in the model: tensor} written as `files`, but for some layers'. CheckpointError for a changed one."""
+        left = {self.names.on_disk(name) for name in without}
+        held = [(file, name) for file, sums in files.items() for name in sums if name.rpartition(".")[0] not in left]
+        where = {name: self.assembly.path(file, name) for file, name in held}
         expected = {name: digest for sums in files.values() for name, digest in sums.items()}
         tensors: dict[str, Tensor] = {}
         for path in sorted(set(where.values())):
@@ -244,6 +245,23 @@ class Writer:
                     "--overwrite"
                 )
         return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
+
+
+def _plain(writer: Writer, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
+    """{full name: tensor} of a block, without what terms replace, or what has an entry or a name elsewhere."""
+    prefix = f"{block}." if block else ""
+    inside = [entry for name, entry in writer.blocks.items() if name.startswith(prefix)]
+    without = {writer.names.in_model(key) for entry in inside for sums in entry["files"].values() for key in sums}
+    without |= {f"{name}.weight" for entry in inside for name in entry["layers"]} | writer.repeated
+    without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
+    inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
+    return {prefix + name: value for name, value in opened.stored(inner)}
+
+
+def _owners(costs: Mapping[str, float], alone: Collection[str], comm: Comm) -> dict[str, int]:
+    """{name: rank} of who writes what, by its cost. alone: what this rank alone has, and writes."""
+    shared = {name: cost for name, cost in costs.items() if name not in alone}
+    return comm.assign(shared) | dict.fromkeys(alone, comm.rank)
 
 
 def scheme_in(layer: Layer, decision: Decision) -> Scheme:
@@ -309,7 +327,7 @@ class InMemory:
         self.blocks: dict[str, Finished] = {}
         self.places: dict[str, Tensor] = {}
 
-    def finished(self, block: str) -> Finished | None:
+    def finished(self, block: str, without: Collection[str] = ()) -> Finished | None:
         """None: no block is taken from an earlier run."""
         return None
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from compress.base.collectives import Comm
+from compress.base.errors import CompressError
 from compress.base.memory import give_back
 from compress.checkpoint.write.record import Finished, LayerRecord
 from compress.engine.layer_versions import Versions
@@ -29,6 +31,7 @@ from compress.engine.walk.sites import BlockSites, same_on_all_ranks, structure_
 from compress.engine.walk.state import Run, Streams
 from compress.model.calls import Arrival, Arrivals, Call
 from compress.model.edits.folds import FoldRecord
+from compress.model.experts import by_rank
 from compress.model.known_edits import Edit
 from compress.model.layers import Layer
 from compress.model.open_block import Opened
@@ -47,10 +50,15 @@ ELSEWHERE = (
 )
 
 
+def is_held(layer: Layer) -> bool:
+    """True for a layer of which this rank has the weight; False for one of another rank's experts."""
+    return not layer.parameter.is_meta
+
+
 def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Streams:
     """Compress one block, entirely or, where that fails, not at all; returns the calls of the next."""
     started = time.monotonic()
-    before = run.sink.finished(name)
+    before = run.sink.finished(name, [each.name for each in run.plan.layers[name] if not is_held(each)])
     with undone(hooks_and_buffers(block)), run.residency.open(block) as opened:
         here = BlockRun(run, name, opened, streams)
         if before is None:
@@ -66,11 +74,15 @@ def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Stream
 class BlockRun:
     """An open block, and the decisions about it so far. Layers and attentions go by their full names. streams: the
     calls of this block, at its end those of the next; onward: these, once a forward has found them that nothing has to
-    repeat. structure: the sites of its layers, where a pass needs to know."""
+    repeat. structure: the sites of its layers, where a pass needs to know. by_rank: the layers of experts that one rank
+    holds and decides about; problem: the first failure of this rank at one of them."""
 
     def __init__(self, run: Run, name: str, opened: Opened, streams: Streams) -> None:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
         self.layers = {layer.name: layer for layer in run.plan.layers[name]}
+        whole = by_rank(opened.block)
+        self.by_rank = {layer.name for layer in self.layers.values() if layer.parameter in whole}
+        self.problem: str | None = None
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
         self.structure: BlockSites | None = None
         self.versions = Versions(run.plan.calibrated or run.places is not None)
@@ -93,14 +105,14 @@ class BlockRun:
         for name, codes in before.caches.items():
             self.versions.keep_codes(self.attentions[name], codes)
         self.run.record.take(before)
-        self.propagate()
+        _propagate(self)
 
     def compress(self, started: float) -> None:
         """Let every pass decide, go on to the next block's calls, write. started: when, of `time.monotonic`."""
         plan = self.run.plan
         if self.streams.calls:
-            structure = structure_of(self.opened.block, self.streams.calls, list(self.layers.values()))
-            self.structure = same_on_all_ranks(structure, self.run.comm)
+            structure = structure_of(self.opened.block, self.streams.calls, [*filter(is_held, self.layers.values())])
+            self.structure = same_on_all_ranks(structure, self.run.comm, self.by_rank)
         for name in (name for name in self.layers if name in plan.trained):
             self.install(name, plan.trained[name])
             self.enter({name: (None, plan.trained[name])})
@@ -111,16 +123,16 @@ class BlockRun:
                 self.enter(self.observe(group, self.structure, last))
             else:
                 self.carry_out(group[0], last)
-        if widened := with_widest_inputs(self.decided.decisions):
-            self.decided.decisions |= widened
-            for name, decision in widened.items():
-                assert decision.inputs is not None
-                self.versions.round_input(self.layers[name], decision.inputs)
+        inputs = {n: d.inputs for n, d in self.decided.decisions.items() if d.inputs is not None}
+        if widened := with_widest_inputs(self.run.comm.union(inputs) if self.by_rank else inputs):
+            for name in widened.keys() & inputs.keys():
+                self.decided.decisions[name] = replace(self.decided.decisions[name], inputs=widened[name])
+                self.versions.round_input(self.layers[name], widened[name])
             self.onward = None
         if plan.kv is not None:
             _round_caches(self, plan.kv)
         if self.onward is None:
-            self.propagate()
+            _propagate(self)
         else:
             self.streams = self.onward
         for entry in self.records:
@@ -150,8 +162,8 @@ class BlockRun:
             self.enter(self.observe([p], self.structure, last))
             return
         made: dict[str, Decision] = {}
-        for name in wanted:
-            made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
+        for name in (name for name in wanted if is_held(self.layers[name])):
+            made |= decide(p, [self.layers[name]], self.opened, _comm_of(self, name), earlier=self.decided)
             self.install(name, made[name])
             _give_up(self, p, name, made[name])
         self.enter({name: (p, decision) for name, decision in made.items()})
@@ -208,8 +220,14 @@ class BlockRun:
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
             p = whose[site[0].name]
-            with self.run.spending.on("solve"):
-                decisions = self.decide_site(p, site, arrivals)
+            try:
+                with self.run.spending.on("solve"):
+                    decisions = self.decide_site(p, site, arrivals)
+            except CompressError as error:
+                if site[0].name not in self.by_rank:
+                    raise
+                self.problem = self.problem or str(error)  # the others learn of it below
+                return
             block_decisions.update({name: (p, decision) for name, decision in decisions.items()})
 
         # In the order of their first calls, for a forward that has gone past a site does not come by again.
@@ -220,6 +238,8 @@ class BlockRun:
         ]
         with self.run.spending.on("forward"):
             passed = _run_forward(self, sites, visit, self.streams.reference)
+        if self.by_rank:
+            self.run.comm.fail_together(self.problem)
         block_decisions |= (again := _decide_repeated(self, structure, whose) if structure.again else {})
         if last and not again:  # nothing has changed since
             self.onward = self.streams.after(passed.outputs, passed.reference)
@@ -236,13 +256,13 @@ class BlockRun:
             curvature = {la.name: found for la in site if (found := self.run.curvature.get(la.name)) is not None}
             curvature = curvature if decides.curvature else {}
             forwards = weighing(curvature, forwards) if curvature else forwards
-            statistics = collect(decides.needs, site[0], forwards, self.run.comm, offloads)
-            figures = {} if statistics is None else routing.figures(self.run.comm, site[0].weight.device)
+            statistics = collect(decides.needs, site[0], forwards, self.run.token_comm, offloads)
+            figures = {} if statistics is None else routing.figures(self.run.token_comm, site[0].weight.device)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
         statistics = [{**part, "curvature": curvature} for part in statistics] if curvature else statistics
-        decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
+        decisions = decide(p, site, self.opened, _comm_of(self, site[0].name), statistics, self.decided)
         decisions = {n: replace(made, figures={**made.figures, **figures}) for n, made in decisions.items()}
         if any("elsewhere" in decision.figures for decision in decisions.values()):
             self.run.record.note(self.run.reporter, ELSEWHERE)
@@ -252,17 +272,23 @@ class BlockRun:
         decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
         return _with_outputs(self, p, decisions, arrivals)
 
-    def propagate(self) -> None:
-        """Plain forwards with the weights as they are now (and the original ones for the reference)."""
-        if not self.run.plan.calibrated or self.streams.end:
-            return
-        block, streams = self.opened.block, self.streams
-        with torch.no_grad(), self.run.spending.on("forward"):
-            outputs = [self.run.settled(block(*call.args, **call.kwargs)) for call in streams.calls]
-            with self.versions.original():
-                others = [self.run.settled(block(*call.args, **call.kwargs)) for call in streams.reference]
-        self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
-        self.streams = streams.after(outputs, others)
+
+def _comm_of(here: BlockRun, layer: str) -> Comm:
+    """The ranks that decide about a layer."""
+    return Comm.alone() if layer in here.by_rank else here.run.comm
+
+
+def _propagate(here: BlockRun) -> None:
+    """Plain forwards with the weights as they are now (and the original ones for the reference)."""
+    if not here.run.plan.calibrated or here.streams.end:
+        return
+    block, streams = here.opened.block, here.streams
+    with torch.no_grad(), here.run.spending.on("forward"):
+        outputs = [here.run.settled(block(*call.args, **call.kwargs)) for call in streams.calls]
+        with here.versions.original():
+            others = [here.run.settled(block(*call.args, **call.kwargs)) for call in streams.reference]
+    here.run.record.block_forwards += len(streams.calls) + len(streams.reference)
+    here.streams = streams.after(outputs, others)
 
 
 def _with_outputs(
@@ -275,7 +301,7 @@ def _with_outputs(
         return decisions
     site = [here.layers[name] for name in made]
     outputs = ((here.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
-    statistics = collect_outputs(fix.needs, site, outputs, here.run.comm)
+    statistics = collect_outputs(fix.needs, site, outputs, here.run.token_comm)
     for layer, of_layer in zip(site, statistics, strict=True):
         codes = fix.codes(of_layer, here.opened.dtype_of(layer.parameter))
         here.versions.round_output(layer, codes)
@@ -316,9 +342,17 @@ def _result_of(here: BlockRun) -> Finished:
     """All that was decided, for the sink and the record."""
     left_alone = here.run.record.left_alone
     alone = {name: left_alone[name] for name in (*here.layers, *here.attentions) if name in left_alone}
+    records = here.records
+    if here.by_rank:
+        alone, order = here.run.comm.union(alone), {name: i for i, name in enumerate(here.layers)}
+        found = here.run.comm.gather_objects((records, here.ranges.noted))
+        others = found[: here.run.comm.rank] + found[here.run.comm.rank + 1 :]
+        here.ranges.noted += [each for _, noted in others for each in noted if each.tensor in here.by_rank]
+        records = [*records, *(each for made, _ in others for each in made if each.name in here.by_rank)]
+        records.sort(key=lambda record: order[record.name])
     ranges = here.ranges.in_order(here.opened.block, here.name)
     made = (here.edits, here.fold_records, ranges, here.caches, here.not_folded)
-    return Finished(here.decided.decisions, here.records, alone, *made)
+    return Finished(here.decided.decisions, records, alone, *made)
 
 
 def _round_caches(here: BlockRun, kv: Pass) -> None:
@@ -337,7 +371,7 @@ def _round_caches(here: BlockRun, kv: Pass) -> None:
     needs = fix.needs
     if needs:
         per_head = scheme.granularity == "head"
-        ranges = cache_ranges(here.opened.block, calls, here.attentions, needs["range"], per_head, here.run.comm)
+        ranges = cache_ranges(here.opened.block, calls, here.attentions, needs["range"], per_head, here.run.token_comm)
         here.run.record.block_forwards += len(calls)
     for name, attention in here.attentions.items():
         if needs and name not in ranges:
@@ -373,7 +407,8 @@ def _run_forward(
     block, calls = here.opened.block, here.streams.calls
 
     def visit_whole(site: Sequence[Layer], arrivals: Arrivals) -> None:
-        visit(site, arrivals.whole(here.run.parts))
+        if is_held(site[0]):
+            visit(site, arrivals.whole(here.run.parts))
 
     how = here.versions, here.run.memory_mode.repeats, here.run.settled
     passed = suspended_forward(block, calls, sites, visit_whole, reference, *how)

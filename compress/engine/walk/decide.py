@@ -22,6 +22,7 @@ from compress.weights.formats.k_quants import KBlocks
 from compress.weights.grid import Quantized
 from compress.weights.masks import CAME, Earlier
 from compress.weights.matrix import Term
+from compress.weights.rounding import ActivationCodes
 from compress.weights.scale_numbers import scale_limits
 
 
@@ -124,20 +125,19 @@ def check_scales(made: Mapping[str, Decision], weights: Mapping[str, Tensor]) ->
                 )
 
 
-def with_widest_inputs(made: Mapping[str, Decision]) -> dict[str, Decision]:
-    """The decisions about experts whose fixed range of float inputs is narrower than another's of their block, with the
+def with_widest_inputs(made: Mapping[str, ActivationCodes]) -> dict[str, ActivationCodes]:
+    """The codes of experts' inputs whose fixed range of floats is narrower than another's of their block, with the
     widest: engines have one for the first layers of all experts of a block, and one for their last ones."""
     widened = {}
     for group in inputs_of_one_range(made):
-        held = {name: codes for name in group if (codes := made[name].inputs) is not None and codes.grid.floating}
+        held = {name: made[name] for name in group if made[name].grid.floating}
         divisors = [codes.grid.global_scale for codes in held.values() if codes.grid.global_scale is not None]
         scales = [codes.scale for codes in held.values() if codes.scale is not None]
         for name, codes in held.items():
             if divisors and codes.grid.global_scale != min(divisors):
-                grid = replace(codes.grid, global_scale=min(divisors))
-                widened[name] = replace(made[name], inputs=replace(codes, grid=grid))
+                widened[name] = replace(codes, grid=replace(codes.grid, global_scale=min(divisors)))
             elif codes.scale is not None and not torch.equal(codes.scale, widest := torch.stack(scales).amax(0)):
-                widened[name] = replace(made[name], inputs=replace(codes, scale=widest))
+                widened[name] = replace(codes, scale=widest)
     return widened
 
 

@@ -1,8 +1,8 @@
 """Sites of a block: the layers that read one tensor; and those that it never calls, or calls more than once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -144,13 +144,36 @@ def _sites_of_experts(sites: Sequence[Sequence[Layer]], layers: Sequence[Layer])
     return [tuple(names[key, i] for key in kind if (key, i) in names) for kind, i in places]
 
 
-def same_on_all_ranks(structure: BlockSites, comm: Comm) -> BlockSites:
-    """The structure, which every rank has found, or a CompressError on every rank."""
-    if any(other != structure for other in comm.gather_objects(structure)):
+def same_on_all_ranks(structure: BlockSites, comm: Comm, by_rank: Collection[str] = ()) -> BlockSites:
+    """The structure, which every rank has found, or a CompressError on every rank. by_rank: layers that one rank holds,
+    and is alone to find; the structure returned has all of them, in the order in which one process finds them."""
+    structures = comm.gather_objects(structure)
+    common = [
+        replace(
+            each, sites=_without(each.sites, by_rank), unreached=tuple(n for n in each.unreached if n not in by_rank)
+        )
+        for each in structures
+    ]
+    if any(other != common[0] for other in common):
         raise CompressError(
             "ranks disagree on which layers a block calls (its control flow depends on the data); run it in one process"
         )
-    return structure
+    if not by_rank:
+        return structure
+    waiting = [[*each.sites] for each in structures]
+    sites: list[tuple[str, ...]] = []
+    for site in (*common[0].sites, ()):
+        for own in waiting:
+            while own and own[0] != site:
+                sites.append(own.pop(0))
+            del own[:1]
+        sites += [site] if site else []
+    unreached = {name: None for each in structures for name in each.unreached}
+    return replace(structure, sites=tuple(sites), unreached=tuple(unreached))
+
+
+def _without(sites: Sequence[tuple[str, ...]], names: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(site for site in sites if site[0] not in names)
 
 
 def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor, int]]:

@@ -130,7 +130,8 @@ class Run:
     layer's places of weights within their codes, for a training that begins there (None: unkept). memory_mode: what is
     done for lack of memory; leaner_modes: what else may be, where memory runs out all the same. parts: of each
     micro-batch, the number of `batches` that it is split into (empty: 1 each). curvature: of the loss by the outputs of
-    layers, where a pass asks for it (`engine.walk.curvature`).
+    layers, where a pass asks for it (`engine.walk.curvature`). shares_tokens: whether ranks share out micro-batches;
+    otherwise each has all of them (`engine.plan.experts_by_rank`).
     """
 
     model: nn.Module
@@ -149,6 +150,12 @@ class Run:
     leaner_modes: Sequence[MemoryMode] = ()
     parts: Sequence[int] = ()
     curvature: Mapping[str, LossCurvature] = field(default_factory=dict)
+    shares_tokens: bool = True
+
+    @property
+    def token_comm(self) -> Comm:
+        """The ranks that have the calibration tokens together."""
+        return self.comm if self.shares_tokens else Comm.alone()
 
     def settled(self, outputs: Any) -> Any:
         """Outputs of a block as they wait for the next: on the host in a mode that offloads them."""

@@ -4,8 +4,8 @@ While a site of a block (layers that read one input) is decided, a run holds, in
 model's on a GPU:
 
     program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
-    loaded       weights that are not read from their mapped files as they are: experts that are stored one by one, and
-                 layers of a checkpoint that was rounded before
+    loaded       weights that are not read from their mapped files as they are: layers of a checkpoint that was rounded
+                 before, and experts that are stored one by one and that transformers joins all the same
     block        the weights of the block, and values and codes of those that are decided
     activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
                  hidden states and the input of the site, or five and a half where a forward waits inside an attention.
@@ -35,6 +35,7 @@ from torch import nn
 
 from compress.base.memory import anonymous_bytes, available_bytes
 from compress.checkpoint.read.compressed_layers import stored_in
+from compress.checkpoint.read.pretrained import split_on_meta
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.write.shards import PIECE
 from compress.engine.plan.batches import tokens_of
@@ -172,9 +173,9 @@ def memory_modes(plan: Plan, tokens: TokenCounts, own: bool) -> Iterator[MemoryM
 
 
 def loaded_bytes(source: Source, model: nn.Module) -> int:
-    """Bytes of the weights of experts that files hold one by one, and transformers as one tensor: they are joined in
-    memory, all of the model's. model: with these tensors."""
-    if not any(ONE_EXPERT.search(name) for name in source.headers):
+    """Bytes of the weights of experts that files hold one by one, and transformers as one tensor: where they do not
+    stay apart, they are joined in memory, all of the model's. model: with these tensors."""
+    if not any(ONE_EXPERT.search(name) for name in source.headers) or split_on_meta(source) is not None:
         return 0
     joined = [module for module in model.modules() if is_joined(module)]
     return sum(p.numel() * p.element_size() for module in joined for p in module.parameters(recurse=False))
