@@ -29,6 +29,7 @@ PAGES = (
         "docs/memory.md",
         "docs/models.md",
         "docs/python.md",
+        "docs/ranks.md",
         "docs/troubleshooting.md",
     ),
     *("compress/passes/README.md", "compress/train/README.md", "compress/inference/README.md"),

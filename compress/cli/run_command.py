@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +29,8 @@ from compress.cli.options import begin, given, write_report
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
 
+# Time that a rank may take until it is where the others wait: each solves its experts without a word to them.
+PATIENCE = timedelta(hours=2)
 OF_CALIBRATION = ("samples", "length", "bos", "batch_size")
 
 
@@ -171,7 +174,7 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     try:
         with watching(Comm()):
             yield dist.get_rank()

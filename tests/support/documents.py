@@ -24,6 +24,7 @@ DOCUMENTS = (
         "docs/guides.md",
         "docs/memory.md",
         "docs/python.md",
+        "docs/ranks.md",
         "compress/passes/README.md",
         "compress/train/README.md",
     ),
@@ -35,6 +36,7 @@ PLACEHOLDERS = {
     "MODEL": "demo",
     "TEACHER": "demo",
     "TEXT": "text.pt",
+    "GPUS": "1",
     "OUT...": "OUT",
     "recipes/sweeps/*.yaml": "recipes/sweeps/w8-rtn.yaml recipes/sweeps/w4-rtn.yaml",
 }

@@ -21,3 +21,16 @@ class Dying(RTN):
         if os.environ.get("RANK") == "1" and any("layers.1." in name for name in site.weights):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().apply(site)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DyingNode(RTN):
+    """RTN, until the second torchrun is killed with its process: a machine that is lost."""
+
+    name: ClassVar[str] = "dying-node"
+
+    def apply(self, site: Site) -> Mapping[str, Decision]:
+        if os.environ.get("GROUP_RANK") == "1" and any("layers.1." in name for name in site.weights):
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().apply(site)
