@@ -13,11 +13,12 @@ from compress.base.errors import CheckpointError, InputError, NoSuchModelError
 from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.leftovers import COMPANIONS
-from compress.checkpoint.read import bitsandbytes, gpt_oss, gptq_awq, mlx, modelopt, narrow_bytes
+from compress.checkpoint.read import bitsandbytes, coded_heads, gpt_oss, gptq_awq, mlx, modelopt, narrow_bytes
 from compress.checkpoint.read.configuration import AWQ, GPTQ, Header, check_config
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
+from compress.weights import fine_grained
 
 ADAPTER = "adapter_config.json"
 OF_TENSORS = "tensors"  # in the identity of an export: `tensors_of` its checkpoint
@@ -283,6 +284,7 @@ def in_our_words(files: WeightFiles, config: dict[str, Any], folder: Path) -> tu
     quantization = config.get("quantization_config") or mlx.entry(config) or modelopt.beside(folder)
     method = METHODS.get((quantization or {}).get("quant_method"))
     if quantization is None or method is None:
-        return files, config
+        coded = quantization is not None and quantization.get("quant_method") == fine_grained.METHOD
+        return coded_heads.dense_behind(files, config) if coded else files, config
     found, told = method(files, quantization, folder)
     return found, {**config, "quantization_config": told}

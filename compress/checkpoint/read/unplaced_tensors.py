@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from compress.checkpoint.read.coded_heads import LAYER
 from compress.checkpoint.read.compressed_layers import idle_biases, stored_in
 from compress.checkpoint.read.pretrained import empty_model, meta_model, read_config, unstored_buffers
 from compress.checkpoint.read.source import Source, once
@@ -25,7 +26,6 @@ BEHIND = "layer behind those that the configuration counts"
 AHEAD_WORDS = re.compile(r"(^|\.)(mtp|nextn|multi_token)[^.]*\.")
 AHEAD_FIELDS = re.compile(r"(^|_)(mtp|nextn|multi_token)(_|$)")
 DRAFT_WORDS = re.compile(r"(^|\.)([^.]*draft|eagle|medusa)[^.]*\.")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)

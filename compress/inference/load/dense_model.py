@@ -13,6 +13,7 @@ from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import reading, stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, from_pretrained, names_in, read_config
 from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.unplaced_tensors import beside
 from compress.checkpoint.write.record import ROUNDED
 from compress.inference.load.block_streaming import Opening
 from compress.inference.load.kv_caches import round_cache
@@ -119,11 +120,13 @@ def _load(
             f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "
             "would leave out; load it without dequantize"
         )
-    config = read_config(source)
+    config, unplaced = read_config(source), beside(source)
     wanted = dtype or config.dtype
     transposed, in_model = transposed_weights(empty_model(source)), names_in(source).in_model
     tensors: dict[str, Tensor] = {}
     for name, read in reading(source, without=given, dtype=wanted):
+        if name in unplaced:
+            continue
         value = read()
         if isinstance(value, Weight):  # one layer's codes at a time
             value = as_stored(value.dequantize().to(wanted or torch.get_default_dtype()), name in transposed)
