@@ -29,7 +29,7 @@ def check_finite(model: nn.Module, comm: Comm, why: Callable[[str], str] = lambd
         sharded = isinstance(tensor, DTensor)
         if problem is None and (sharded or i % comm.world == comm.rank) and _is_readable(tensor):
             held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            problem = (i, name) if _damaged(held.detach(), finite) else None
+            problem = (i, name) if is_damaged(held.detach(), finite) else None
     found = min((each for each in comm.gather_objects(problem) if each is not None), default=None)
     if found is not None:
         raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); {why(found[1])}")
@@ -40,7 +40,7 @@ def _is_readable(tensor: Tensor) -> bool:
     return not (is_lazy(tensor) or tensor.is_meta) and tensor.layout is torch.strided
 
 
-def _damaged(tensor: Tensor, finite: bool) -> bool:
+def is_damaged(tensor: Tensor, finite: bool) -> bool:
     """True for a tensor that holds NaN or, where it has to be finite, an infinity."""
     if not tensor.is_floating_point():
         return False

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError, CompressError
 from compress.checkpoint.read.weight_files import DTYPES
+from compress.model.finite_weights import is_damaged
 
 SHARD_BYTES = 5_000_000_000  # of data in one file: long the default of transformers, which every reader takes
 METADATA = "__metadata__"
@@ -172,8 +173,5 @@ def _write(path: Path, entries: Sequence[Header], tensors: Iterable[Iterable[byt
 
 def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
     """Raises CompressError for a tensor with numbers that are not finite. infinities: allow infinities."""
-    if not tensor.is_floating_point():
-        return
-    wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
-    if bool(wide.isnan().any()) or not (infinities or bool(wide.isfinite().all())):
+    if is_damaged(tensor, not infinities):
         raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")
