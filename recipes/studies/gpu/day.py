@@ -8,10 +8,10 @@ section that is not done when its share of the time is over is stopped; what it 
 it did not need of its share goes to the next:
 
     section     file                 share of 480 s    expected on an H100
-    correct     correct.jsonl        130               100   every GPU test in 12 processes, kernels that changed first
+    correct     correct.jsonl        130               450   2.2 GPU tests a second, kernels that changed first
     decode      decode.json          110               110   w4a16 took 55 before; then dense, compiled
-    quantize    quantize.json         80                80   GPTQ of one block, then of four, by arithmetic
-    steps       steps.json            50                45   configurations of a step's products
+    quantize    quantize.json         80                80   GPTQ of one block took 29 before; then of four
+    steps       steps.json            50                45   compiling took 28 before
     products    products.json         75                85   45 for one large shape before; 20 for a small one; gemlite
     peers       peers.json            35                30   llm-compressor's GPTQ of one block
 

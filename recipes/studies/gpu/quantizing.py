@@ -1,8 +1,8 @@
-"""Times GPTQ with its defaults, and rtn, on a few blocks of a Llama of random weights: seconds by part, peak memory.
+"""Times GPTQ with its defaults, then rtn, on a few blocks of a Llama of random weights: seconds by part, peak memory.
 
     python recipes/studies/gpu/quantizing.py --json quantize.json [--library compress] [--blocks 4]
 
-128 x 2,048 random tokens by default. GPTQ runs on one block first, then on `--blocks`, so that a run that is cut off
+128 x 2,048 random tokens by default. Each runs on one block first, then on `--blocks`, so that a run that is cut off
 has a result. The file is written anew after each:
 
     results: [{"method", "blocks", "seconds", "parts": {"forward", "statistics", "solve", "write"}, "peak_bytes",
@@ -79,7 +79,7 @@ def measure(
     whole = decoder.config_of(shape).num_hidden_layers
     vocabulary = decoder.config_of(shape).vocab_size
     tokens = torch.randint(vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
-    methods = ("rtn", "gptq") if library == "compress" else ("gptq",)
+    methods = ("gptq", "rtn") if library == "compress" else ("gptq",)
     runs = [(method, count) for method in methods for count in dict.fromkeys((1, blocks))]
     first: dict[str, float] = {}
     for method, count in runs:

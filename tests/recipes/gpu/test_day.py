@@ -34,9 +34,9 @@ def test_every_section_runs_dry_and_leaves_its_file(tmp_path):
     ]
     assert all(r["step_ms"] > 0 and r["profile"]["step"]["launches"] > 0 for r in decode["results"])
     assert [(r["method"], r["blocks"]) for r in quantize["results"]] == [
-        *(("rtn", 1), ("rtn", 2), ("gptq", 1), ("gptq", 2)),
+        *(("gptq", 1), ("gptq", 2), ("rtn", 1), ("rtn", 2)),
     ]
-    assert {"forward", "statistics", "solve", "write"} <= quantize["results"][-1]["parts"].keys()
+    assert {"forward", "statistics", "solve", "write"} <= quantize["results"][1]["parts"].keys()
     assert products["complete"]
     assert (tmp_path / "steps.json").exists()
     assert len(done.stdout) < 12_000
