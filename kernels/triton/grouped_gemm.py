@@ -110,7 +110,6 @@ def grouped_kernel(
         bias_ptr += wide * N
     acc = planar_sums(
         x_ptrs,
-        m < end,
         words_ptrs,
         scale_ptr,
         zero_ptr,

@@ -13,8 +13,8 @@ plane multiplied by its own slice of x.
              that bring words and activations, and their latency would be paid in every step.
     tables   codes of a table of levels are looked up in registers (`look_up`). A group of 16 columns is half a plane:
              words are then read 16 at a time, and every half multiplied by its own slice of x.
-    tails    tokens and columns beyond the end are zeros, which nothing reads from memory; rows beyond the end are read
-             from row 0 and never stored.
+    tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
+             zeros of x times padding, scaled like the last group.
 
 Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
 """
@@ -123,7 +123,6 @@ def settled(acc):
 @triton.jit
 def planar_sums(
     x_ptrs,
-    tokens,
     words_ptrs,
     scale_ptr,
     zero_ptr,
@@ -146,8 +145,7 @@ def planar_sums(
     TABLE: tl.constexpr = 0,
 ):
     """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [WIDTH, BLOCK_M], words_ptrs
-    [BLOCK_N, WIDTH]: of the first of them (`width_of`). tokens: bool [BLOCK_M], true for those that are there; others
-    are zeros. TABLE: 0, or the kind of the table (`look_up`)."""
+    [BLOCK_N, WIDTH]: of the first of them (`width_of`). TABLE: 0, or the kind of the table (`look_up`)."""
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANES * PLANE
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
@@ -181,10 +179,11 @@ def planar_sums(
             else:
                 weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
             for plane in tl.static_range(PLANES):
-                inside = tokens[None, :]
-                if not EVEN_K:
-                    inside = inside & ((block * BLOCK_K + plane * PLANE + part * WIDTH + k)[:, None] < K)
-                x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH), mask=inside, other=0.0).to(DT)
+                if EVEN_K:
+                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH)).to(DT)
+                else:
+                    inside = (block * BLOCK_K + plane * PLANE + part * WIDTH + k)[:, None] < K
+                    x = tl.load(x_ptrs + (plane * PLANE + part * WIDTH), mask=inside, other=0.0).to(DT)
                 if GROUP != -1:
                     scale = scales[plane * PARTS // PLANES_PER_SCALE + part]
                     if HAS_ZERO:
@@ -264,14 +263,14 @@ def planar_kernel(
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, width_of(PLANE, GROUP))
+    m_read = tl.where(m < M, m, 0).to(tl.int64)
     n_read = tl.where(n < N, n, 0).to(tl.int64)
     first = split * blocks_per_split
     last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    x_ptrs = x_ptr + m.to(tl.int64)[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
     words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
         x_ptrs,
-        m < M,
         words_ptrs,
         scale_ptr,
         zero_ptr,

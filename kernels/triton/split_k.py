@@ -37,7 +37,7 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     """[BLOCK_N, BLOCK_M] the sum over all programs of this tile, for the one that arrived last."""
     tile_ptrs = _tile_ptrs(partial_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), partial_ptr.dtype.element_ty)
-    for part in tl.static_range(SPLIT_K):  # unrolled: their loads do not wait for each other
+    for part in range(SPLIT_K):
         acc += tl.load(tile_ptrs + part * BLOCK_N * BLOCK_M, cache_modifier=".cg")
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")

@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line
 from compress.checkpoint.files import VARIANT, checksum, read_json
@@ -41,6 +40,8 @@ from compress.model.split_experts import join_experts, joins_experts, loading_st
 from compress.model.tensors import stored_buffers
 
 TOKENIZERS = ("tokenizer*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")  # files, one of which every kind has
+# Types of models with code of their own, whose configuration and layers are those of a class of transformers.
+READ_AS = {"kimi_k2": "DeepseekV3Config"}
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the second one of transformers before 5
 # A model may have this many values beyond those of the files. Below that the loader, which takes memory for them, names
 # the missing tensor.
@@ -81,11 +82,9 @@ def _configuration(source: Source) -> PretrainedConfig:
 
 
 def _reader(source: Source) -> Any:
-    """The class that reads the configuration: that of the architecture, where transformers knows this and not the type
-    of the model, whose own code is not trusted (Kimi-K2, whose architecture is DeepSeek-V3's)."""
-    names, known = source.config.get("architectures") or [""], source.config.get("model_type") in CONFIG_MAPPING
-    found = None if known or source.trusted else getattr(transformers, names[0], None)
-    return getattr(found, "config_class", None) or AutoConfig
+    """The class that reads the configuration."""
+    name = None if source.trusted else READ_AS.get(str(source.config.get("model_type")))
+    return AutoConfig if name is None else getattr(transformers, name)
 
 
 def narrower(source: Source) -> torch.dtype | None:

@@ -52,7 +52,8 @@ ELSEWHERE = (
 
 def is_held(layer: Layer) -> bool:
     """True for a layer of which this rank has the weight; False for one of another rank's experts."""
-    return not layer.parameter.is_meta
+    weight = layer.module._parameters.get(layer.key)  # none of a layer that is refused later
+    return weight is None or not weight.is_meta
 
 
 def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Streams:
@@ -81,7 +82,7 @@ class BlockRun:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
         self.layers = {layer.name: layer for layer in run.plan.layers[name]}
         whole = by_rank(opened.block)
-        self.by_rank = {layer.name for layer in self.layers.values() if layer.parameter in whole}
+        self.by_rank = {layer.name for layer in self.layers.values() if whole and layer.parameter in whole}
         self.problem: str | None = None
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
         self.structure: BlockSites | None = None

@@ -84,11 +84,10 @@ def step_kernel(
     first = split * blocks_per_split
     last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
     n_read = tl.where(n < N, n, 0).to(tl.int64)
-    x_ptrs = x_ptr + m[None, :] * K + (first * BLOCK_K + k)[:, None]
+    x_ptrs = x_ptr + tl.where(m < M, m, 0)[None, :] * K + (first * BLOCK_K + k)[:, None]
     words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
         x_ptrs,
-        m < M,
         words_ptrs,
         scale_ptr,
         zero_ptr,

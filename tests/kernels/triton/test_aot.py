@@ -163,11 +163,12 @@ def test_sparse24_takes_what_it_says(reports):
 
 
 def test_launches_of_a_step_have_the_loop_of_their_product(reports):
-    """Norm, activation and residual stand before and behind the loop. Three programs fit a processor's registers: the
-    norm of 16 tokens holds 4,096 numbers per warp."""
+    """Activation and residual stand behind the loop, and three programs fit a processor's registers. For one token all
+    is counted as its loop: the norm, and sums over threads."""
     for r in pick(reports, "steps w4a16"):
-        assert r["per_weight"] <= 2.8, (r["arch"], r["name"])
-        assert r["cost"]["registers"] <= 168, (r["arch"], r["name"])
+        one = r["name"].endswith("one token")
+        assert r["per_weight"] <= (8 if one else 2.8), (r["arch"], r["name"])
+        assert r["cost"]["registers"] <= (255 if one else 168), (r["arch"], r["name"])
     assert {r["arch"] for r in pick(reports, "steps w4a16")} == set(INSTRUCTIONS)
 
 
