@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
-from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK
+from compress.kernels.operators.fp8_blocks import dequantized
 
 SCALES = "_scale_inv"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -39,6 +39,4 @@ def dense_behind(files: WeightFiles, config: Mapping[str, Any]) -> WeightFiles:
 
 def _values(dtype: torch.dtype, codes_NK: Tensor, scale_GG: Tensor) -> Tensor:
     """[N, K] the values of codes with a scale for each block."""
-    rows, columns = codes_NK.shape
-    scale_NK = scale_GG.float().repeat_interleave(WEIGHT_BLOCK[0], 0)[:rows].repeat_interleave(WEIGHT_BLOCK[1], 1)
-    return (codes_NK.float() * scale_NK[:, :columns]).to(dtype)
+    return dequantized(codes_NK, scale_GG, slice(0, len(codes_NK))).to(dtype)
