@@ -4,9 +4,9 @@
         opened.stored()                       # (name, value to write), in the dtype the model stores
     # edits were kept if `keep`, dropped otherwise; the block is back home
 
-`Local`: the parameters sit in RAM or in a lazily mapped file. `Sharded`: FSDP2 shards, one per rank; opening gathers
-one block and nothing else, and of experts that ranks share out nothing: each opens its own. Code under `open` cannot
-tell which.
+`Local`: the parameters sit in RAM or in a lazily mapped file, or are made of codes in files (`model.deferred`).
+`Sharded`: FSDP2 shards, one per rank; opening gathers one block and nothing else, and of experts that ranks share out
+nothing: each opens its own. Code under `open` cannot tell which.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compress.base.errors import InputError
+from compress.model.deferred import fill, values_of
 from compress.model.experts import by_rank
 from compress.model.layers import Stack
 from compress.model.open_block import Opened
@@ -64,17 +65,18 @@ def _working_copies(
     dtype: torch.dtype | None,
 ) -> Iterator[dict[str, Tensor]]:
     """Swap every parameter's data for a copy on the device in the compute dtype; yields what was there before."""
-    home = {name: parameter.data for name, parameter in named.items()}
+    closed = {name: parameter.data for name, parameter in named.items()}
+    home = {name: values_of(parameter) for name, parameter in named.items()}
     try:
-        for parameter in named.values():
+        for name, parameter in named.items():
             target = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            parameter.data = parameter.data.to(device, target, copy=True)
+            parameter.data = home[name].to(device, target, copy=True)
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(device)
         yield home
     finally:
         for name, parameter in named.items():
-            parameter.data = home[name]
+            parameter.data = closed[name]
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
 
@@ -258,6 +260,8 @@ def shard(model: nn.Module, stacks: list[Stack], mesh: DeviceMesh) -> nn.Module:
     for stack in stacks:
         for _, block in stack.blocks:
             if block is not model:
+                fill(block.parameters(), without=whole)
                 fully_shard(block, mesh=mesh, ignored_params=whole)
+    fill(model.parameters(), without=whole)
     fully_shard(model, mesh=mesh, ignored_params=whole)
     return model

@@ -39,6 +39,7 @@ from compress.inference.layers.embedding import QuantEmbedding
 from compress.inference.layers.linear import QuantLinear
 from compress.inference.load.dense_model import load_as_original
 from compress.jobs.known_models import check_not_known
+from compress.model.deferred import fill
 from compress.model.experts import share_experts
 from compress.model.finite_weights import DAMAGED, check_finite
 from compress.model.layers import Stack
@@ -152,15 +153,18 @@ def find_model(model: object, device: str | torch.device | None, trust_remote_co
     return FoundModel(None, source, read_config(source), find_device(device))
 
 
-def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm) -> OpenedModel:
+def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm, defer: bool = False) -> OpenedModel:
     """Read the model, where it is not in memory; a compressed one as the values of its codes. dtype: to work in, None
-    for the usual one. Raises InputError for a damaged model, and for one in memory that computes on codes."""
+    for the usual one. defer: weights of a compressed one may wait in its files (`model.deferred`). Raises InputError
+    for a damaged model, and for one in memory that computes on codes."""
     notes: list[str] = []
     extra_tensors: Mapping[str, KeptTensor] = {}
     if found.source is not None:
         quantized = found.source.quantization is not None
         model = (
-            load_as_original(found.source, notes) if quantized else load_dense(found.source, None, notes, apart=True)
+            load_as_original(found.source, notes, defer)
+            if quantized
+            else load_dense(found.source, None, notes, apart=True)
         )
         split_experts(model)
         extra_tensors = beside(found.source)
@@ -184,7 +188,7 @@ def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
     """The cause of a tensor that is not finite, and what to do: it may be so in the files, or in the dtype alone that
     the configuration asks for."""
     held = "" if source is None else names_in(source).on_disk(name)
-    if source is None or held not in source.weights:
+    if source is None or source.quantization is not None or held not in source.weights:
         return DAMAGED
     stored = source.weights.tensor(held)
     if not bool(stored.isfinite().all()):
@@ -211,6 +215,8 @@ def residency_of(
     if isinstance(model, FSDPModule):
         return Sharded(model, device, dtype)
     if not fsdp:
+        inside = set() if keep else {p for stack in stacks for _, block in stack.blocks for p in block.parameters()}
+        fill(model.parameters(), without=inside)
         return Local(device, dtype, keep)
     check_shardable(model, [block for stack in stacks for block in stack.blocks])
     if by_rank is not None:

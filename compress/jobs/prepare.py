@@ -28,7 +28,7 @@ from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline
-from compress.jobs.forecast.peak_memory import memory_modes_of, token_counts, weights_in
+from compress.jobs.forecast.peak_memory import looks_beyond, memory_modes_of, token_counts, weights_in
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
     CHANGED,
@@ -66,7 +66,8 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     data = read_data(request, found, comm.world)
     if data.rows is not None:
         data = replace(data, remarks=check_tokens(request.passes, found, data, request.trust_remote_code))
-    opened = open_model(found, request.dtype, comm)
+    lasting = structural or place is None or data.rows is not None or any(map(looks_beyond, request.passes))
+    opened = open_model(found, request.dtype, comm, defer=not lasting)
     if structural:
         opened = edit_whole_model(request, opened, data, comm, reporter)
     with opened.undo_on_failure(request.restore):

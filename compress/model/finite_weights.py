@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from compress.base.collectives import Comm
-from compress.base.errors import InputError
+from compress.base.errors import CheckpointError, InputError
+from compress.model.deferred import values_of
 from compress.model.tensors import stored_buffers
 
 AT_ONCE = 2**24  # values checked at a time
@@ -18,21 +19,25 @@ DAMAGED = "the model is damaged: fetch it again"
 
 
 def check_finite(model: nn.Module, comm: Comm, why: Callable[[str], str] = lambda name: DAMAGED) -> None:
-    """Raises InputError, which names the first parameter with a NaN or infinite value, or the first stored buffer with
-    a NaN (masks hold infinities). why: the cause and what to do, for the tensor of a name. Each rank checks a part of
-    the tensors. A collective.
+    """Raises InputError, which names the first parameter with a NaN or infinite value or codes that cannot be read, or
+    the first stored buffer with a NaN (masks hold infinities). why: the cause and what to do, for the tensor of a name.
+    Each rank checks a part of the tensors. A collective.
     """
-    problem = None
+    problem: tuple[int, str] | None = None
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
     named += [(name, buffer, False) for name, buffer in stored_buffers(model)]
     for i, (name, tensor, finite) in enumerate(named):
         sharded = isinstance(tensor, DTensor)
         if problem is None and (sharded or i % comm.world == comm.rank) and _is_readable(tensor):
-            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            problem = (i, name) if is_damaged(held.detach(), finite) else None
+            try:
+                held = tensor.to_local() if isinstance(tensor, DTensor) else values_of(tensor)
+                if is_damaged(held.detach(), finite):
+                    problem = (i, f"{name} has non-finite weights (NaN or infinity); {why(name)}")
+            except CheckpointError as error:  # of codes
+                problem = (i, str(error))
     found = min((each for each in comm.gather_objects(problem) if each is not None), default=None)
     if found is not None:
-        raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); {why(found[1])}")
+        raise InputError(found[1])
 
 
 def _is_readable(tensor: Tensor) -> bool:

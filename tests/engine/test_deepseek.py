@@ -5,27 +5,16 @@ import json
 import pytest
 import torch
 import transformers
-from mixtures import LATENT, SIZES, tokens
-from safetensors.torch import load_file, save_file
+from mixtures import LATENT, SIZES, MadeDense, to_float8, tokens
+from safetensors.torch import load_file
 
 import compress
+from compress.checkpoint.read.source import find_source
+from compress.inference.load import dense_model
+from compress.inference.load.dense_model import load_as_original
 
 WIDE = {"hidden_size": 136, "intermediate_size": 160, "moe_intermediate_size": 144}  # 128 divides none of them
 EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-LARGEST = 448.0  # of e4m3
-
-
-def blocks(weight):
-    """(Codes, a scale for each block of 128 x 128)."""
-    rows, columns = ([slice(i, i + 128) for i in range(0, n, 128)] for n in weight.shape)
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(len(rows), len(columns))
-    for i, n in enumerate(rows):
-        for j, k in enumerate(columns):
-            scales[i, j] = weight[n, k].float().abs().max() / LARGEST
-            codes[n, k] = (weight[n, k].float() / scales[i, j]).to(codes.dtype)
-    return codes, scales
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +27,7 @@ def checkpoint(tmp_path_factory):
     dense = load_file(folder / "model.safetensors")
     dense |= {name.replace(".1.", ".2.", 1): t.clone() for name, t in dense.items() if ".layers.1." in name}
     dense["model.layers.2.eh_proj.weight"] = torch.randn(136, 272).bfloat16()
-    stored, values = {}, {}
-    for name, tensor in dense.items():
-        if "_proj" not in name or "eh_proj" in name or tensor.ndim != 2:
-            stored[name] = tensor
-            continue
-        codes, scales = stored[name], stored[f"{name}_scale_inv"] = blocks(tensor)
-        wide = scales.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)[:, : codes.shape[1]]
-        values[name] = (codes.float() * wide).bfloat16()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, "quantization_config": FP8}))
+    values = to_float8(folder, dense)
     return folder, {name: value for name, value in values.items() if ".layers.2." in name}
 
 
@@ -66,6 +45,21 @@ def test_its_layers_are_quantized_and_its_second_head_is_kept(checkpoint, tmp_pa
         assert torch.equal(written[name], value), name
     figures = compress.evaluate(tmp_path / "out", text=tokens(8), reference=folder)
     assert figures.perplexity > 0
+
+
+@pytest.mark.parametrize("method", [compress.GPTQ, compress.AWQ])
+def test_a_run_makes_the_weights_of_one_block_dense_at_a_time(checkpoint, method, tmp_path, monkeypatch):
+    folder, _ = checkpoint
+    load_as_original(find_source(str(folder)), []).save_pretrained(tmp_path / "dense")
+    how = {"calibration": tokens(4), "verify": False}
+    compress.quantize(tmp_path / "dense", method(group_size=-1), output=tmp_path / "one", **how)
+    monkeypatch.setattr(dense_model, "_values", made := MadeDense())
+    compress.quantize(folder, method(group_size=-1), output=tmp_path / "other", **how)
+    # Of attention, experts and shared expert, and one that is being read.
+    assert 20 <= made.most <= 21
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == {name for name in other if ".layers.2." not in name}
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_it_runs_on_its_codes(checkpoint):

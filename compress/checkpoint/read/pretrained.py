@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -150,7 +150,9 @@ def load_dense(
             notes.append(f"all weights are {kept}, and stay so, where config.json says more".replace("torch.", ""))
     with suppress(CheckpointError):  # said below
         if apart and (split := split_on_meta(source)) is not None:
-            return _with_experts_apart(source, split, notes, config=config, dtype=dtype or config.dtype)
+            own = source.weights.tensors(source.weights)
+            named = {disk_names(split, source.headers).in_model(name): value for name, value in own.items()}
+            return with_experts_apart(source, split, named, notes, config=config, dtype=dtype or config.dtype)
         if any(isinstance(module, Experts) for module in empty_model(source).modules()):
             own = {
                 names_in(source).in_model(name): value for name, value in source.weights.tensors(source.weights).items()
@@ -162,37 +164,38 @@ def load_dense(
 
 @once
 def split_on_meta(source: Source) -> nn.Module | None:
-    """The model on the meta device with its experts apart; None where files do not hold all of these one by one, dense.
-    Made once: callers must not change it."""
+    """The model on the meta device with its experts apart; None where files do not hold all of these one by one. Made
+    once: callers must not change it."""
     model = _model_on_meta(source)
     own = {f"{name}." for name in split_experts(model, source.headers)}
     on_disk, experts = disk_names(model, source.headers).on_disk, tuple(own)
     shapes = {on_disk(name): tuple(p.shape) for name, p in model.named_parameters() if name.startswith(experts)}
     held = {name: shape for name, (shape, _) in source.headers.items() if name in shapes}
+    coded = {} if source.quantization is None else stored_in(source).layers
+    held |= {f"{name}.weight": layer.shape for name, layer in coded.items() if f"{name}.weight" in shapes}
     return model if own and held == shapes else None
 
 
-def _with_experts_apart(source: Source, split: nn.Module, notes: list[str] | None, **arguments: Any) -> nn.Module:
-    """The model of a checkpoint with experts as in `split`, mapped. transformers loads the rest, with nothing in the
-    places of the parameters to which it would join them."""
-    names, own = disk_names(split, source.headers), {name for name, _ in split.named_parameters()}
-    tensors = {names.in_model(name): tensor for name, tensor in source.weights.tensors(source.weights).items()}
+def with_experts_apart(
+    source: Source, split: nn.Module, tensors: Mapping[str, Tensor], notes: list[str] | None = None, **arguments: Any
+) -> nn.Module:
+    """The model of a checkpoint with experts as in `split`, which keep the tensors that are given for them.
+    transformers loads the rest, with nothing in the places of the parameters to which it would join them."""
+    own = {name for name, _ in split.named_parameters()}
     whole = dict(_model_on_meta(source).named_parameters())
-    experts, nothing = (
-        {name: tensors.pop(name) for name in own - whole.keys()},
-        torch.zeros((), dtype=arguments["dtype"]),
-    )
+    apart, nothing = own - whole.keys(), torch.zeros((), dtype=arguments["dtype"])
     joined = {name: p for name, p in whole.items() if name not in own}
-    tensors |= {name: nothing.expand(p.shape) for name, p in joined.items()}
-    model = from_pretrained(source, None, notes, state_dict=tensors, **arguments)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    rest |= {name: nothing.expand(p.shape) for name, p in joined.items()}
+    model = from_pretrained(source, None, notes, state_dict=rest, **arguments)
     for name, p in joined.items():
         module, _, key = name.rpartition(".")
         model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(p), p.requires_grad)
     split_experts(model, source.headers)
-    for name, tensor in experts.items():
+    for name in apart:
         module, _, key = name.rpartition(".")
         trained = model.get_parameter(name).requires_grad
-        model.get_submodule(module)._parameters[key] = nn.Parameter(tensor.to(nothing.dtype), trained)
+        model.get_submodule(module)._parameters[key] = nn.Parameter(tensors[name].to(nothing.dtype), trained)
     return model
 
 

@@ -20,6 +20,7 @@ from compress.checkpoint.write.manifest import read_record
 from compress.checkpoint.write.record import LayerRecord
 from compress.engine.plan.plan import Plan
 from compress.engine.residency import Residency
+from compress.model.deferred import values_of
 from compress.model.layers import Layer, find_stacks, layers_of, obstacle
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Restructure
@@ -101,7 +102,7 @@ def remark_on_zeros(layers: Sequence[LayerRecord]) -> str | None:
 def _count_zeros(layer: Layer, rows: int) -> tuple[int, int, bool]:
     """(Zeros, weights) in rows that hold anything else, of so many rows; whether a grid explains the zeros. A
     collective of a sharded layer."""
-    parameter: Tensor = layer.parameter.data
+    parameter = values_of(layer.parameter)
     sharded = isinstance(parameter, DTensor)
     weight_NK = _local(layer, parameter) if isinstance(parameter, DTensor) else layer.matrix(parameter)
     wanted = min(rows, len(weight_NK))

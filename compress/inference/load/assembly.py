@@ -25,6 +25,7 @@ from compress.model.disk_names import places_in
 from compress.model.layers import Layer, is_linear
 from compress.model.split_experts import split_experts
 from compress.model.splitting.split_layers import split_layers
+from compress.weights.fine_grained import check_runs
 from compress.weights.kv_cache_codes import SCALES, CacheScheme
 
 # The attribute that keeps the tied keys that transformers would use without codes.
@@ -122,8 +123,9 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     """Replace the compressed layers of a model on the meta device by empty ones. dtype: of the arithmetic.
 
     A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers. Raises
-    CheckpointError for stored layers, shapes and scales that do not fit the model.
+    CheckpointError for stored layers, shapes and scales that do not fit the model, and as `check_runs` does.
     """
+    check_runs(source.quantization, source.path)
     stored_layers, caches = stored_in(source).layers, stored_in(source).caches
     split_experts(model, source.headers)
     split_layers(model, {name.rpartition(".")[0] for name in source.headers})

@@ -44,7 +44,8 @@ from compress.engine.walk.forward import REPEATED_SITES
 from compress.engine.walk.state import MemoryMode
 from compress.jobs.model_source import OpenedModel
 from compress.model.calls import Batch
-from compress.model.layers import Layer
+from compress.model.disk_names import places_in
+from compress.model.layers import Layer, find_stacks
 from compress.model.split_experts import is_joined
 from compress.passes.options.second_order import AT_ONCE, SecondOrder
 from compress.passes.protocol.base import Pass
@@ -182,14 +183,16 @@ def loaded_bytes(source: Source, model: nn.Module) -> int:
 
 
 def unrounded_bytes(source: Source, model: nn.Module) -> int:
-    """Bytes of the weights of compressed layers of a checkpoint, in the dtype of the model; experts that are joined
-    count in `loaded_bytes`."""
+    """Bytes of the weights of compressed layers of a checkpoint, in the dtype of the model, without linear layers of
+    blocks, which read theirs when the block is open; experts that are joined count in `loaded_bytes`."""
     if source.quantization is None:
         return 0
-    width = stored_dtype(model).itemsize
+    width, place, modules = stored_dtype(model).itemsize, places_in(model), dict(model.named_modules())
     apart = any(ONE_EXPERT.search(name) for name in source.headers)
-    layers = stored_in(source).layers.items()
-    return sum(width * prod(s.shape) for name, s in layers if not (apart and ONE_EXPERT.search(f"{name}.")))
+    blocks = [] if loaded_bytes(source, model) else [b for stack in find_stacks(model) for _, b in stack.blocks]
+    deferred = {m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)}
+    layers = {n: s for n, s in stored_in(source).layers.items() if not (apart and ONE_EXPERT.search(f"{n}."))}
+    return sum(width * prod(s.shape) for n, s in layers.items() if modules.get(place(modules, n)) not in deferred)
 
 
 def stored_dtype(model: nn.Module) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from checkpoints import same
 from commands import StopAfterOne
 from experts_worker import COMMON, METHODS
-from mixtures import FAMILIES, made
+from mixtures import FAMILIES, made, to_float8
 from places import RANKS
 from processes import python
 
@@ -29,6 +29,9 @@ def folder(tmp_path_factory) -> Path:
     made("deepseek-v3").save_pretrained(folder / "model")
     for name, passes in METHODS.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **COMMON)
+    made("deepseek-v3").bfloat16().save_pretrained(folder / "float8")
+    to_float8(folder / "float8", scale_fmt="ue8m0")
+    compress.quantize(folder / "float8", METHODS["gptq"], output=folder / "float8-1", **COMMON)
     how = {"output": folder / "one", "reporter": StopAfterOne(), **COMMON}
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(folder / "model", METHODS["gptq"], **how)
@@ -56,6 +59,14 @@ def test_each_rank_computes_its_own_experts(folder, ranks):
     found = json.loads((folder / f"found-{ranks}.json").read_text())
     assert found["experts"] == {2: [["0", "1"], ["2", "3"]], 3: [["0", "1"], ["2"], ["3"]]}[ranks]
     assert found["said"] == ["the first expert is damaged"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_rank_makes_a_block_of_float8_dense(folder, ranks):
+    same(folder / "float8-1", folder / f"float8-{ranks}", layers=LAYERS)
+    found = json.loads((folder / f"found-{ranks}.json").read_text())
+    # A block has 12 layers of experts and 8 others, of which each rank keeps a share in the dtype of the files.
+    assert found["dense"] == {2: [8, 8], 3: [8, 8, 8]}[ranks]
 
 
 def test_runs_of_one_process_and_of_two_ranks_resume_on_three(folder):

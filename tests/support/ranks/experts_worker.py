@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from commands import DRIFT_GPTQ, PLAIN_GPTQ, StopAfterOne
 from forked import fork, join, part
-from mixtures import tokens
+from mixtures import MadeDense, tokens
 
 import compress
 from compress.base.collectives import Comm
+from compress.inference.load import dense_model
 from compress.model.experts import Experts
 
 # By inputs, by nothing, with masks and values that stay dense, and by ranges that all experts of a block share.
@@ -58,6 +59,10 @@ def run(rank: int, world: int, folder: Path) -> None:
         compress.quantize(folder / "model", passes, output=folder / f"{name}-{world}", fsdp=True, **COMMON)
     experts = Comm().gather_objects(sorted(computed))
     Experts._expert = expert
+    dense_model._values = made = MadeDense()
+    compress.quantize(folder / "float8", METHODS["gptq"], output=folder / f"float8-{world}", fsdp=True, **COMMON)
+    most = Comm().gather_objects(made.most)
+    dense_model._values = made.make
     # The three go on with what one process began, and with what the two have begun.
     for name in ("one", "two"):
         how = {"output": folder / name, "fsdp": True, "resume": True, **COMMON}
@@ -68,7 +73,7 @@ def run(rank: int, world: int, folder: Path) -> None:
                 compress.quantize(folder / "model", METHODS["gptq"], reporter=StopAfterOne(), **how)
     said = Comm().gather_objects(damage(folder))
     if rank == 0:
-        (folder / f"found-{world}.json").write_text(json.dumps({"experts": experts, "said": said}))
+        (folder / f"found-{world}.json").write_text(json.dumps({"experts": experts, "said": said, "dense": most}))
     dist.barrier()
     part()
 
