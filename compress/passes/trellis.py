@@ -32,7 +32,7 @@ from compress.base.errors import InputError, check_least
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
 from compress.model.patterns import ignoring
-from compress.passes.options.second_order import SecondOrder
+from compress.passes.options.loss_aware import LossAware
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.solvers.hessian_with_drift import ActOrder, Problem
@@ -46,7 +46,7 @@ TRELLIS_SCHEMES = ("w2a16", "w3a16", "w4a16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trellis(SecondOrder):
+class Trellis(LossAware):
     """Codes of a bitshift trellis, by GPTQ's sweep."""
 
     name: ClassVar[str] = "trellis"
@@ -116,4 +116,4 @@ class Trellis(SecondOrder):
 
     def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
         rule = TrellisRule.of(rows["weight_NK"], problem, self.format, scale_dtype)
-        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps).weight
+        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps, rows.get("outputs_NS")).weight

@@ -54,6 +54,10 @@ class ColumnRule(ABC):
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         """The value [N] that stands for this column from now on."""
 
+    def loss_of(self, error_N: Tensor) -> Tensor:
+        """[N] the cost of errors of a column, of which sums count."""
+        return error_N**2
+
     def run_groups(self, block: SweptBlock) -> bool:
         """Begin all groups of a block and decide their columns; False where that is not possible at once."""
         return False
@@ -64,7 +68,7 @@ class ColumnRule(ABC):
             for j in range(begin, end):
                 target = block.target[j]
                 value = self.decide(block.first + j, target)
-                block.loss.add_(block.diagonal[j] * (target - value) ** 2)
+                block.loss.add_(block.diagonal[j] * self.loss_of(target - value))
                 block.value[j] = value
                 block.change[j] = block.weight[j] - value
                 if j + 1 < end:
@@ -263,6 +267,14 @@ class Polish:
         each output, or, where outputs are coupled, that of its run."""
         gain = (change * (2 * self.gradient[columns] - self.coupled(own_gg @ change))).sum(0)
         return gain if self.rule.outputs is None else self.rule.outputs.of_runs(gain)
+
+    def scale_steps(self, columns: Tensor | slice, own_gg: Tensor, steps_gN: Tensor) -> Tensor:
+        """[N] by how much the scales of some columns, whose H and codes are given, move to the least loss; infinite or
+        no number where codes say nothing of it."""
+        slope_N = (self.gradient[columns] * steps_gN).sum(0)
+        if self.rule.outputs is not None:
+            return self.rule.outputs.scale_steps(own_gg, steps_gN, slope_N)
+        return slope_N / ((own_gg @ steps_gN) * steps_gN).sum(0)
 
     def lowers(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
         """bool [N], True where a change of coupled outputs lowers the loss of their run. Of others everywhere: each was

@@ -263,15 +263,9 @@ class GridRule(CodeRule):
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         for group, columns in enumerate(group_members(self.group_of, self.scale)):
             steps = self.codes[columns] - self.zero_point[group]
-            own, gradient = polish.hessian[columns][:, columns], polish.gradient[columns]
-            curvature = ((own @ steps) * steps).sum(0)
-            slope = (gradient * steps).sum(0)
-            old = self.scale[group]
-            if self.outputs is None:
-                moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
-            else:
-                moved = old + self.outputs.scale_steps(own, steps, slope)
-            valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
+            own, old = polish.hessian[columns][:, columns], self.scale[group]
+            moved = old + polish.scale_steps(columns, own, steps)
+            valid = torch.isfinite(moved) & (moved * old > 0)
             new = torch.where(valid, stored_scale(moved, self.grid, self.scale_dtype), old)
             change = decode(steps, new, torch.zeros_like(new), self.scale_dtype) - polish.values[columns]
             if self.exact is not None:

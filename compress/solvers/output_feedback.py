@@ -100,6 +100,27 @@ class OutputCurvature:
         unit = (upper / root[:, None, :]).reshape(-1, self.run)[: len(self.hessian_NS)]
         return unit.contiguous(), root.square().reshape(-1)[: len(self.hessian_NS)].contiguous()
 
+    def block_factors(self, length: int) -> tuple[Tensor, Tensor]:
+        """(V [N, S], the diagonal of S [N]) of H_O = V S V^T, where S has squares of so many outputs of a run, and V
+        ones there: those are decided together."""
+        unit_NS, share_N = (x.clone() for x in self.factors)
+        for rows, share in zip(unit_NS.split(self.run), share_N.split(self.run), strict=True):
+            for first in range(0, len(rows), length):
+                part = slice(first, min(first + length, len(rows)))
+                own = rows[part, part].clone()
+                share[part] = own.square() @ share[part]
+                rows[:, part] = torch.linalg.solve_triangular(own, rows[:, part], upper=True, left=False)
+        return unit_NS, share_N
+
+    @cached_property
+    def lower(self) -> Tensor:
+        """[R, S, S] the Cholesky factors of the runs."""
+        return torch.linalg.cholesky(self.squares)
+
+    def divided(self, x_BN: Tensor) -> Tensor:
+        """x H_O^-1, [B, N]."""
+        return self.joined(torch.cholesky_solve(self.in_runs(x_BN).mT, self.lower).mT, x_BN.shape[1])
+
     def in_runs(self, x_BN: Tensor) -> Tensor:
         """[R, B, S], zeros beyond the last output."""
         padded = torch.nn.functional.pad(x_BN, (0, -x_BN.shape[1] % self.run))

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -95,21 +96,28 @@ struct Searched {
 struct Paths {
   const float *x, *d;     // [sequences, steps], of which a sequence has `length` or, the last one, fewer
   const float* level;     // [2^state_bits]
+  const float* feedback;  // [sequences * steps, together] or null: how the error of a number moves later ones of its run
   int16_t* states;        // [sequences, steps]
-  int64_t count, length;  // numbers in all, and of a sequence
+  int64_t count, length, together;  // numbers in all, of a sequence, and of a run that feedback goes through
+  int64_t chunk, ahead;             // numbers decided together where there is feedback, and looked at beyond these
   int32_t state_bits, bits, threads;
 };
 
 namespace {
 
+constexpr int64_t FREE = -1;  // the state before a sequence
+
+// The best path for numbers [first, end) behind a state; states of the first `kept` are written.
 template <int K>
-void find_path(const Paths* of, int64_t sequence, Searched& own) {
-  const int64_t states = int64_t{1} << of->state_bits, windows = states >> K;
+void find_path(const Paths* of, const float* whole, int64_t first, int64_t end, int64_t kept, int64_t before, Searched& own) {
+  const int64_t states = int64_t{1} << of->state_bits, windows = states >> K, steps = end - first;
   if (own.cost == nullptr) own = {floats(states), floats(windows), std::vector<uint8_t>(of->length * windows)};
-  const int64_t first = sequence * of->length, steps = std::min(of->length, of->count - first);
-  const float *x = of->x + first, *d = of->d + first;
+  const float *x = whole + first, *d = of->d + first;
   float *cost = own.cost.get(), *best = own.best.get();
   for (int64_t s = 0; s < states; s += EIGHT) store(cost + s, cost_of(eight(0.0f), x[0], d[0], of->level + s));
+  if (before != FREE)
+    for (int64_t s = 0; s < states; s++)
+      if (s >> K != (before & (windows - 1))) cost[s] = std::numeric_limits<float>::infinity();
   for (int64_t t = 1; t < steps; t++) {
     best_of_windows<K>(cost, best, own.from.data() + t * windows, windows);
     if (t % REST == 0) take_off(best, windows, least_of(best, windows));
@@ -117,22 +125,49 @@ void find_path(const Paths* of, int64_t sequence, Searched& own) {
   }
   int64_t state = std::min_element(cost, cost + states) - cost;
   for (int64_t t = steps - 1; t >= 0; t--) {
-    of->states[first + t] = static_cast<int16_t>(state);
+    if (t < kept) of->states[first + t] = static_cast<int16_t>(state);
     const int64_t window = state >> K;
     if (t > 0) state = window + own.from[t * windows + window] * windows;
   }
 }
 
+// Chunk after chunk of a run, each of which takes its errors to the later numbers of the run.
+template <int K>
+void find_fed_back(const Paths* of, Searched& own) {
+  const int64_t mask = (int64_t{1} << of->state_bits) - 1;
+  std::vector<float> x(of->x, of->x + of->count);
+  for (int64_t first = 0, end; first < of->count; first = end) {
+    const int64_t run = first / of->together * of->together, chunks = (first - run) / of->chunk + 1;
+    const int64_t last = std::min(of->count, (first / of->length + 1) * of->length);
+    const int64_t behind = std::min(of->count, run + of->together);
+    end = std::min({last, behind, run + chunks * of->chunk});
+    const int64_t before = first % of->length ? of->states[first - 1] & mask : FREE;
+    find_path<K>(of, x.data(), first, std::min(last, end + of->ahead), end - first, before, own);
+    for (int64_t n = first; n < end; n++) {
+      const float error = of->x[n] - of->level[of->states[n] & mask];
+      const float* row = of->feedback + n * of->together;
+      for (int64_t m = end; m < behind; m++) x[m] += error * row[m - run];
+    }
+  }
+}
+
+template <int K>
+void find_paths(const Paths* of) {
+  const int64_t sequences = of->feedback ? 1 : (of->count + of->length - 1) / of->length;
+  const int threads = static_cast<int>(std::min<int64_t>(of->threads, sequences));
+  std::vector<Searched> searched(threads);
+  if (of->feedback) return find_fed_back<K>(of, searched[0]);
+  in_runs(sequences, threads, 1, [&](int64_t sequence, int thread) {
+    const int64_t first = sequence * of->length, end = std::min(of->count, first + of->length);
+    find_path<K>(of, of->x, first, end, end - first, FREE, searched[thread]);
+  });
+}
+
 }  // namespace
 
 extern "C" void best_paths(const Paths* of) {
-  const int64_t sequences = (of->count + of->length - 1) / of->length;
-  const int threads = static_cast<int>(std::min<int64_t>(of->threads, sequences));
-  std::vector<Searched> searched(threads);
-  in_runs(sequences, threads, 1, [&](int64_t sequence, int thread) {
-    if (of->bits == 1) find_path<1>(of, sequence, searched[thread]);
-    if (of->bits == 2) find_path<2>(of, sequence, searched[thread]);
-    if (of->bits == 3) find_path<3>(of, sequence, searched[thread]);
-    if (of->bits == 4) find_path<4>(of, sequence, searched[thread]);
-  });
+  if (of->bits == 1) find_paths<1>(of);
+  if (of->bits == 2) find_paths<2>(of);
+  if (of->bits == 3) find_paths<3>(of);
+  if (of->bits == 4) find_paths<4>(of);
 }

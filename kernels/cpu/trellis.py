@@ -17,8 +17,8 @@ class _Paths(ctypes.Structure):
     """`Paths` of cpu_trellis.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "d", "level", "states")),
-        *((name, ctypes.c_int64) for name in ("count", "length")),
+        *((name, ctypes.c_void_p) for name in ("x", "d", "level", "feedback", "states")),
+        *((name, ctypes.c_int64) for name in ("count", "length", "together", "chunk", "ahead")),
         *((name, ctypes.c_int32) for name in ("state_bits", "bits", "threads")),
     )
 
@@ -30,15 +30,32 @@ def why_not(state_bits: int, bits: int) -> list[str]:
     return [*build.why_not("trellis")]
 
 
-def best_paths(x: Tensor, d: Tensor, level: Tensor, length: int, bits: int) -> Tensor:
+def best_paths(
+    x: Tensor,
+    d: Tensor,
+    level: Tensor,
+    length: int,
+    bits: int,
+    feedback_NS: Tensor | None = None,
+    chunk: int = 0,
+    ahead: int = 0,
+) -> Tensor:
     """int16 [n], the states of the paths of least sum of d (x - level)^2, for numbers x and their weights d [n]. Paths
-    begin anew every `length` numbers. level [2^L]: of each state."""
+    begin anew every `length` numbers. level [2^L]: of each state.
+
+    feedback, float32: by how much later numbers of a run of S move with the error of each, which is known once its
+    chunk is decided, by paths that end so many numbers ahead; None: none moves."""
     count, states = len(x), torch.empty(len(x), dtype=torch.int16)
     held = [tensor.contiguous().float() for tensor in (x, d, level)]
     filled = _Paths(count=count, length=length, bits=bits, state_bits=len(level).bit_length() - 1)
     filled.threads = torch.get_num_threads()
     filled.x, filled.d, filled.level = (tensor.data_ptr() for tensor in held)
     filled.states = states.data_ptr()
+    if feedback_NS is not None:
+        assert feedback_NS.is_contiguous()
+        assert feedback_NS.dtype == torch.float32
+        filled.feedback, filled.together = feedback_NS.data_ptr(), feedback_NS.shape[1]
+        filled.chunk, filled.ahead = chunk, ahead
     build.library("trellis").best_paths(ctypes.byref(filled))
     return states
 

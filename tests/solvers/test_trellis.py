@@ -12,9 +12,10 @@ from compress.base.errors import CompressError
 from compress.kernels.cpu import trellis as compiled
 from compress.kernels.layouts.trellis import MULTIPLIERS, Code, spread_of
 from compress.solvers.gptq import gptq
+from compress.solvers.hessian_with_drift import POLISH_DAMP
 from compress.solvers.trellis import viterbi
 from compress.solvers.trellis.solve import trellis
-from compress.solvers.trellis.viterbi import best_states, best_states_by_torch
+from compress.solvers.trellis.viterbi import best_states, best_states_by_torch, fed_back_by_torch
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.grid import Grid
 
@@ -120,3 +121,37 @@ def test_rows_cut_inside_a_run_are_no_weight():
     assert all(torch.equal(part, whole[name]) for name, part in joined.parts().items())
     with pytest.raises(CompressError, match="cuts runs of 40 outputs"):
         type(found).stacked([found.rows(slice(40, None)), found.rows(slice(0, 40))]).parts()
+
+
+@pytest.mark.usefixtures("trellis_loops")
+def test_search_with_feedback_decides_chunk_by_chunk():
+    """As torch does, with runs of outputs that end inside a chunk, and sequences that end inside a run."""
+    code, length = Code(2, 10, MULTIPLIERS[10], 96), 75
+    draw = torch.Generator().manual_seed(5)
+    x, d = torch.randn(140, generator=draw), torch.rand(140, generator=draw) + 0.1
+    feedback = torch.randn(140, length, generator=draw) / 16
+    found = best_states(x, d, code, feedback)
+    assert torch.equal(found, fed_back_by_torch(x, d, code, feedback))
+    assert code.connected(found[:, None])
+    assert not torch.equal(found, best_states(x, d, code))
+
+
+def test_paths_of_coupled_outputs_cost_the_loss_less():
+    draw = torch.Generator().manual_seed(6)
+    rows, columns = WEIGHT.shape
+    g = torch.randn(60, rows, generator=draw) @ (torch.eye(rows) + torch.randn(rows, rows, generator=draw) / 4)
+    outputs = (g.t() @ g / 60 + 0.05 * torch.eye(rows)).to(H)
+
+    def loss(of_outputs: torch.Tensor | None, refit: int, sweeps: int) -> float:
+        made = trellis(WEIGHT, H, format_=FORMAT, refit=refit, sweeps=sweeps, outputs_NS=of_outputs)
+        error = WEIGHT.to(H) - made.weight.dequantize(H.dtype)
+        damped = H + POLISH_DAMP * H.diagonal().mean() * torch.eye(columns).to(H)
+        found = float((outputs @ error @ damped * error).sum())
+        if of_outputs is not None and refit:
+            assert float(made.loss_N.sum()) == pytest.approx(found, rel=1e-4)
+        return found
+
+    coupled = [loss(outputs, *rounds) for rounds in ((0, 0), (1, 0), (1, 1), (2, 2))]
+    assert coupled == sorted(coupled, reverse=True)
+    assert coupled[0] < 0.9 * loss(None, 0, 0)
+    assert coupled[-1] < 0.85 * loss(None, 2, 2)

@@ -5,16 +5,17 @@ Shapes: N outputs, K inputs. `passes.trellis` has the equations, and says where 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from compress.kernels.columns import ColumnBlock
+from compress.kernels.columns import ColumnBlock, SweptBlock
 from compress.kernels.layouts.trellis import levels_of, spread_of
-from compress.solvers.column_sweep import CodeRule, Polish, Solved, move_column
+from compress.solvers.column_sweep import CodeRule, ColumnRule, Polish, Solved, move_column
 from compress.solvers.hessian_with_drift import DAMP, POLISH_DAMP, ActOrder, Problem
-from compress.solvers.trellis.viterbi import best_states
+from compress.solvers.trellis.viterbi import CHUNK, best_states
 from compress.weights.formats.trellis import TrellisCodes, Trellised
 from compress.weights.matrix import Matrix
 from compress.weights.scale_numbers import round_scale
@@ -31,13 +32,14 @@ def trellis(
     sweeps: int = 0,
     polish_damp: float = POLISH_DAMP,
     scale_dtype: torch.dtype | None = None,
+    outputs_NS: Tensor | None = None,
 ) -> Solved:
-    """Quantize a weight to trellis codes for the least tr(E H E^T). Pure: no rank, no device, no state. Options are as
-    in `gptq.gptq`. Raises CompressError where H is not finite."""
+    """Quantize a weight to trellis codes for the least tr(E H E^T), or tr(H_O E H E^T). Pure: no rank, no device, no
+    state. Options are as in `gptq.gptq`. Raises CompressError where H is not finite."""
     work = weight_NK.to(hessian_KK.dtype)
     problem = Problem.of(hessian_KK, damp, act_order, None, polish_damp)
     rule = TrellisRule.of(work, problem, format_, weight_NK.dtype if scale_dtype is None else scale_dtype)
-    return rule.solve(work, problem, refit, sweeps)
+    return rule.solve(work, problem, refit, sweeps, outputs_NS)
 
 
 def nearest_states(weight_NK: Tensor, format_: TrellisCodes, scale_dtype: torch.dtype) -> Matrix:
@@ -52,7 +54,7 @@ class TrellisRule(CodeRule):
     outputs have to come together.
 
     scale [N]: numbers of the stored dtype; states int16 [K, N], in sweep order. divisor, importance [N]: of targets, as
-    the search takes them.
+    the search takes them; of outputs that are coupled, `coupling`.
     """
 
     format: TrellisCodes
@@ -80,10 +82,32 @@ class TrellisRule(CodeRule):
 
     def take_scale(self, scale_N: Tensor) -> None:
         """Go on with other scales."""
+        self.__dict__.pop("coupling", None)
         self.scale, self.divisor = scale_N, torch.where(scale_N > 0, scale_N, 1.0)
         # In units of their mean: the squares of small scales are too small for float32.
         unit = scale_N.mean().clamp(min=torch.finfo(scale_N.dtype).tiny)
         self.importance = (scale_N / unit).square().float()
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """`OutputCurvature.block_factors` of outputs that are coupled, by the chunks of the search."""
+        assert self.outputs is not None
+        return self.outputs.block_factors(CHUNK)
+
+    @cached_property
+    def coupling(self) -> tuple[Tensor, Tensor]:
+        """(Importance [N], feedback [N, S]) of targets, as the search takes them."""
+        assert self.outputs is not None
+        unit_NS, share_N = self.factors
+        divisor_RS = self.outputs.in_runs(self.divisor[None])[:, 0].clamp(min=torch.finfo(self.divisor.dtype).tiny)
+        rows = torch.arange(len(unit_NS), device=unit_NS.device) // self.outputs.run
+        return self.importance * share_N.float(), unit_NS * self.scale[:, None] / divisor_RS[rows]
+
+    def loss_of(self, error_N: Tensor) -> Tensor:
+        return error_N * (error_N if self.outputs is None else self.outputs.times(error_N[None])[0])
+
+    def run(self, block: SweptBlock, begin: int, end: int) -> None:
+        ColumnRule.run(self, block, begin, end)  # paths know outputs that are coupled
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         self.states[column] = self.path(target_N)
@@ -91,7 +115,8 @@ class TrellisRule(CodeRule):
 
     def path(self, target_N: Tensor) -> Tensor:
         """int16 [N], the states of the path nearest to a target."""
-        return best_states(target_N / self.divisor, self.importance, self.format.code)
+        of_outputs = (self.importance, None) if self.outputs is None else self.coupling
+        return best_states(target_N / self.divisor, of_outputs[0], self.format.code, of_outputs[1])
 
     def values(self, states: Tensor) -> Tensor:
         """Values [..., N] of states, rounded as they are stored."""
@@ -107,35 +132,35 @@ class TrellisRule(CodeRule):
 
     def descend(self, block: ColumnBlock) -> None:
         """Each column of a block takes the path nearest its own optimum, one column after another. A run of outputs
-        whose new path is not nearer, once rounded as it is stored, keeps its old one."""
+        whose new path is not nearer, once rounded as it is stored, keeps its old one; so do all that are coupled."""
+        if self.outputs is not None:  # the optimum of a column is that of outputs that are not
+            block = replace(block, target=self.outputs.divided(block.target))
         for j in range(len(block.target)):
             column, before = block.first + j, block.value[j]
             wanted = before + block.target[j] / block.diagonal[j]
             states = self.path(wanted)
             values = self.values(states)
-            nearer = self.by_run((values - wanted).square() - (before - wanted).square()) < 0
+            nearer = self.by_run(self.loss_of(values - wanted) - self.loss_of(before - wanted)) < 0
             self.states[column] = torch.where(nearer, states, self.states[column])
             move_column(block, j, torch.where(nearer, values - before, 0.0))
             block.value[j] += block.change[j]
 
     def by_run(self, of_outputs_N: Tensor) -> Tensor:
         """[N], the sums over each run of outputs, at every output of the run."""
-        count, run = len(of_outputs_N), self.format.run
+        count = len(of_outputs_N)
+        run = self.format.run if self.outputs is None else count
         padded = torch.nn.functional.pad(of_outputs_N, (0, -count % run)).view(-1, run)
         return padded.sum(1).repeat_interleave(run)[:count]
 
     def refit(self, polish: Polish) -> None:
         """For fixed paths the loss is quadratic in the scale of each output: set it to its minimum."""
-        level_KN = self.levels(self.states)
-        slope_N = (polish.gradient * level_KN).sum(0)
-        curvature_N = ((polish.hessian @ level_KN) * level_KN).sum(0)
-        moved_N = self.scale + slope_N / curvature_N.clamp(min=torch.finfo(curvature_N.dtype).tiny)
-        valid = (self.scale > 0) & (curvature_N > 0) & torch.isfinite(moved_N) & (moved_N > 0)
+        moved_N = self.scale + polish.scale_steps(slice(None), polish.hessian, self.levels(self.states))
+        valid = (self.scale > 0) & torch.isfinite(moved_N) & (moved_N > 0)
         old = self.scale
         self.take_scale(torch.where(valid, round_scale(moved_N, self.scale_dtype), old))
         change = self.values(self.states) - polish.values
         # Rounding the scale may lose what the step gained: keep the old one there.
-        better = (change * (2 * polish.gradient - polish.hessian @ change)).sum(0) > 0
+        better = polish.gain(slice(None), polish.hessian, change) > 0
         self.take_scale(torch.where(better, self.scale, old))
         polish.move(slice(None), torch.where(better, change, 0.0))
 

@@ -3,7 +3,7 @@
     python recipes/studies/quality/objective.py MODEL --calibration TEXT --text TEXT --scheme w3a16 --group-size 32 \\
         --json OUT.json
 
-`--method` is gptq, spqr or k-quants (which has groups of its own).
+`--method` is gptq, spqr, k-quants (which has groups of its own) or trellis.
 
 Both are made in this process, in float32, from the same tokens and on the same grid, so that their checkpoints take the
 same bytes. Texts are files of text or of token ids. Rows already in the file are not computed again.
@@ -36,7 +36,8 @@ def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options:
     source = find_source(model)
     original = load_dense(source).float().eval()
     began = time.process_time()
-    rotation: list[compress.Pass] = [compress.Rotation()] if options["rotate"] else []
+    online = {"hidden": False, "heads": False, "online": True} if options["rotate"] == "online" else {}
+    rotation: list[compress.Pass] = [compress.Rotation(**online)] if options["rotate"] else []
     method = make_pass(options["method"], {k: v for k, v in options.items() if k not in OF_RUN and v is not None})
     result = compress.quantize(load_dense(source).float().eval(), [*rotation, method], calibration=calibration)
     seconds = time.process_time() - began
@@ -63,7 +64,14 @@ def main() -> None:
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--group-size", type=int, help="[default: the method's]")
-    parser.add_argument("--rotate", action="store_true", help="rotate the model first")
+    parser.add_argument(
+        "--rotate",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["online"],
+        help="rotate the model first; online: all of it as it runs",
+    )
     parser.add_argument("--length", type=int, help="tokens of a window of calibration text")
     parser.add_argument("--text-length", type=int, help="tokens of a window of held-out text")
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on  [default: 128]")
