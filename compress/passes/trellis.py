@@ -18,6 +18,9 @@ Departs from the paper:
 - a sequence begins anew every `run` outputs, with a free state whose bits are stored. The paper bites the tail;
 - a scale per output is refitted to the paths (`refit`), and columns find new paths given all others (`sweeps`). Viterbi
   finds the best path, so neither ever raises the loss;
+- `objective=loss` rounds for the predictions of the model (`passes.options.loss_aware`). A column is then searched in
+  chunks of 32 outputs, of which each makes up for the errors of those before it: with H_O = V S V^T, V ones in the
+  squares of chunks, a target moves by V's share of earlier errors, and an error of output n costs S_nn;
 - drift correction, damping and shrinkage are those of gptq (`compress methods gptq`);
 - inputs are not rotated here. Outliers among inputs cost a trellis more than a grid with groups: rotate the model.
 """

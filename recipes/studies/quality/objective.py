@@ -36,7 +36,7 @@ def measured(model: str, calibration: torch.Tensor, text: torch.Tensor, options:
     source = find_source(model)
     original = load_dense(source).float().eval()
     began = time.process_time()
-    online = {"hidden": False, "heads": False, "online": True} if options["rotate"] == "online" else {}
+    online: dict[str, Any] = {"hidden": False, "heads": False, "online": True} if options["rotate"] == "online" else {}
     rotation: list[compress.Pass] = [compress.Rotation(**online)] if options["rotate"] else []
     method = make_pass(options["method"], {k: v for k, v in options.items() if k not in OF_RUN and v is not None})
     result = compress.quantize(load_dense(source).float().eval(), [*rotation, method], calibration=calibration)
