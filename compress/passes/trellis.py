@@ -25,7 +25,6 @@ Departs from the paper:
 - inputs are not rotated here. Outliers among inputs cost a trellis more than a grid with groups: rotate the model.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +33,6 @@ import torch
 from compress.base.errors import InputError, check_least
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS
 from compress.kernels.layouts.trellis_strips import BLOCK
-from compress.model.patterns import ignoring
 from compress.passes.options.loss_aware import LossAware
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
@@ -83,25 +81,14 @@ class Trellis(LossAware):
             raise InputError(f"run {self.run}; allowed: 64 or more, in steps of {BLOCK}")
         check_least(self, 0, "refit", "sweeps")
 
-    @property
-    def format(self) -> TrellisCodes:
-        """The format of every layer."""
-        multiplier = MULTIPLIERS[self.state_bits]
-        return TrellisCodes(
-            bits=SCHEMES[self.scheme].bits, state_bits=self.state_bits, multiplier=multiplier, run=self.run
-        )
-
-    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        bad = [name for name, (_, columns) in shapes.items() if columns % INPUTS]
-        if bad:
-            raise InputError(
-                f"trellis needs inputs in multiples of {INPUTS}: {bad[0]} has {shapes[bad[0]][1]} "
-                f"({len(bad)} layers in all); give those another method, or leave them out: "
-                f"{ignoring(bad, list(shapes))}"
-            )
+    def format(self, columns: int) -> TrellisCodes:
+        """The format of layers with so many inputs."""
+        bits, inputs = SCHEMES[self.scheme].bits, columns if columns % INPUTS else 0
+        code = {"state_bits": self.state_bits, "multiplier": MULTIPLIERS[self.state_bits], "run": self.run}
+        return TrellisCodes(bits=bits, inputs=inputs, **code)
 
     def stored(self, layer: str, shape: tuple[int, int], table: bool = False) -> Scheme | None:
-        return Scheme(terms=(self.format,))
+        return Scheme(terms=(self.format(shape[1]),))
 
     @property
     def group_length(self) -> int | None:
@@ -115,8 +102,10 @@ class Trellis(LossAware):
         return {}  # rounding to nearest takes as long as all else
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
-        return nearest_states(site.weights[name].to(dtype), self.format, site.scale_dtypes[name])
+        weight_NK = site.weights[name].to(dtype)
+        return nearest_states(weight_NK, self.format(weight_NK.shape[1]), site.scale_dtypes[name])
 
     def solve_rows(self, site: Site, problem: Problem, scale_dtype: torch.dtype, **rows: Any) -> Matrix:
-        rule = TrellisRule.of(rows["weight_NK"], problem, self.format, scale_dtype)
-        return rule.solve(rows["weight_NK"], problem, self.refit, self.sweeps, rows.get("outputs_NS")).weight
+        weight_NK = rows["weight_NK"]
+        rule = TrellisRule.of(weight_NK, problem, self.format(weight_NK.shape[1]), scale_dtype)
+        return rule.solve(weight_NK, problem, self.refit, self.sweeps, rows.get("outputs_NS")).weight

@@ -75,3 +75,15 @@ def test_what_is_written_verifies(passes, dtype, models, tmp_path):
     before, after = (find_source(str(path)).headers for path in (models[dtype], tmp_path / "out"))
     weights = {name: stored for name, (_, stored) in after.items() if name in before}
     assert {stored for name, stored in weights.items() if stored != "I8"} <= {before[name][1] for name in weights}
+
+
+def test_trellis_codes_take_any_number_of_inputs(tmp_path):
+    """Of 72, the words of 3 bits have room for 96."""
+    model = LlamaForCausalLM(LlamaConfig(**{**GATED, "num_hidden_layers": 1, "intermediate_size": 72})).eval()
+    model.save_pretrained(tmp_path / "model")
+    forecast = compress.plan(tmp_path / "model", [compress.Trellis()])
+    result = compress.quantize(tmp_path / "model", [compress.Trellis()], calibration=tokens(), output=tmp_path / "out")
+    assert forecast.saving == result.record.saving
+    packed, dense = (compress.load(tmp_path / "out", dequantize=how) for how in (False, True))
+    assert packed.get_submodule("model.layers.0.mlp.down_proj").dequantize().shape == (32, 72)
+    torch.testing.assert_close(packed(tokens()[:1]).logits, dense(tokens()[:1]).logits, rtol=1e-4, atol=1e-4)

@@ -65,14 +65,16 @@ def test_a_layer_in_strips_is_the_same_layer(scheme):
     assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
-def trellis_layer(seed=0):
+def trellis_layer(seed=0, columns=K):
     torch.manual_seed(seed)
-    weight = nearest_states(torch.randn(70, K), TrellisCodes(bits=3, run=64), torch.float32)
+    format_ = TrellisCodes(bits=3, run=64, inputs=columns if columns % 32 else 0)
+    weight = nearest_states(torch.randn(70, columns), format_, torch.float32)
     return QuantLinear.from_quantized(weight, nn.Parameter(torch.randn(70), requires_grad=False)), weight.dequantize()
 
 
-def test_trellis_codes_in_strips_are_the_same_layer():
-    (layer, values), (other, _), x = trellis_layer(), trellis_layer(1), torch.randn(5, K)
+@pytest.mark.parametrize("columns", [K, 40])
+def test_trellis_codes_in_strips_are_the_same_layer(columns):
+    (layer, values), (other, _), x = trellis_layer(0, columns), trellis_layer(1, columns), torch.randn(5, columns)
     stored, shapes = layer.state_dict(), [buffer.shape for buffer in layer.buffers()]
     layer.lay_in_strips()
     assert layer.in_strips

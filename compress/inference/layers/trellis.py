@@ -6,6 +6,7 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compress.inference.layers.base import QuantLinear
 from compress.kernels import reference
@@ -23,7 +24,7 @@ from compress.kernels.operators.trellis import (
     why_not_trellis,
 )
 from compress.kernels.routes import Route
-from compress.weights.formats.trellis import TrellisCodes
+from compress.weights.formats.trellis import TrellisCodes, filled
 from compress.weights.scheme import Scheme
 
 
@@ -49,6 +50,11 @@ class TrellisLinear(QuantLinear):
             return TrellisWords(self.words, self.scale, self.format.code)
         return TrellisStrips(self.words, self.before, self.scale, self.format.code)
 
+    @property
+    def beyond(self) -> int:
+        """Inputs of the words that the layer has not."""
+        return filled(self.in_features) - self.in_features
+
     def lay_in_strips(self) -> None:
         held = self.held
         found = None if isinstance(held, TrellisStrips) else lay_in_strips(held)
@@ -59,10 +65,11 @@ class TrellisLinear(QuantLinear):
         self.words, self.before = words_by_rows(self.held).words, None
 
     def forward(self, x: Tensor) -> Tensor:
-        return trellis_product(self._own(x), self.held, self.bias)
+        x = self._own(x)
+        return trellis_product(x if self.beyond == 0 else pad(x, (0, self.beyond)), self.held, self.bias)
 
     def values(self) -> Tensor:
-        return torch.cat([values for _, values in values_by_run(self.held, self.scale.dtype)])
+        return torch.cat([values for _, values in values_by_run(self.held, self.scale.dtype)])[:, : self.in_features]
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         """The kernel for few tokens does not round values to the dtype of their scale."""

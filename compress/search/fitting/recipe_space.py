@@ -13,7 +13,7 @@ from compress.jobs.forecast.forecast import shapes_of
 from compress.jobs.target_engines import check_engine, engine_named, pick_options
 from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.model.experts import Experts
-from compress.model.layers import find_stacks, layers_of
+from compress.model.layers import layers_of
 from compress.model.patterns import ignoring, matches
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
@@ -89,12 +89,7 @@ def recipe_space(request: FitRequest, wishes: Wishes) -> RecipeSpace:
     if not wishes.trellis:
         return space
     codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
-    space = replace(space, schemes=[*codes, *schemes])
-    layers = [layer for stack in find_stacks(empty) for name, block in stack.blocks for layer in layers_of(block, name)]
-    wanted = [layer for layer in layers if not any(matches(layer.name, pattern) for pattern in request.asked.ignore)]
-    whys = (codes[0].suits(layer.name, layer.shape) for layer in wanted)
-    why = next((why for why in whys if why is not None), None)
-    return space if why is None else space.without_trellises(why)
+    return replace(space, schemes=[*codes, *schemes])
 
 
 def check_reach(request: FitRequest, space: RecipeSpace) -> None:

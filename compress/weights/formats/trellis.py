@@ -3,7 +3,8 @@
 
 N outputs, K inputs, R rows of symbols (N, and a few in front of each run).
 
-    weight_packed   int32 [R, K k / 32]           symbols as a bit stream (`compress.kernels.layouts.words`)
+    weight_packed   int32 [R, K k / 32]           symbols as a bit stream (`compress.kernels.layouts.words`), filled up
+                                                  with zeros to multiples of 32 inputs
     weight_scale    model dtype [N]               of each output
 
     value = level * scale, computed in float32 (float64 where the scale is) and rounded once to the dtype of the scale
@@ -31,7 +32,7 @@ from compress.weights.terms import FLOATS, Format, Part, StoredTerm
 class TrellisCodes(Format):
     """Codes of a bitshift trellis. bits: of a weight, 1 to 4. state_bits: of a state, from bits + 3 to 16. multiplier:
     that makes levels of states. run: outputs after which sequences begin anew; a CPU is fast
-    where it is a multiple of 32."""
+    where it is a multiple of 32. inputs: of a layer that has no multiple of 32 of them; 0: the words tell."""
 
     kind: ClassVar[str] = "trellis"
     telling: ClassVar[str | None] = "weight_packed"
@@ -40,16 +41,17 @@ class TrellisCodes(Format):
     state_bits: int = 12
     multiplier: int = MULTIPLIERS[12]
     run: int = 1024
+    inputs: int = 0
 
     @property
     def code(self) -> Code:
         return Code(self.bits, self.state_bits, self.multiplier, self.run)
 
     def size(self, first: int, second: int) -> tuple[int, int]:
-        return self.code.rows(first), second * INPUTS // self.bits
+        return self.code.rows(first), self.inputs or second * INPUTS // self.bits
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        size = (self.code.stored_rows(rows), words_of(columns, self.bits))
+        size = (self.code.stored_rows(rows), words_of(filled(columns), self.bits))
         return {
             "weight_packed": Part(size, (torch.int32,), role=Role.CODES),
             "weight_scale": Part((rows,), FLOATS, by_row=True, role=Role.SCALES),
@@ -60,7 +62,7 @@ class TrellisCodes(Format):
             return f"has {self.bits} bits and states of {self.state_bits}; allowed: 1 to 4, and bits + 3 to 16"
         if not 0 < self.multiplier < WORD or self.run < 1:
             return f"has the multiplier {self.multiplier} and runs of {self.run}; allowed: 1 to 2^32 - 1, 1 or more"
-        return f"has {columns} inputs; words of {INPUTS} do not fit" if columns % INPUTS else None
+        return None if columns == (self.inputs or filled(columns)) else f"has {columns} inputs; the format says others"
 
     def words(self, inputs: Grid | None) -> str:
         return f"trellis {self.bits} bits, 2^{self.state_bits} states"
@@ -71,6 +73,11 @@ class TrellisCodes(Format):
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         return self.read(parts, *self.size(*parts["weight_packed"].shape)).dequantize()
+
+
+def filled(columns: int) -> int:
+    """The least multiple of 32 that holds so many inputs."""
+    return -(-columns // INPUTS) * INPUTS
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,9 @@ class Trellised(StoredTerm):
         code = self.format.code
         if not code.connected(self.states):
             raise CompressError(f"rows of a layer were decided apart in a way that cuts runs of {code.run} outputs")
-        packed = pack_rows(code.symbols(self.states), code.bits, signed=False)
-        return {"weight_packed": packed, "weight_scale": self.scale}
+        columns = self.shape[1]
+        symbols = torch.nn.functional.pad(code.symbols(self.states), (0, filled(columns) - columns))
+        return {"weight_packed": pack_rows(symbols, code.bits, signed=False), "weight_scale": self.scale}
 
     def scaled(self, factor_N: Tensor) -> "Trellised":
         work = working_dtype(self.scale)
