@@ -95,9 +95,9 @@ def cli() -> None:
     compress evaluate OUT --reference MODEL --text TEXT
     compress report OUT... --output report.html
 
-    MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a file of plain text (.txt, .raw, .md or no
-    ending), of rows (.jsonl, .json or .parquet; fields `text`, `prompt` and `completion`, or `instruction` and
-    `output`) or of token ids [samples, length] (.pt, .npy), a `datasets` id, or `demo`. For --calibration and
+    MODEL is a local Hugging Face directory, a hub id, a GGUF file, or `demo`. TEXT is a file of plain text (.txt, .raw,
+    .md or no ending), of rows (.jsonl, .json or .parquet; fields `text`, `prompt` and `completion`, or `instruction`
+    and `output`) or of token ids [samples, length] (.pt, .npy), a `datasets` id, or `demo`. For --calibration and
     --training, rows may also hold chat `messages`, and TEXT may be a folder of such files, or of images for a model
     that reads them.
     """

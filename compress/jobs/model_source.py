@@ -167,6 +167,7 @@ def open_model(found: FoundModel, dtype: torch.dtype | None, comm: Comm, defer: 
             else load_dense(found.source, None, notes, apart=True)
         )
         split_experts(model)
+        notes += found.source.weights.remarks
         extra_tensors = beside(found.source)
         if made := recomputed_names(found.source):
             notes.append(

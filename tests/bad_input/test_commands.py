@@ -185,13 +185,13 @@ MODELS: dict[str, Case] = {
     "empty name": (lambda d: d.rtn(""), ("empty name", "directory", "hub id")),
     "GGUF file": (
         lambda d: d.rtn(d.file("m.gguf", "x")),
-        ("m.gguf' is a GGUF file", "directory that it was made from"),
+        ("m.gguf cannot be read by gguf", "fetch it again"),
     ),
     "ONNX file": (lambda d: d.rtn(d.file("m.onnx", "x")), ("m.onnx' is an ONNX graph", "that it was exported from")),
     "pickled file": (lambda d: d.rtn(d.file("m.pt", "x")), ("m.pt' is a file of PyTorch", "save_pretrained(DIR)")),
-    "directory of a GGUF file": (
-        lambda d: d.rtn(d.file("m.gguf", "x").parent),
-        ("holds no config.json; its m.gguf is a GGUF file", "give the Hugging Face directory"),
+    "directory of two GGUF files": (
+        lambda d: d.rtn((d.file("m.gguf", "x"), d.file("n.gguf", "x"))[0].parent),
+        ("holds 2 GGUF files, like m.gguf", "give one of them"),
     ),
     "file": (lambda d: d.rtn(d.model / "config.json"), ("config.json' is a file", "give the directory")),
     "directory without config": (lambda d: d.rtn(d.here), ("holds no config.json", "Hugging Face", "hub id")),

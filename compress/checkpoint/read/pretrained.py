@@ -32,6 +32,7 @@ from compress.checkpoint.read.compressed_layers import idle_biases, stored_in
 from compress.checkpoint.read.configuration import check_counts
 from compress.checkpoint.read.source import ADAPTER, Source, check_dense, needs_code, once, own_code
 from compress.checkpoint.read.tokenizer_check import check_tokenizer
+from compress.checkpoint.read.views import ViewedFiles
 from compress.checkpoint.read.weight_files import DTYPES
 from compress.kernels.cpu.processor import usable_cores
 from compress.model.disk_names import DiskNames, disk_names, places_in
@@ -153,7 +154,8 @@ def load_dense(
             own = source.weights.tensors(source.weights)
             named = {disk_names(split, source.headers).in_model(name): value for name, value in own.items()}
             return with_experts_apart(source, split, named, notes, config=config, dtype=dtype or config.dtype)
-        if any(isinstance(module, Experts) for module in empty_model(source).modules()):
+        viewed = isinstance(source.weights, ViewedFiles)  # transformers finds other tensors in the files
+        if viewed or any(isinstance(module, Experts) for module in empty_model(source).modules()):
             own = {
                 names_in(source).in_model(name): value for name, value in source.weights.tensors(source.weights).items()
             }

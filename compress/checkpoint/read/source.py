@@ -30,10 +30,10 @@ PICKLE = (
 )
 # {ending: the kind of such a file, and the advice what to give instead}.
 FOREIGN = {
-    ".gguf": "a GGUF file, most often of rounded weights; give the Hugging Face directory that it was made from",
     ".onnx": "an ONNX graph; give the Hugging Face directory that it was exported from",
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), PICKLE),
 }
+GGUF = ".gguf"
 SHOWN = 60  # characters of a name in a message
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?")  # and the configuration of a dataset
 
@@ -150,6 +150,8 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     kind = special(path)
     if kind is None and not path.exists():
         path = _download(name)
+    if kind is None and path.is_file() and path.suffix.lower() == GGUF:
+        return _of_gguf(name, path)
     if not path.is_dir():
         kind = kind or FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
         raise InputError(f"model {name!r} is {kind}")
@@ -160,6 +162,10 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
             f"{path} holds an adapter of peft alone; load it beside its model, merge_and_unload(), save_pretrained and "
             "give that directory"
         )
+    if not (path / "config.json").exists() and (held := sorted(path.glob(f"*{GGUF}"))):
+        if len(held) > 1:
+            raise InputError(f"{path} holds {len(held)} GGUF files, like {held[0].name}; give one of them")
+        return _of_gguf(name, held[0])
     if not (path / "config.json").exists():
         other = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
         advice = "give a Hugging Face model directory, a hub id or 'demo'"
@@ -172,6 +178,15 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     named = config.pop(NAMING, None)
     weights, config = in_our_words(weight_files(path, named), config, path)
     return Source(name, path, config, weights, trust_remote_code)
+
+
+def _of_gguf(name: str, path: Path) -> Source:
+    """The model in a GGUF file."""
+    from compress.checkpoint.read.gguf import open_gguf  # imports transformers, which takes seconds
+
+    folder, weights, config = open_gguf(path)
+    check_config(config, folder / "config.json")
+    return Source(name, folder, config, weights)
 
 
 def checkpoint_of(path: Path) -> Path:

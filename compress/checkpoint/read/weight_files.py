@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,11 @@ class WeightFiles(Mapping[str, Path]):
     """{tensor: file} of complete weight files. Files stay open and mapped for the life of this object, and are opened
     once. Raises CheckpointError for a damaged file.
 
-    headers: {tensor: (shape, safetensors' name of its dtype)}. stamps: of the files, as they were opened.
+    headers: {tensor: (shape, safetensors' name of its dtype)}. stamps: of the files, as they were opened. remarks: what
+    a person should know of how they are read.
     """
+
+    remarks: Sequence[str] = ()
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.headers: dict[str, Header] = {}

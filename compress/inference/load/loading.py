@@ -37,14 +37,14 @@ def load(
 ) -> nn.Module:
     """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
 
-    model: directory, hub id or 'demo'. dtype: of the arithmetic and of tensors that are not compressed; by default the
-    checkpoint's own. dequantize: load dense weights instead, exactly the values of the codes. fuse: multiply layers
-    that read one tensor together (None: on a GPU only). int8_activations: also round the inputs of weight-only layers
-    to int8, one scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: a compressed
-    layer returns the same bits for a token, however many tokens are multiplied with it; slower. Norms, attention and
-    dense layers are not made invariant: a note counts them. trust_remote_code: run Python code that comes with the
-    model. into: a module of the class and sizes that were compressed, for a checkpoint of a model that is not of
-    transformers; it is filled in place, and returned. notes: takes remarks for the person.
+    model: directory, GGUF file, hub id or 'demo'. dtype: of the arithmetic and of tensors that are not compressed; by
+    default the checkpoint's own. dequantize: load dense weights instead, exactly the values of the codes. fuse:
+    multiply layers that read one tensor together (None: on a GPU only). int8_activations: also round the inputs of
+    weight-only layers to int8, one scale per token and 128 inputs; faster on a CPU, with a small error.
+    batch_invariant: a compressed layer returns the same bits for a token, however many tokens are multiplied with it;
+    slower. Norms, attention and dense layers are not made invariant: a note counts them. trust_remote_code: run Python
+    code that comes with the model. into: a module of the class and sizes that were compressed, for a checkpoint of a
+    model that is not of transformers; it is filled in place, and returned. notes: takes remarks for the person.
 
     Raises CheckpointError, which names the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that do not apply to the checkpoint.
@@ -101,7 +101,7 @@ def load_source(
     else:
         network = _on_codes(source, dtype, options, remarks)
     if notes is not None:
-        notes += [*remarks, *(f"not loaded: {words}" for words in totals(beside(source)))]
+        notes += [*source.weights.remarks, *remarks, *(f"not loaded: {words}" for words in totals(beside(source)))]
     return network.to(options.device)
 
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import nn
 
-from compress.checkpoint.export.gguf.pre_tokenizers import GPT4O, LLAMA3, QWEN2
 from compress.checkpoint.files import read_json, write_json
+from compress.checkpoint.gguf.pre_tokenizers import GPT4O, LLAMA3, QWEN2
 from compress.checkpoint.read.source import DEMO
 
 SIZES: dict[str, Any] = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from compress.checkpoint.export.gguf.blocks import Q1_0, Q2_0, Q4_0, Q5_0, Q8_0, TQ2_0, pack_q4_1, unpack_q2_0
+from compress.checkpoint.gguf.blocks import Q1_0, Q2_0, Q4_0, Q5_0, Q8_0, TQ2_0, pack_q4_1
 
 ROWS, COLUMNS = 3, 512
 
@@ -56,7 +56,6 @@ def test_two_bits_lie_one_behind_the_other():
             for j in range(Q2_0.size):
                 values[row, i * Q2_0.size + j] = (int(block[2 + j // 4] >> (2 * (j % 4)) & 3) - 1) * d
     assert np.array_equal(values, expected(codes, scale))
-    assert np.array_equal(values + 0.0, unpack_q2_0(packed).numpy())
 
 
 def test_signs_lie_bit_after_bit():

@@ -230,7 +230,7 @@ def test_what_gguf_cannot_hold_is_refused_in_a_line(options, says, tmp_path):
 
 
 def test_without_the_package_a_line_says_so(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("compress.checkpoint.export.gguf.library.find_spec", lambda name: None)
+    monkeypatch.setattr("compress.checkpoint.gguf.library.find_spec", lambda name: None)
     refused = command("export", llama, "--to", "gguf", "--output", tmp_path / "there")
     assert refused.code == 2
     assert "the package gguf" in last_line(refused)

@@ -49,7 +49,7 @@ def test_bad_arguments_are_a_line(words, says, capsys, monkeypatch):
 
 
 def test_families_of_the_study_are_those_that_are_written_without_a_template():
-    from compress.checkpoint.export.gguf.architectures import FAMILIES
+    from compress.checkpoint.gguf.architectures import FAMILIES
 
     kinds = {type(make()).__name__ for make in random_models.FAMILIES.values()}
     assert kinds == set(FAMILIES)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.checkpoint.export.gguf.blocks import (
+from compress.checkpoint.gguf.blocks import (
     IQ_BLOCK,
     MX_BLOCK,
     NV_BLOCK,

@@ -20,16 +20,17 @@ import numpy as np
 from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.gguf import tokenizer
-from compress.checkpoint.export.gguf.architectures import FAMILIES, Architecture
 from compress.checkpoint.export.gguf.block_types import why_not as why_no_block
 from compress.checkpoint.export.gguf.file import FILE, Entry, add_all, write_file
 from compress.checkpoint.export.gguf.graft import Template, entries_of
-from compress.checkpoint.export.gguf.library import NEWER, NEWER_FILES, gguf, missing
 from compress.checkpoint.export.gguf.names import entries_of as tensor_entries
 from compress.checkpoint.export.gguf.names import floats_why_not, fused, planned, unnamed
 from compress.checkpoint.export.gguf.readback import read_back
 from compress.checkpoint.export.integers import note_losses, why_not_float16
 from compress.checkpoint.export.place import Place
+from compress.checkpoint.gguf.architectures import FAMILIES, Architecture
+from compress.checkpoint.gguf.library import NEWER, NEWER_FILES, gguf, missing
+from compress.checkpoint.gguf.tensor_names import names_of
 from compress.checkpoint.leftovers import LEGAL
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import read_config
@@ -106,7 +107,7 @@ def _built(source: Source, place: Place, own: Mapping[str, str]) -> dict[str, di
     lost = [f"not written: {words}" for words in totals(beside(source))]
     for line in (*family.notes(config), *tokenizer.notes_of(source.path), *lost):
         place.note(line)
-    names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
+    names = names_of(family, config)
     entries = tensor_entries(planned(source, family, names), source)
     for line in _spread(entries, source):
         place.note(line)
@@ -123,10 +124,6 @@ def _grafted(source: Source, place: Place, template: Template, own: Mapping[str,
     return write_file(place, template.family, lambda writer: template.fill(writer, metadata), entries)
 
 
-def _architecture(family: Architecture) -> Any:
-    return gguf().MODEL_ARCH[family.name.upper().replace("-", "_")]
-
-
 def _why_no_family(source: Source) -> list[str]:
     """Reasons against the model: its family, configuration, names and tokenizer."""
     kind = (source.config.get("architectures") or ["none"])[0]
@@ -136,7 +133,7 @@ def _why_no_family(source: Source) -> list[str]:
     family, config = FAMILIES[kind], read_config(source)
     if found := family.why_not(config):
         return found
-    names = gguf().get_tensor_name_map(_architecture(family), config.num_hidden_layers)
+    names = names_of(family, config)
     if strangers := unnamed(source, names):
         return [f"llama.cpp's {family.name} has no tensor for {strangers[0]}"]
     return [why for why in (tokenizer.why_not(source.path, config.vocab_size), floats_why_not(source)) if why]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.checkpoint.export.gguf.blocks import Q2_0
-from compress.checkpoint.export.gguf.library import gguf
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.files import checksum
+from compress.checkpoint.gguf.blocks import Q2_0
+from compress.checkpoint.gguf.library import gguf
 
 FILE = "model.gguf"
 FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

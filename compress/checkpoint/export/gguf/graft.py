@@ -20,8 +20,8 @@ from torch import Tensor
 from compress.base.errors import InputError, first_line
 from compress.base.regular_files import special
 from compress.checkpoint.export.gguf.file import Entry, add_all
-from compress.checkpoint.export.gguf.library import gguf, reader
 from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of, stack_of
+from compress.checkpoint.gguf.library import gguf, read_file, reader
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
 
@@ -51,7 +51,7 @@ class Template:
         if kind is not None or not path.is_file():
             raise InputError(f"template {str(path)!r} is {kind or 'no file'}; {HOW}")
         try:
-            self._reader = gguf().GGUFReader(path)
+            self._reader = read_file(path)
             self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
             self.family: str = self._reader.fields["general.architecture"].contents()
         except Exception as error:  # noqa: BLE001 - gguf-py raises whatever a damaged file leads it to

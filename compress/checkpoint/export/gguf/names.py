@@ -1,7 +1,7 @@
 """The tensors of a GGUF file: their names, types and shapes, and where each comes from.
 
-gguf-py maps names of transformers to those of llama.cpp. What is decided here: which block or float each tensor takes,
-and in which order its rows are written. Matrices of all experts become one tensor (`ffn_down_exps`, [E, N, K]).
+Places are those of `checkpoint.gguf.tensor_names`. What is decided here: which block or float each tensor takes.
+Matrices of all experts become one tensor (`ffn_down_exps`, [E, N, K]).
 """
 
 import re
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.checkpoint.export.dense import dense_names
-from compress.checkpoint.export.gguf.architectures import Architecture, kv_heads, rope_factors, rotated_rows
 from compress.checkpoint.export.gguf.block_types import Blocks, blocks_of
 from compress.checkpoint.export.gguf.file import FLOATS, Entry
+from compress.checkpoint.gguf.architectures import Architecture, rope_factors
+from compress.checkpoint.gguf.tensor_names import HEAD, WIDE, file_name, place_of
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
@@ -28,13 +29,7 @@ from compress.weights.formats.codes import Codes
 from compress.weights.formats.levels import GLOBAL, without_global
 from compress.weights.terms import StoredTerm
 
-SUFFIXES = (".weight", ".bias")
-HEAD = "lm_head.weight"
-# llama.cpp holds these as float32 whatever their dimensions; a router of float16 would round its input.
-WIDE = ("norm.weight", "ffn_gate_inp.weight", "_exps.bias")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FUSED = re.compile(r"\.experts\.(gate_up|down)_proj(_\w+)?$")  # of all experts, which quantizing takes apart
-SUFFIXED = {"sinks": "sinks.weight", "e_score_correction_bias": "e_score_correction.bias"}
 # llama.cpp multiplies the product of a layer by this tensor: 1 / the global scale of NVFP4.
 FACTOR = ".scale"
 
@@ -91,31 +86,18 @@ def fused(source: Source) -> list[str]:
     return [name for name, _ in _kept(source) if FUSED.search(name)]
 
 
-def file_name(tensor: str, names: Any) -> str | None:
-    """The name of a tensor in the file, that of all experts for one of an expert; None where it has none."""
-    module, _, last = EXPERT.sub(".experts.", tensor).rpartition(".")
-    found: str | None = names.get_name(f"{module}.{SUFFIXED.get(last, last)}", SUFFIXES)
-    return found
-
-
 def planned(source: Source, family: Architecture, names: Any) -> Iterator[FileTensor]:
     """The tensors of the file, in the order of the checkpoint."""
     config = read_config(source)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads(config)}
     transposed = transposed_weights(empty_model(source))
     for tensor, layer in _kept(source):
-        name = file_name(tensor, names)
-        assert name is not None
-        module = tensor.rpartition(".")[0].rpartition(".")[2]
-        count = heads.get(module) if family.rotated else None
+        place = place_of(tensor, family, config, names)
+        assert place is not None
         shape = source.headers[tensor][0] if layer is None else stored_in(source).layers[layer].shape
-        rows = None if count is None else rotated_rows(shape[0], count)
-        shift = 1.0 if family.shifted and tensor.endswith("norm.weight") else 0.0
-        expert = EXPERT.search(tensor)
-        number = None if expert is None else int(expert[1])
-        yield FileTensor(name, tensor, layer, rows, shift, layer is None and tensor in transposed, number)
+        turned = layer is None and tensor in transposed
+        yield FileTensor(place.name, tensor, layer, place.rows(shape[0]), place.shift, turned, place.expert)
         if layer is not None:
-            yield from factors_of(source, layer, name)
+            yield from factors_of(source, layer, place.name)
     for name, factors in rope_factors(config).items():
         yield FileTensor(name, name, made=factors)
 

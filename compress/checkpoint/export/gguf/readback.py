@@ -8,9 +8,9 @@ import torch
 
 from compress.base.errors import CheckpointError, InputError, first_line
 from compress.base.schema import fits
-from compress.checkpoint.export.gguf.blocks import Q2_0, unpack_q2_0
-from compress.checkpoint.export.gguf.library import gguf, missing, reader
 from compress.checkpoint.files import RECORD, checksum
+from compress.checkpoint.gguf.blocks import Q2_0
+from compress.checkpoint.gguf.library import gguf, missing, reader
 
 
 class WrittenFile(TypedDict):
@@ -47,7 +47,8 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{name} of {path} has the type {tensor.tensor_type.name}, not {wanted['type']}")
         try:
             if wanted["type"] == Q2_0.name:  # gguf-py 0.19.0 has no reader of it
-                values = unpack_q2_0(torch.from_numpy(tensor.data.copy()))
+                codes, scale = Q2_0.codes(torch.from_numpy(tensor.data.copy()))
+                values = codes * scale.float().repeat_interleave(Q2_0.size, 1) + 0.0  # no zero has a sign
             else:
                 values = torch.from_numpy(gguf().quants.dequantize(tensor.data, tensor.tensor_type).copy())
         except NotImplementedError:

@@ -15,16 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from compress.base.regular_files import lies_in
-from compress.checkpoint.export.gguf.pre_tokenizers import splitting_named, why_no_name
 from compress.checkpoint.files import read_json
+from compress.checkpoint.gguf.pre_tokenizers import splitting_named, why_no_name
+from compress.checkpoint.gguf.tokenizer_files import (
+    BYTE,
+    CONTROL,
+    FILE,
+    NORMAL,
+    SETTINGS,
+    SPACE,
+    SPECIAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 from compress.checkpoint.seal import TEMPLATES
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
-SPACE = "\u2581"
 HEX = re.compile(r"<0x[0-9A-F]{2}>")
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# {key in the file: entry of tokenizer_config.json}.
-SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 DEFAULT = "default"  # name of a template
 NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_]")  # of names of other templates
 Value = int | bool | str | list[int] | list[str] | list[float]

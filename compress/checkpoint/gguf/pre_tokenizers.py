@@ -52,6 +52,8 @@ NAMES: dict[tuple[tuple[str, object], ...], str] = {
     _split(GPT4O): "gpt-4o",
     _split(*DEEPSEEK3): "deepseek-v3",
 }
+# Other names under which llama.cpp splits in one of these ways (src/llama-vocab.cpp).
+ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "llama4": "gpt-4o"}
 # Names under which llama.cpp takes a word that is a token as it is, and merges others.
 WHOLE_WORDS = ("llama-bpe", "tekken")
 

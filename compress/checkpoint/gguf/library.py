@@ -1,8 +1,11 @@
 """gguf-py, the package `gguf` of llama.cpp, which is an extra of this one."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from compress.base.errors import install
 
@@ -30,6 +33,24 @@ def gguf() -> ModuleType:
             kinds._member_map_[name] = kinds._value2member_map_[number] = kind
             package.GGML_QUANT_SIZES[kind] = (elements, size)
     return package
+
+
+def read_file(path: Path) -> Any:
+    """A file, opened by gguf-py's reader; its arrays are mapped, and copied where they are written to."""
+    package: Any = gguf()
+
+    class PlainReader(package.GGUFReader):  # type: ignore[misc]
+        """Reads a hundred thousand tokens from a plain array, which takes a quarter of the time of a mapped one."""
+
+        @property
+        def data(self) -> np.ndarray[Any, Any]:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+            self._plain = np.asarray(mapped)
+
+    return PlainReader(path, "c")
 
 
 def reader() -> str:

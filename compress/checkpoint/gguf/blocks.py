@@ -32,7 +32,8 @@ class Block:
     """A type of block: its name in ggml, elements and bytes.
 
     least, most: the codes that it holds, as factors of the scale. pack: (codes int16 [N, K], scale float16 [N, B]) ->
-    uint8 [N, bytes of a row].
+    uint8 [N, bytes of a row]. unpack: of blocks, uint8 [N, B, bytes] -> (codes int8 [N, B, size], scale [N, B]); None
+    where no reader needs it.
     """
 
     name: str
@@ -41,16 +42,27 @@ class Block:
     least: int
     most: int
     pack: Callable[[Tensor, Tensor], Tensor]
+    unpack: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def row(self, columns: int) -> int:
         """Bytes of a row of so many inputs, which must be a multiple of `size`."""
         return columns // self.size * self.bytes
+
+    def codes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inverse of `pack`: (codes int8 [N, K], scale float16 [N, B]) of uint8 [N, bytes of a row]."""
+        assert self.unpack is not None
+        codes, scale = self.unpack(rows.unflatten(-1, (-1, self.bytes)))
+        return codes.flatten(1), scale
 
 
 def pack_q4_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     """Codes -8 to 7."""
     codes = _blocks(codes_NK + 8, 32)
     return _joined(_bytes(scale_NB), _nibbles(codes))
+
+
+def unpack_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _codes(blocks[..., 2:]) - 8, _float16(blocks)
 
 
 def pack_q4_1(codes_NK: Tensor, scale_NB: Tensor, least_NB: Tensor) -> Tensor:
@@ -64,9 +76,18 @@ def pack_q5_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return _joined(_bytes(scale_NB), _bits(codes >> 4), _nibbles(codes & 15))
 
 
+def unpack_q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    fifth = (blocks[..., 2:6].unsqueeze(-1) >> torch.arange(BYTE, dtype=torch.uint8) & 1).flatten(-2)
+    return (_codes(blocks[..., 6:]) | fifth.to(torch.int8) << 4) - 16, _float16(blocks)
+
+
 def pack_q8_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     """Codes -128 to 127."""
     return _joined(_bytes(scale_NB), _blocks(codes_NK, 32).to(torch.int8).view(torch.uint8))
+
+
+def unpack_q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return blocks[..., 2:].contiguous().view(torch.int8), _float16(blocks)
 
 
 def pack_q2_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
@@ -76,11 +97,10 @@ def pack_q2_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return _joined(_bytes(-scale_NB), (codes << places).sum(-1, dtype=torch.uint8))
 
 
-def unpack_q2_0(rows: Tensor) -> Tensor:
-    """float32 [N, K] of uint8 [N, bytes of a row]; no zero has a sign."""
-    blocks = rows.unflatten(-1, (-1, Q2_0.bytes))
-    codes = (blocks[..., 2:].unsqueeze(-1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten(-2)
-    return ((codes.float() - 1) * blocks[..., :2].contiguous().view(torch.float16).float() + 0.0).flatten(-2)
+def unpack_q2_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes -2 to 1, and scales of the other sign."""
+    codes = 1 - (blocks[..., 2:].unsqueeze(-1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).to(torch.int8)
+    return codes.flatten(-2), -_float16(blocks)
 
 
 def pack_tq2_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
@@ -113,10 +133,10 @@ def pack_nvfp4(codes_NK: Tensor, scale_NG: Tensor) -> Tensor:
     return _joined(_blocks(scale_NG, 4), packed)
 
 
-Q4_0 = Block("Q4_0", 32, 18, -8, 7, pack_q4_0)
-Q5_0 = Block("Q5_0", 32, 22, -16, 15, pack_q5_0)
-Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0)
-Q2_0 = Block("Q2_0", 64, 18, -2, 1, pack_q2_0)
+Q4_0 = Block("Q4_0", 32, 18, -8, 7, pack_q4_0, unpack_q4_0)
+Q5_0 = Block("Q5_0", 32, 22, -16, 15, pack_q5_0, unpack_q5_0)
+Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0, unpack_q8_0)
+Q2_0 = Block("Q2_0", 64, 18, -2, 1, pack_q2_0, unpack_q2_0)
 TQ2_0 = Block("TQ2_0", 256, 66, -1, 1, pack_tq2_0)
 Q1_0 = Block("Q1_0", 128, 18, -1, 1, pack_q1_0)
 # Codes of tables of levels: packed by `pack_mxfp4`, `pack_nvfp4`, `pack_iq4_nl`. (Elements, bytes) of a block.
@@ -133,6 +153,16 @@ def _blocks(codes: Tensor, size: int) -> Tensor:
 def _bytes(numbers_NB: Tensor) -> Tensor:
     """The two bytes of each float16: uint8 [N, B, 2]."""
     return numbers_NB.to(torch.float16).contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _float16(blocks: Tensor) -> Tensor:
+    """The number in the first two bytes of each block: float16 [N, B]."""
+    return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _codes(halves: Tensor) -> Tensor:
+    """Inverse of `_nibbles`: int8."""
+    return torch.cat([halves & 15, halves >> 4], -1).to(torch.int8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -27,6 +27,14 @@ LARGEST = {"gemma2": 46, "gemma3": 62}
 FULL, LOCAL = "full_attention", "sliding_attention"
 PLAIN = ("default", "linear")  # ways to scale rotary positions
 SIGMOID = 2  # llama.cpp's number for weights of experts by a sigmoid
+# {key of every family: where the configuration has its value}.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,11 @@ class Architecture:
     fixed: Mapping[str, Value] = field(default_factory=dict)
     needs: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def epsilon(self) -> str:
+        """The key of the norms' epsilon."""
+        return f"attention.layer_norm{'_rms' if self.norm == 'rms_norm_eps' else ''}_epsilon"
+
     def why_not(self, config: Config) -> list[str]:
         """Reasons why llama.cpp would compute something else, each the end of a sentence about the model."""
         reasons = []
@@ -65,19 +78,14 @@ class Architecture:
 
     def keys(self, config: Config) -> dict[str, Value]:
         """{key without the family's prefix: value} of the sizes and constants."""
-        heads, head = config.num_attention_heads, head_size(config)
-        rms = "_rms" if self.norm == "rms_norm_eps" else ""
+        head = head_size(config)
         metadata: dict[str, Value] = {
-            "vocab_size": config.vocab_size,
-            "context_length": config.max_position_embeddings,
-            "embedding_length": config.hidden_size,
-            "block_count": config.num_hidden_layers,
+            **{key: getattr(config, entry) for key, entry in SIZES.items()},
             "feed_forward_length": _first(config, "intermediate_size", "n_inner") or 4 * config.hidden_size,
-            "attention.head_count": heads,
             "attention.head_count_kv": kv_heads(config),
             "attention.key_length": head,
             "attention.value_length": head,
-            f"attention.layer_norm{rms}_epsilon": float(getattr(config, self.norm)),
+            self.epsilon: float(getattr(config, self.norm)),
             **{key: _value(key, getattr(config, entry)) for key, entry in self.copied.items()},
             **self.fixed,
         }
@@ -106,7 +114,7 @@ class Architecture:
         if _rope(config).get("rope_type") == "longrope":
             yield (
                 f"llama.cpp takes the rotary factors of long texts once its context (-c) is above "
-                f"{_original_length(config)} tokens, transformers once a text is"
+                f"{original_length(config)} tokens, transformers once a text is"
             )
 
 
@@ -235,7 +243,7 @@ def _rope_keys(config: Config, head: int) -> dict[str, Value]:
     if kind in ("linear", "yarn"):
         keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind in ("longrope", "yarn"):
-        keys["rope.scaling.original_context_length"] = _original_length(config)
+        keys["rope.scaling.original_context_length"] = original_length(config)
     if kind == "yarn":
         keys |= {f"rope.scaling.yarn_{key}": float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
         if rope.get("mscale_all_dim"):
@@ -247,7 +255,7 @@ def _rope_keys(config: Config, head: int) -> dict[str, Value]:
     return keys
 
 
-def _original_length(config: Config) -> int:
+def original_length(config: Config) -> int:
     """The context before positions were scaled."""
     found = _rope(config).get("original_max_position_embeddings")
     return int(found or _first(config, "original_max_position_embeddings", "max_position_embeddings"))
