@@ -98,13 +98,13 @@ def drawn(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     mask_BT = token_mask(batch)
     ids = batch["input_ids"].to("cpu", torch.int64).contiguous()
     signs = torch.Generator(logits_BTV.device).manual_seed(SEED + crc32(ids.numpy().tobytes()))
-    draws = torch.zeros_like(logits_BTV)
+    draws = torch.empty_like(logits_BTV)
     with torch.no_grad():
         for i, logits_TV in enumerate(logits_BTV):  # a row at a time, for the vocabulary may be large
             p = logits_TV.softmax(-1)
             sign = torch.randint(0, 2, p.shape, generator=signs, device=p.device, dtype=torch.int8)
-            z = p.sqrt() * (2 * sign - 1)
-            draws[i] = z - p * z.sum(-1, keepdim=True)
+            z = p.sqrt().mul_(sign.mul_(2).sub_(1))
+            torch.sub(z, p.mul_(z.sum(-1, keepdim=True)), out=draws[i])
         if mask_BT is not None:
             draws[~mask_BT[:, 1:].to(draws.device)] = 0.0
     return logits_BTV, draws
