@@ -106,7 +106,9 @@ def tiles_of_the_paper() -> tuple[Tensor, Pass]:
 def paths() -> tuple[Tensor, Pass]:
     one = compress.Trellis(scheme="w2a16", **AS_IS)
     how = {"act_order": "static", "refit": 2, "sweeps": 1}
-    return trellis(WEIGHT, H, format_=one.format, scale_dtype=STORED, **DAMPED, **how).weight.dequantize(), one
+    return trellis(
+        WEIGHT, H, format_=one.format(WEIGHT.shape[1]), scale_dtype=STORED, **DAMPED, **how
+    ).weight.dequantize(), one
 
 
 def beside_each_other() -> tuple[Tensor, Pass]:
