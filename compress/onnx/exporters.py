@@ -7,6 +7,8 @@ onnx-qdq    the same codes in standard operators, DequantizeLinear and MatMul, f
 Layers of w8a8 are the same in all three: QuantizeLinear and DequantizeLinear around MatMul where the range of inputs is
 fixed, and MatMulInteger where it is fitted to every token. Everything else computes in float32.
 
+A decoder that keeps a cache gets genai_config.json, with which onnxruntime-genai generates (`genai`).
+
     checkpoint -> model without these weights -> layers that stand for them -> graph
 """
 
@@ -24,13 +26,14 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import note_losses, why_no_tables
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
-from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.inference.load.dense_model import without_weights
 from compress.inference.load.kv_caches import cache_hook
 from compress.model.experts import Experts
 from compress.model.layers import transposed_weights
 from compress.model.split_experts import is_joined
+from compress.onnx import genai
 from compress.onnx.graph_edits import narrow_tables
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
 from compress.onnx.readback import missing, read_back, reference, rounds, weight_sums
@@ -41,7 +44,7 @@ from compress.weights.rounding import ActivationCodes
 
 GRAPH = "model.onnx"
 TENSORS = f"{GRAPH}.data"
-REFERENCE = "reference.safetensors"  # what verifying it compares with
+REFERENCE = "reference.safetensors"  # our outputs, with which it is compared as it is written
 # accuracy_level of MatMulNBits.
 INT8_INPUTS, EXACT_INPUTS = 4, 0
 
@@ -167,6 +170,8 @@ class MatMulNBitsGraph(Exporter):
         graph, tensors = place.file(GRAPH), place.file(TENSORS)
         onnx_ir.save(graph_made.program, graph, external_data=tensors.name)
         place.json("config.json", {k: v for k, v in checkpoint.config.items() if k != "quantization_config"})
+        if any(name.startswith(genai.NAMES["input"]) for name in graph_made.inputs):
+            place.json(genai.FILE, genai.settings(checkpoint.path, read_config(checkpoint), GRAPH))
         entry: dict[str, Any] = {"file": GRAPH, "opset": OPSET, "inputs": graph_made.inputs}
         entry["accuracy_level"] = None if self.form.portable else self.form.level
         entry |= {"layers": weight_sums(checkpoint, graph_made.names), "rounds": rounds(checkpoint)}
@@ -175,7 +180,7 @@ class MatMulNBitsGraph(Exporter):
             entry |= {"reference": None, "why": expected}
         else:
             tensors_held, moved = expected
-            save_file(tensors_held, place.file(REFERENCE))
+            save_file(tensors_held, place.aside(REFERENCE))
             entry |= {"reference": REFERENCE, "logits": graph_made.outputs[0] == "logits", "jitter": moved}
         if (line := missing()) is not None:
             place.note(f"nothing was compared: to run the graph {line}")

@@ -67,8 +67,8 @@ def export_onnx(
 
     result: of `quantize` with `keep_codes`. batch: inputs by their names in the model's forward, several samples of
     each, like {"pixel_values": images}; the number of samples may change later, other sizes not. Our outputs for them
-    are kept beside the graph. to: a word of `FORMS`, as `export` has them. verify: read the output back by onnxruntime,
-    where it is installed, in a process of its own.
+    are compared with the graph's. to: a word of `FORMS`, as `export` has them. verify: read the output back by
+    onnxruntime, where it is installed, in a process of its own.
 
     Raises InputError, having written nothing, for a layer without an exact form; CompressError for a model that cannot
     be traced, and for an output that is not what was decided.
@@ -140,7 +140,7 @@ def _write(
     narrow_tables(program)
     onnx_ir.save(program, place.file(GRAPH), external_data=place.file(TENSORS).name)
     held = {input_name(name): x.contiguous().clone() for name, x in batch.items()}
-    save_file({**held, EXPECTED: expected.contiguous()}, place.file(REFERENCE))
+    save_file({**held, EXPECTED: expected.contiguous()}, place.aside(REFERENCE))
     rounded = any(each.inputs is not None or each.outputs is not None for each in codes.values())
     values = {name: each.weight.dequantize().to(torch.float32) for name, each in codes.items()}
     return {

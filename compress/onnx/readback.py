@@ -1,9 +1,9 @@
 """Reads an exported graph with ONNX Runtime and compares it with what was decided.
 
 Of every compressed layer, ONNX Runtime's own weights are compared bit for bit: it runs the node that holds the codes
-alone, without rounding inputs, on rows of the identity. Then it runs the graph on the tokens (or images) of
-`reference.safetensors`, beside our outputs for them. Without rounded inputs they have to be equal but for the order of
-sums; as the file is written, the difference is stated.
+alone, without rounding inputs, on rows of the identity. As the graph is written, it also runs it on the tokens (or
+images) of `reference.safetensors`, beside our outputs for them. Without rounded inputs they have to be equal but for
+the order of sums; as the file is written, the difference is stated.
 
 A sum of K products in float32 moves by about eps sqrt(K) of itself when its order changes. A number that lies half-way
 between two codes then takes the other code, and the next layer's with it. `jitter` makes runs of ours in which every
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from compress.base.errors import CheckpointError, InputError, first_line, install
+from compress.checkpoint.export.place import found_aside
 from compress.checkpoint.files import checksum
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import Source
@@ -38,7 +39,7 @@ TOLERANCE = 1e-3
 # draw of theirs may be larger than all of ours.
 MARGIN = 4
 GIVEN, EXPECTED = "given", "outputs"
-# Rows and tokens of the probe that are kept beside a graph.
+# Rows and tokens of the probe that a graph is run on.
 KEPT = (slice(2), slice(16))
 DRAWS = 4  # moved runs of ours
 
@@ -122,9 +123,10 @@ def read_back(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, Any]:
-    if written["reference"] is None:
+    kept = None if written["reference"] is None else found_aside(graph.parent, written["reference"])
+    if kept is None:
         return {}
-    held = load_file(graph.parent / written["reference"])
+    held = load_file(kept)
     ours = held[EXPECTED]
     named = GIVEN not in held
     inputs = {name: held[input_name(name)] for name in written["inputs"]} if named else held[GIVEN]
@@ -148,7 +150,8 @@ def _outputs(graph: Path, written: Mapping[str, Any], reader: str) -> dict[str, 
 def _remarks(found: Mapping[str, Any], written: Mapping[str, Any]) -> Iterator[str]:
     """The findings about the outputs, in words."""
     if "max_difference" not in found:
-        yield f"outputs of the graph were not compared: {written['why']}"
+        why = written.get("why", "that is done as it is written")
+        yield f"outputs of the graph were not compared: {why}"
         return
     off, deviation = found["max_difference"], found["deviation"]
     line = f"outputs by {found['reader']} differ from ours by up to {off:.2g}, of a deviation of {deviation:.2g}"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from compress.base.errors import CompressError, first_line, install
+from compress.onnx.genai import name_caches
 from compress.onnx.layers import LAYER, GraphLayer
 
 # The first with blocks and 4 bits in DequantizeLinear; onnxruntime has it since 1.20.
@@ -50,6 +51,7 @@ def trace_pretrained(model: nn.Module) -> Any:
     with _traceable(model):
         program, _ = OnnxExporter().export_program(cast(Any, model), sample, wanted)
     _narrow(program, model)
+    name_caches(program)
     return program
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.base.progress import Reporter
 from compress.checkpoint.companions import Companions
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, RECORD, WHOLE, checksum, write_json, write_whole
-from compress.checkpoint.leftovers import expect, of_checkpoint
+from compress.checkpoint.leftovers import BLOCKS, MODEL, expect, of_checkpoint
 from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.join import copy_companions, seal, write_index
 from compress.checkpoint.write.shards import pieces_of, plan_shards, write_shard
@@ -55,6 +55,11 @@ class Place:
         """The path at which to write a file with weights, in any format."""
         self._weights.add(name)
         return self._take(name)
+
+    def aside(self, name: str) -> Path:
+        """The path of a file for reading the output back alone, which is gone once the output has its name
+        (`found_aside`)."""
+        return self._directory.blocks / name
 
     def text(self, name: str, content: str) -> None:
         """Write a text file without weights."""
@@ -107,6 +112,12 @@ class Place:
                 if not left[piece.file]:
                     piece.file.unlink()
         return {piece.name: file for file, pieces in plan.items() for piece in pieces}
+
+
+def found_aside(folder: Path, name: str) -> Path | None:
+    """The file of `Place.aside` for an output in `folder`; None where the output has its name already."""
+    path = folder.parent / BLOCKS / name
+    return path if folder.name == MODEL and path.is_file() else None
 
 
 def batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

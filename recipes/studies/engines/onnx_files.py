@@ -27,7 +27,7 @@ from compress.recipes.studies.engines.resnet20 import read_resnet20
 Feed = dict[str, NDArray[Any]]
 BLOCK = 32
 BATCH = 16
-CACHE = ("keys", "values")
+CACHE = ("key", "value")
 STATIC: dict[str, Any] = {"scheme": "w8a8", "activations": "static", "activation_grid": "asymmetric"}
 W4: dict[str, Any] = {"scheme": "w4a16", "group_size": BLOCK}
 
@@ -83,9 +83,7 @@ def decoder(name: str, arguments: argparse.Namespace) -> Case:
 
     def feed(rows: Tensor, past: int = 0) -> Feed:
         empty = np.zeros((len(rows), heads, past, width), np.float32)
-        cache = {
-            f"input.past_key_values.layers.{i}.{part}": empty for i in range(config.num_hidden_layers) for part in CACHE
-        }
+        cache = {f"past_key_values.{i}.{part}": empty for i in range(config.num_hidden_layers) for part in CACHE}
         mask = np.ones((len(rows), past + rows.shape[1]), np.int64)
         return {"input_ids": rows.numpy(), "attention_mask": mask, **cache}
 
