@@ -63,7 +63,15 @@ run_options = group(
     click.option(
         "--drop-zeros", is_flag=True, help="Allow zeros of a pruned model to become nonzero.  [default: they stay zero]"
     ),
-    click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun (FSDP2)."),
+    click.option(
+        "--fsdp",
+        is_flag=False,
+        flag_value=True,
+        default=False,
+        type=click.UNPROCESSED,
+        metavar="[RxS]",
+        help="Shard the model over the processes of torchrun (FSDP2); RxS: R replicas, each in S shards.",
+    ),
     click.option(
         "--spill",
         metavar="FOLDER",
@@ -85,7 +93,7 @@ def run(
     output: str,
     json_file: str | None,
     quiet: bool,
-    fsdp: bool,
+    fsdp: bool | str,
     allow_little: bool,
     **options: Any,
 ) -> None:
@@ -144,7 +152,7 @@ def check_unread(passes: Sequence["Pass"], who: str) -> None:
         raise InputError(f"{who} uses no calibration data; drop {', '.join(unread)}")
 
 
-def check_processes(fsdp: bool, device: str | None) -> None:
+def check_processes(fsdp: bool | str, device: str | None) -> None:
     """Refuse what does not go with the number of processes."""
     if not fsdp:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -157,7 +165,7 @@ def check_processes(fsdp: bool, device: str | None) -> None:
 
 
 @contextmanager
-def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
+def process_group(fsdp: bool | str, device: str | None) -> Iterator[int]:
     """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
     if not fsdp:
         yield 0

@@ -15,7 +15,7 @@ from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.teacher_file import holds_cached, write_cached
 from compress.jobs.calibration_data import training_rows
-from compress.jobs.model_source import FoundModel, check_group, fingerprint_of
+from compress.jobs.model_source import FoundModel, fingerprint_of, mesh_shape
 from compress.jobs.request import Calibration, Request
 from compress.jobs.teachers import Teachers
 from compress.model.calls import evaluating
@@ -75,7 +75,7 @@ def cache_logits(
     request.check()
     source = find_source(str(teacher), trust_remote_code)
     if fsdp:
-        check_group()
+        mesh_shape(fsdp)
     rows = training_rows(request, FoundModel(None, source, read_config(source), None))
     comm = Comm()
     known = fingerprint_of(source, comm)

@@ -1,5 +1,6 @@
 """The model of a run: found first, which costs nothing, and opened once all else that was asked for makes sense."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -205,24 +206,27 @@ def _why_not_finite(source: Source | None, model: nn.Module, name: str) -> str:
 def residency_of(
     opened: OpenedModel,
     stacks: list[Stack],
-    fsdp: bool,
+    fsdp: bool | str,
     keep: bool,
     stores: Mapping[str, torch.dtype],
     by_rank: Comm | None = None,
 ) -> Residency:
-    """The residency of the weights during the run; shards the model if `fsdp` is set. keep: whether the model itself is
-    changed. stores: of parameters that have been widened, the dtype before. by_rank: those that share out experts."""
+    """The residency of the weights during the run; shards the model as `fsdp` says (`mesh_shape`), unless a shard is
+    the whole model and nobody changes it. keep: whether the model itself is changed. stores: of parameters that have
+    been widened, the dtype before. by_rank: those that share out experts."""
     model, device, dtype = opened.model, opened.device, opened.dtype
     if isinstance(model, FSDPModule):
         return Sharded(model, device, dtype)
-    if not fsdp:
+    replicas, shards = mesh_shape(fsdp) if fsdp else (1, 1)
+    if not fsdp or (shards == 1 and not keep):
         inside = set() if keep else {p for stack in stacks for _, block in stack.blocks for p in block.parameters()}
         fill(model.parameters(), without=inside)
         return Local(device, dtype, keep)
     check_shardable(model, [block for stack in stacks for block in stack.blocks])
     if by_rank is not None:
         share_experts(model, by_rank)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    shape = {"shard": shards} if replicas == 1 else {"replicate": replicas, "shard": shards}
+    mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return Sharded(shard(model, stacks, mesh), device, dtype, stores)
 
 
@@ -235,11 +239,19 @@ def widen_parameters(model: nn.Module) -> dict[str, torch.dtype]:
     return stores
 
 
-def check_group() -> None:
-    """Refuse a sharded run where there is no process group, or a torch that has none of this kind."""
+def mesh_shape(fsdp: bool | str) -> tuple[int, int]:
+    """(Replicas, shards of each) that a sharded run is asked for. Raises InputError for other words than these, where
+    there are not as many ranks or no process group, or a torch that has none of this kind."""
     if not torch.distributed.is_initialized():
         raise InputError("a sharded run needs a process group; start it with torchrun")
     Sharded.require()
+    ranks = torch.distributed.get_world_size()
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", f"1x{ranks}" if fsdp is True else str(fsdp))
+    if found is None or int(found[1]) * int(found[2]) != ranks:
+        raise InputError(
+            f"fsdp {fsdp!r} on {ranks} ranks; give REPLICASxSHARDS with that product, or nothing: 1x{ranks}"
+        )
+    return int(found[1]), int(found[2])
 
 
 def _check_no_codes(model: nn.Module) -> None:

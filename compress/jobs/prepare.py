@@ -33,8 +33,8 @@ from compress.jobs.job import Job
 from compress.jobs.model_source import (
     CHANGED,
     OpenedModel,
-    check_group,
     find_model,
+    mesh_shape,
     open_model,
     residency_of,
     widen_parameters,
@@ -61,7 +61,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     if structural:
         check_structural(request)
     if request.fsdp:
-        check_group()
+        mesh_shape(request.fsdp)
     found = find_model(request.model, request.device, request.trust_remote_code)
     data = read_data(request, found, comm.world)
     if data.rows is not None:
@@ -83,7 +83,7 @@ def _job(
     lessons = _lessons(request, opened, data, place)
     stores = widen_parameters(model) if lessons is not None and request.fsdp else {}
     keep = opened.source is None or place is None or lessons is not None
-    by_rank = request.fsdp and comm.active and not keep
+    by_rank = bool(request.fsdp) and comm.active and not keep and mesh_shape(request.fsdp)[1] > 1
     if by_rank and (why := why_whole(plan_, model, comm.world)) is not None:
         by_rank = False
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -168,7 +168,7 @@ def _lessons(request: Request, opened: OpenedModel, data: RunData, place: Direct
     if data.rows is None:
         return None
     teachers = Teachers(
-        opened.source, opened.model, opened.device, request.fsdp, request.trust_remote_code, data.cached
+        opened.source, opened.model, opened.device, bool(request.fsdp), request.trust_remote_code, data.cached
     )
     folder = None if place is None else place.training
     return Lessons(data.rows, request.batch_size, teachers.named, folder, request.resume)

@@ -49,7 +49,7 @@ class Request:
     keep_codes: bool = False
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
-    fsdp: bool = False
+    fsdp: bool | str = False
     restore: bool = True
     spill: str | Path | None = None
     trust_remote_code: bool = False

@@ -98,6 +98,13 @@ def test_two_ranks_prune_what_one_process_prunes_before_anything_ran(folder, tmp
         assert "proj" not in name or (value == 0).double().mean() == pytest.approx(0.5, abs=1e-3)
 
 
+def test_two_replicas_train_what_one_process_trains(folder, tmp_path):
+    compress.quantize(folder / "model", PASSES[2:], output=tmp_path / "one", **DATA)
+    one, two = weights(tmp_path / "one"), weights(folder / "copies-2")
+    for name, value in one.items():
+        close(value, two[name], name)
+
+
 def test_two_ranks_choose_the_rate_of_one_process_and_keep_what_was_best(folder, tmp_path):
     one = compress.quantize(folder / "model", CHOSEN, output=tmp_path / "chosen-1", **DATA).record.training
     two = histories(folder, "chosen")

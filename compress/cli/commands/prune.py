@@ -58,7 +58,7 @@ class MaskMethod(click.Option):
 @run_options
 @exits_cleanly
 def prune(
-    model: str, method: str, structure: str | None, settings: tuple[str, ...], fsdp: bool, **options: Any
+    model: str, method: str, structure: str | None, settings: tuple[str, ...], fsdp: bool | str, **options: Any
 ) -> None:
     """Make weights of MODEL zero, or remove parts of it, and write a plain transformers checkpoint.
 

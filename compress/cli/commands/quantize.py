@@ -81,7 +81,7 @@ def quantize(
     embeddings: str | None,
     kv_cache: str | None,
     settings: tuple[str, ...],
-    fsdp: bool,
+    fsdp: bool | str,
     **options: Any,
 ) -> None:
     """Quantize MODEL and write a checkpoint in the compressed-tensors layout.

@@ -70,7 +70,7 @@ def qat(
     embeddings: str | None,
     training_settings: tuple[str, ...],
     settings: tuple[str, ...],
-    fsdp: bool,
+    fsdp: bool | str,
     **options: Any,
 ) -> None:
     """Quantization-aware training: quantize MODEL, train it with quantized weights, and write the result.
@@ -114,7 +114,7 @@ def distill(
     student_hidden: int | None,
     structure: str | None,
     training_settings: tuple[str, ...],
-    fsdp: bool,
+    fsdp: bool | str,
     **options: Any,
 ) -> None:
     """Train a student to predict what TEACHER predicts, and write it.

@@ -1,7 +1,18 @@
 """The shards of FSDP2, before and after they are trained."""
 
-from torch import nn
+from math import prod
+
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+
+def copies(tensor: Tensor) -> int:
+    """The number of ranks that hold the same shard of a tensor: the replicas (HSDP), 1 without any."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return prod(size for size, placement in sizes if not isinstance(placement, Shard))
 
 
 def reshard(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compress.base.collectives import Comm
+from compress.train.inputs.fsdp_shards import copies
 from compress.train.options import TrainingOptions
 
 BETAS = (0.9, 0.95)
@@ -134,7 +135,7 @@ def clip(parameters: Sequence[nn.Parameter], longest: float, comm: Comm) -> Tens
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # of whole gradients, of shards
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        squares[int(isinstance(gradient, DTensor))] += local.double().square().sum()
+        squares[int(isinstance(gradient, DTensor))] += local.double().square().sum() / copies(gradient)
     length = (squares[0] + comm.all_reduce(squares[1])).cpu().sqrt()
     factor = (longest / (length + 1e-6)).clamp(max=1.0)
     if factor < 1:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compress.base.collectives import Comm
 from compress.model.layers import Layer
+from compress.train.inputs.fsdp_shards import copies
 from compress.train.rounding.sparsity_options import Groups
 
 
@@ -76,7 +77,7 @@ class Penalties:
         others = [dim for dim in range(weight.ndim) if dim != each.dim]
         squares = weight.double().square().sum(others, keepdim=True)
         if each.scattered:
-            squares = self.comm.all_reduce(squares.contiguous())
+            squares = self.comm.all_reduce(squares.contiguous()) / copies(each.parameter)
         size = each.parameter.numel() // groups
         length = squares.sqrt()
         factor = torch.where(length > 0, 1 - by * size**0.5 / length, 0.0).clamp(min=0)

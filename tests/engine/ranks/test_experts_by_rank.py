@@ -69,6 +69,11 @@ def test_no_rank_makes_a_block_of_float8_dense(folder, ranks):
     assert found["dense"] == {2: [8, 8], 3: [8, 8, 8]}[ranks]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_all_experts_share_out_the_tokens(folder, ranks):
+    same(folder / "gptq-1", folder / f"copies-{ranks}", layers=LAYERS)
+
+
 def test_runs_of_one_process_and_of_two_ranks_resume_on_three(folder):
     for name in ("one", "two"):
         same(folder / "gptq-1", folder / name, layers=LAYERS)

@@ -1,4 +1,6 @@
-"""A model that its owner has sharded over a mesh of two dimensions: the codes of one process."""
+"""A mesh of two dimensions, made by the owner of a model or asked for by its shape: the codes of one process."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +19,24 @@ pytestmark = [
 ]
 
 
-def test_two_replicas_of_two_shards_decide_what_one_process_decides_and_it_goes_on_for_them(tmp_path):
-    compress.quantize(build("llama"), EXACT, output=tmp_path / "one", **COMMON)
-    done = python(RANKS / "hsdp_worker.py", tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What one process makes of a model, and four ranks."""
+    folder = tmp_path_factory.mktemp("hsdp")
+    build("llama").save_pretrained(folder / "model")
+    compress.quantize(folder / "model", EXACT, output=folder / "one", **COMMON)
+    done = python(RANKS / "hsdp_worker.py", folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    same(tmp_path / "one", tmp_path / "four")
-    compress.quantize(build("llama"), EXACT, output=tmp_path / "stopped", resume=True, **COMMON)
-    same(tmp_path / "one", tmp_path / "stopped")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["four", "asked", "copies"])
+def test_four_ranks_decide_what_one_process_decides(folder, name):
+    same(folder / "one", folder / name)
+
+
+@pytest.mark.parametrize("name", ["stopped", "left"])
+def test_one_process_goes_on_for_four_ranks(folder, name):
+    model = build("llama") if name == "stopped" else folder / "model"
+    compress.quantize(model, EXACT, output=folder / name, resume=True, **COMMON)
+    same(folder / "one", folder / name)

@@ -63,6 +63,8 @@ def run(rank: int, world: int, folder: Path) -> None:
     compress.quantize(folder / "float8", METHODS["gptq"], output=folder / f"float8-{world}", fsdp=True, **COMMON)
     most = Comm().gather_objects(made.most)
     dense_model._values = made.make
+    how = {"output": folder / f"copies-{world}", "fsdp": f"{world}x1", **COMMON}
+    compress.quantize(folder / "model", METHODS["gptq"], **how)
     # The three go on with what one process began, and with what the two have begun.
     for name in ("one", "two"):
         how = {"output": folder / name, "fsdp": True, "resume": True, **COMMON}

@@ -23,6 +23,15 @@ def run(rank: int, world: int, folder: Path) -> None:
         shard(model := build("llama"), find_stacks(model), mesh)
         with suppress(KeyboardInterrupt):
             compress.quantize(model, EXACT, output=folder / name, **how, **COMMON)
+    # As asked of the command line: replicas of shards, and the whole model on every rank.
+    how = {"output": folder / "asked", "fsdp": "2x2", **COMMON}
+    compress.quantize(folder / "model", EXACT, **how)
+    with suppress(KeyboardInterrupt):
+        compress.quantize(folder / "model", EXACT, reporter=StopAfterOne(), **{**how, "output": folder / "left"})
+    how = {"output": folder / "copies", "fsdp": "4x1", **COMMON}
+    with suppress(KeyboardInterrupt):
+        compress.quantize(folder / "model", EXACT, reporter=StopAfterOne(), **how)
+    compress.quantize(folder / "model", EXACT, resume=True, **how)
     part()
 
 

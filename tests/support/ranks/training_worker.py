@@ -102,6 +102,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         result = compress.quantize(folder / "tied", TABLES, output=folder / "tables-2", **common)
         keep_history(folder, "tables", result)
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
+        compress.quantize(model, PASSES[2:], output=folder / "copies-2", **{**common, "fsdp": "2x1"})
         for when in ("before", "after"):
             own_loop(folder / "model", folder / f"own-{when}", when)
     else:
