@@ -60,7 +60,7 @@ def layer_table(plan: Forecast) -> ReportTable:
 
 def plan_lines(plan: Forecast) -> list[str]:
     """Lines about what stays dense, and what the result takes and runs on."""
-    return [*outline_lines(plan)[1:], *_run_memory(plan), *_kernels(plan), *_engines(plan)]
+    return [*outline_lines(plan)[1:], *_rank(plan), *_run_memory(plan), *_kernels(plan), *_engines(plan)]
 
 
 def outline_lines(outline: Outline) -> list[str]:
@@ -80,6 +80,18 @@ def outline_lines(outline: Outline) -> list[str]:
         f"disk: {rough(disk.needed)} needed ({_parts(outline)}), {rough(disk.free)} free{lack}",
         memory_line(outline),
         time_line(outline),
+    ]
+
+
+def _rank(plan: Forecast) -> list[str]:
+    """A line about each of several ranks."""
+    rank = plan.rank
+    if rank is None:
+        return []
+    takes = "" if rank.memory is None else f" takes {rough(rank.memory.working)} of {plan.device} at its peak,"
+    return [
+        f"each of {rank.ranks} ranks{takes} holds {rough(rank.held)} of weights at rest and {rough(rank.opened)} of an "
+        f"open block, and sends about {rough(rank.sent)}; time: not measured"
     ]
 
 

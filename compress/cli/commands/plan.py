@@ -27,7 +27,14 @@ from compress.cli.run_command import parts_options, store_option
 if TYPE_CHECKING:
     from compress.jobs.forecast.forecast import CheaperRun
 
-OF_PLAN = ("output", "device_memory", "json_file", "overwrite", "quiet")  # options that quantize is not given, or last
+OF_PLAN = (
+    "output",
+    "device_memory",
+    "ranks",
+    "json_file",
+    "overwrite",
+    "quiet",
+)  # options that quantize is not given, or last
 OF_TEXT = ("calibration", "samples", "length", "bos", "batch_size")
 
 
@@ -39,6 +46,7 @@ def _no_text(context: click.Context, option: click.Parameter, text: str | None) 
 def quantize_command(model: str, calibrated: bool, cheaper: "CheaperRun | None" = None) -> str | None:
     """The command line of what the running `compress plan` was asked about, or of a cheaper run. calibrated: it needs a
     text. None where the cheaper run is another method than that of a recipe."""
+    from compress.jobs.forecast.forecast import CARDS
     from compress.jobs.known_models import hub_id
     from compress.passes.protocol.recipe import options_of, pass_class
 
@@ -58,6 +66,7 @@ def quantize_command(model: str, calibrated: bool, cheaper: "CheaperRun | None" 
         if name in left_out:
             continue
         value = context.params.get(name, context.meta.get(PLUGINS)) if given(name) else None
+        value = "cuda" if name == "device" and value in CARDS else value
         value = instead.get(flag, "TEXT" if name == "calibration" else value)
         if isinstance(value, bool):
             line.append(flag if value else option.secondary_opts[0])
@@ -82,6 +91,7 @@ def quantize_command(model: str, calibrated: bool, cheaper: "CheaperRun | None" 
     metavar="BYTES",
     help="Memory of the device, like 12GiB: tells whether quantizing and running fit. [default: what is free here]",
 )
+@click.option("--ranks", type=int, metavar="N", help="Tell what each of N ranks of a sharded run takes (--fsdp).")
 @store_option
 @parts_options
 @trust_option

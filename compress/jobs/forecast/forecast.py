@@ -4,6 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from compress.jobs.forecast.peak_memory import (
     stored_dtype,
     unrounded_bytes,
 )
+from compress.jobs.forecast.ranks import RankForecast, of_rank
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
 from compress.jobs.known_models import model_from_configuration
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
@@ -52,6 +54,7 @@ from compress.passes.protocol.stages import Restructure
 from compress.passes.rtn import RTN
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 
+CARDS = {"h100": 80 * 2**30, "h200": 141 * 10**9}  # bytes of memory of GPUs, by the names that a plan may give
 FEWER = ((128, 512), (64, 512))  # samples and tokens of each, of runs that take less memory
 
 
@@ -118,7 +121,7 @@ class Forecast(Shown, Outline):
     engines: {name: the reason why it does not run the result, None where it does}. kernels: of `compress.load` on the
     device, by shape and scheme; none for a GPU that is not here. run: the memory of running the result; None where the
     configuration does not tell it. device_memory: bytes that the device has, as asked; None: not asked. cheaper: runs
-    that take less memory, where this one takes more than that.
+    that take less memory, where this one takes more than that. rank: each of several ranks, where these were asked for.
     """
 
     engines: dict[str, str | None]
@@ -126,6 +129,7 @@ class Forecast(Shown, Outline):
     run: RunMemory | None = None
     device_memory: int | None = None
     cheaper: Sequence[CheaperRun] = ()
+    rank: RankForecast | None = None
 
     def _rows(self) -> list[dict[str, Any]]:
         """A row for each layer that is compressed."""
@@ -147,17 +151,22 @@ def plan(
     bos: str | None = None,
     batch_size: int = 8,
     device_memory: int | str | None = None,
+    ranks: int | None = None,
     trust_remote_code: bool = False,
 ) -> Forecast:
     """Tell what `quantize` will do with a model: schemes, what stays dense and why, bytes, memory, kernels, engines.
 
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
     model may also be a config.json alone, or the name of a well-known model (`known_models`), and device a GPU that is
-    not here. The options mean what they mean in `quantize`. device_memory: what the device has, like "12GB", for which
-    the forecast then says whether the run and its result fit. output: where the result would be, for the free disk.
-    samples, length, bos, batch_size: of the calibration data, for memory and time. Raises InputError for what
-    `quantize` refuses by shapes and names.
+    not here, or a name of `CARDS`. ranks: tell what each of so many takes, too. The options mean what they mean in
+    `quantize`. device_memory: what the device has, like "12GB", for which the forecast then says whether the run and
+    its result fit. output: where the result would be, for the free disk. samples, length, bos, batch_size: of the
+    calibration data, for memory and time. Raises InputError for what `quantize` refuses by shapes and names.
     """
+    if ranks is not None and ranks < 2:
+        raise InputError(f"ranks {ranks}; allowed: 2 or more")
+    if (card := CARDS.get(str(device))) is not None:
+        device, device_memory = "cuda", device_memory or card
     alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
     name, model = str(model), model if alone is None else alone
     limit = parse_bytes(device_memory, "device memory") if isinstance(device_memory, str) else device_memory
@@ -168,7 +177,7 @@ def plan(
     check_structural(request)
     _check_shapes_stay(request.passes)
     opened = find_model(model, device, trust_remote_code)
-    empty, loaded = shapes_of(opened)
+    empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
     whole = any(p.stage(Restructure) is not None for p in request.passes)
     if opened.source is not None and not whole:
@@ -177,10 +186,11 @@ def plan(
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
 
-    def outlined(counts: TokenCounts, planned: Plan, timed: bool = False) -> Outline:
-        return outline(opened.source, worked_on, empty, planned, request, counts, loaded, timed, limit)
+    def memory(counts: TokenCounts, planned: Plan) -> PeakMemory | None:
+        return _memory(planned, empty, counts, worked_on, loaded, limit)
 
-    forecast = _forecast(outlined(tokens, planned, timed=True), empty, planned, request)
+    told = outline(opened.source, worked_on, empty, planned, request, tokens, loaded, available=limit)
+    forecast = _forecast(told, empty, planned, request)
     forecast = replace(
         forecast,
         model=forecast.model if alone is None else name,
@@ -189,9 +199,16 @@ def plan(
         notes=[*forecast.notes, *_not_had(name, alone), *_decimal(device_memory, limit)],
     )
     if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
-        cheaper = _cheaper(outlined, tokens, planned, request, empty, working_bytes(forecast))
-        forecast = replace(forecast, cheaper=cheaper)
-    return _with_untied_head(forecast, empty, request.passes)
+        found = _cheaper(memory, tokens, planned, request, empty).items()
+        least = ((words, needs, working_bytes(replace(forecast, memory=each))) for words, (each, needs) in found)
+        runs = [CheaperRun(words, taken, needs) for words, needs, taken in least if taken < working_bytes(forecast)]
+        forecast = replace(forecast, cheaper=runs)
+    forecast = _with_untied_head(forecast, empty, request.passes)
+    if ranks is None:
+        return forecast
+    width = (compute_dtype(empty, worked_on, None) or stored_dtype(empty)).itemsize
+    rank = of_rank(empty, planned, ranks, tokens, width, memory, partial(request.match, valued=False))
+    return replace(forecast, rank=rank)
 
 
 def _not_had(name: str, alone: nn.Module | None) -> list[str]:
@@ -244,24 +261,31 @@ def _rounded(passes: Sequence[Pass]) -> RTN | None:
     return RTN(**{key: getattr(only, key) for key in options_of(RTN)})
 
 
+def _memory(
+    plan: Plan, model: nn.Module, tokens: TokenCounts, device: torch.device, loaded: int, available: int | None
+) -> PeakMemory | None:
+    """The memory at the peak of a run; the arguments are those of `outline`."""
+    worked_in = compute_dtype(model, device, None) or stored_dtype(model)
+    free = available or available_bytes(device)
+    return memory_of(plan, tokens, worked_in.itemsize, free, loaded, has_own_memory(device))
+
+
 def _cheaper(
-    outlined: Callable[[TokenCounts, Plan], Outline],
+    memory: Callable[[TokenCounts, Plan], PeakMemory | None],
     tokens: TokenCounts,
     plan: Plan,
     request: Request,
     model: nn.Module,
-    peak: int,
-) -> list[CheaperRun]:
-    """Runs with other options that take less memory than `peak`, the most tokens first."""
+) -> dict[str, tuple[PeakMemory, bool]]:
+    """{other options: (the memory of a run with them, whether it needs a text)}, the most tokens first."""
     tries = {"--batch-size 1": (replace(tokens, batch=1), plan)}
     for samples, length in FEWER:
         if samples * length < tokens.count:
             tries[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1), plan
     if (rounded := _rounded(request.passes)) is not None:
         tries["--method rtn"] = tokens, replace(request, passes=(rounded,)).match(model, valued=False)
-    told = {words: (outlined(counts, each), each.calibrated) for words, (counts, each) in tries.items()}
-    runs = [CheaperRun(words, working_bytes(o), needs) for words, (o, needs) in told.items() if o.memory is not None]
-    return [run for run in runs if run.memory < peak]
+    told = {words: (memory(counts, each), each.calibrated) for words, (counts, each) in tries.items()}
+    return {words: (peak, needs) for words, (peak, needs) in told.items() if peak is not None}
 
 
 def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
@@ -299,11 +323,9 @@ def outline(
     dense = {**plan.left_alone(model), **_dense(layers, plan)}
     tables = {f"{name}.weight" for name, why in dense.items() if why in (EMBEDDING, HEAD)}
     counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
-    worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     memory, seconds = None, None
     if counted is not None:
-        free = available or available_bytes(device)
-        memory = memory_of(plan, counted, worked_in.itemsize, free, loaded, has_own_memory(device))
+        memory = _memory(plan, model, counted, device, loaded, available)
         repeats = memory is not None and memory.mode.repeats
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(

@@ -260,10 +260,10 @@ def _of_block(
         for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
             at_site = PeakMemory(program, own + decided, waiting, 0, 0, last, mode=mode)
             if plan.calibrated:
-                statistics = _statistics(p, columns, tokens, done=False)
+                statistics = statistics_of(p, columns, tokens, done=False)
                 counting = max(forward, _counting(p, batch, columns, width))
                 yield replace(at_site, activations=waiting + passing, statistics=statistics, solving=counting)
-            statistics = _statistics(p, columns, tokens, done=True) if plan.calibrated else 0
+            statistics = statistics_of(p, columns, tokens, done=True) if plan.calibrated else 0
             solving = _solving(p, site, mode)
             if mode.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
                 yield replace(at_site, statistics=statistics)
@@ -275,7 +275,7 @@ def _of_block(
         yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, mode=mode)
 
 
-def _statistics(p: Pass, columns: int, tokens: TokenCounts, done: bool) -> int:
+def statistics_of(p: Pass, columns: int, tokens: TokenCounts, done: bool) -> int:
     """Bytes of what a pass collects about an input of so many columns. done: once it is complete."""
     if isinstance(p, SecondOrder):
         few = tokens.count < FEW * columns
