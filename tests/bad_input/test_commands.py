@@ -1202,6 +1202,7 @@ OTHERS: dict[str, Case] = {
         lambda d: command("quantize", "Llama-3.1-8B", "--method", "rtn", "--output", d.here / "out"),
         "is a name of `compress plan` alone; give the hub id meta-llama/Llama-3.1-8B or a directory",
     ),
+    "plan: one rank": (lambda d: command("plan", "demo", "--ranks", 1), "ranks 1; allowed: 2 or more"),
     "plan: a memory in words": (
         lambda d: command("plan", "demo", "--device-memory", "twelve"),
         ("device memory", "'twelve'", "12GB"),

@@ -23,6 +23,7 @@ from compress.jobs.forecast.forecast import Outline
 from compress.jobs.forecast.inference_memory import RunMemory
 from compress.jobs.known_models import known_models, model_from_configuration
 from compress.jobs.model_source import find_model, open_model
+from compress.model.split_experts import split_experts
 
 RTN = compress.RTN(group_size=16)
 
@@ -265,6 +266,37 @@ def test_a_context_takes_the_bytes_that_a_cache_holds(cache, tmp_path):
     held = loaded(torch.arange(12).reshape(1, 12), use_cache=True).past_key_values
     tensors = [t for layer in held.layers for t in (layer.keys, layer.values)]
     assert told.at(12) - told.at(0) == sum(t.nbytes for t in tensors)
+
+
+def test_ranks_hold_and_open_a_share_of_the_experts():
+    gptq, how = compress.GPTQ(group_size=16), {"samples": 8, "length": 32, "batch_size": 2}
+    split_experts(model := mixture())
+    two, four = (compress.plan(model, gptq, ranks=ranks, **how).rank for ranks in (2, 4))
+    experts = 2 * 4 * 3 * 32 * 64  # 2 blocks of 4, each with 3 matrices
+    dense = sum(p.numel() for p in model.parameters()) - experts
+    assert (two.held, four.held) == (4 * (dense // 2 + experts // 2), 4 * (dense // 4 + experts // 4))
+    assert two.opened - four.opened == experts // 2  # a quarter of a block's, 4 bytes each
+    assert four.memory.block < two.memory.block < compress.plan(model, gptq, **how).memory.block
+    assert four.sent == pytest.approx(two.sent * (3 / 4) / (1 / 2))  # of rings
+
+
+def test_ranks_that_share_out_tokens_hold_fewer_and_sum_their_statistics():
+    model, how = build("llama"), {"samples": 64, "length": 32, "batch_size": 2}
+    rtn, gptq = (compress.plan(model, p, ranks=2, **how).rank for p in (RTN, compress.GPTQ(group_size=16)))
+    alone = compress.plan(model, compress.GPTQ(group_size=16), **how).memory
+    assert gptq.memory.activations < alone.activations
+    # H and two halves of the drift, of the inputs of attention, gate and down in 2 blocks, summed over a ring of two.
+    assert gptq.sent - rtn.sent == 3 * 4 * 2 * (2 * 32**2 + 64**2)
+
+
+def test_a_card_by_its_name_and_its_ranks():
+    ran = command("plan", "qwen3-0.6b", "--method", "gptq", "--device", "h100", "--ranks", 4)
+    assert ran.code == 0, ran.err
+    assert "a device of 80.0 GiB is large enough to quantize it" in ran.out
+    assert "--device cuda --output OUT" in ran.out
+    assert re.search(
+        r"each of 4 ranks takes [0-9.]+ GiB of cuda at its peak, .* of weights at rest .*: not measured", ran.out
+    )
 
 
 def test_the_longest_context_is_the_last_that_fits():

@@ -38,7 +38,7 @@ from compress.jobs.forecast.peak_memory import (
     stored_dtype,
     unrounded_bytes,
 )
-from compress.jobs.forecast.ranks import RankForecast, of_rank
+from compress.jobs.forecast.ranks import RankForecast, check_ranks, of_rank
 from compress.jobs.forecast.readers import Kernel, engines_for, kernels_for
 from compress.jobs.known_models import model_from_configuration
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
@@ -163,13 +163,11 @@ def plan(
     its result fit. output: where the result would be, for the free disk. samples, length, bos, batch_size: of the
     calibration data, for memory and time. Raises InputError for what `quantize` refuses by shapes and names.
     """
-    if ranks is not None and ranks < 2:
-        raise InputError(f"ranks {ranks}; allowed: 2 or more")
-    if (card := CARDS.get(str(device))) is not None:
-        device, device_memory = "cuda", device_memory or card
+    check_ranks(ranks)
     alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
     name, model = str(model), model if alone is None else alone
     limit = parse_bytes(device_memory, "device memory") if isinstance(device_memory, str) else device_memory
+    limit, device = (limit or CARDS[str(device)], "cuda") if device in CARDS else (limit, device)
     elsewhere = None if device is None else planned_device(device)
     device = None if elsewhere is None or is_absent(elsewhere) else elsewhere
     request = Request.of({**locals(), "output": "" if output is None else output})
@@ -179,36 +177,24 @@ def plan(
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
-    whole = any(p.stage(Restructure) is not None for p in request.passes)
-    if opened.source is not None and not whole:
+    if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
     worked_on = elsewhere or find_device(None if opened.device is None else opened.device)
     context = default_length(getattr(empty, "config", None))
     tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
-
-    def memory(counts: TokenCounts, planned: Plan) -> PeakMemory | None:
-        return _memory(planned, empty, counts, worked_on, loaded, limit)
-
+    memory = partial(_memory, empty, worked_on, loaded, limit)
     told = outline(opened.source, worked_on, empty, planned, request, tokens, loaded, available=limit)
-    forecast = _forecast(told, empty, planned, request)
     forecast = replace(
-        forecast,
+        (forecast := _forecast(told, empty, planned, request)),
         model=forecast.model if alone is None else name,
         run=run_memory(empty, forecast.saving.after, planned.cache_scheme),
         device_memory=limit,
         notes=[*forecast.notes, *_not_had(name, alone), *_decimal(device_memory, limit)],
     )
-    if limit is not None and forecast.memory is not None and working_bytes(forecast) > limit:
-        found = _cheaper(memory, tokens, planned, request, empty).items()
-        least = ((words, needs, working_bytes(replace(forecast, memory=each))) for words, (each, needs) in found)
-        runs = [CheaperRun(words, taken, needs) for words, needs, taken in least if taken < working_bytes(forecast)]
-        forecast = replace(forecast, cheaper=runs)
     forecast = _with_untied_head(forecast, empty, request.passes)
-    if ranks is None:
-        return forecast
-    width = (compute_dtype(empty, worked_on, None) or stored_dtype(empty)).itemsize
-    rank = of_rank(empty, planned, ranks, tokens, width, memory, partial(request.match, valued=False))
-    return replace(forecast, rank=rank)
+    cheaper, match = _cheaper(forecast, memory, tokens, planned, request, empty), partial(request.match, valued=False)
+    rank = None if ranks is None else of_rank(empty, planned, ranks, tokens, worked_on, memory, match)
+    return replace(forecast, cheaper=cheaper, rank=rank)
 
 
 def _not_had(name: str, alone: nn.Module | None) -> list[str]:
@@ -262,7 +248,7 @@ def _rounded(passes: Sequence[Pass]) -> RTN | None:
 
 
 def _memory(
-    plan: Plan, model: nn.Module, tokens: TokenCounts, device: torch.device, loaded: int, available: int | None
+    model: nn.Module, device: torch.device, loaded: int, available: int | None, tokens: TokenCounts, plan: Plan
 ) -> PeakMemory | None:
     """The memory at the peak of a run; the arguments are those of `outline`."""
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
@@ -271,21 +257,26 @@ def _memory(
 
 
 def _cheaper(
+    told: Forecast,
     memory: Callable[[TokenCounts, Plan], PeakMemory | None],
     tokens: TokenCounts,
     plan: Plan,
     request: Request,
     model: nn.Module,
-) -> dict[str, tuple[PeakMemory, bool]]:
-    """{other options: (the memory of a run with them, whether it needs a text)}, the most tokens first."""
+) -> list[CheaperRun]:
+    """Runs with other options that take less memory, the most tokens first; none where this one fits."""
+    if told.device_memory is None or told.memory is None or working_bytes(told) <= told.device_memory:
+        return []
     tries = {"--batch-size 1": (replace(tokens, batch=1), plan)}
     for samples, length in FEWER:
         if samples * length < tokens.count:
             tries[f"--samples {samples} --length {length} --batch-size 1"] = TokenCounts(samples, length, 1), plan
     if (rounded := _rounded(request.passes)) is not None:
         tries["--method rtn"] = tokens, replace(request, passes=(rounded,)).match(model, valued=False)
-    told = {words: (memory(counts, each), each.calibrated) for words, (counts, each) in tries.items()}
-    return {words: (peak, needs) for words, (peak, needs) in told.items() if peak is not None}
+    peaks = ((words, memory(counts, each), each.calibrated) for words, (counts, each) in tries.items())
+    others = ((words, replace(told, memory=peak), needs) for words, peak, needs in peaks if peak is not None)
+    runs = [CheaperRun(words, working_bytes(other), needs) for words, other, needs in others]
+    return [run for run in runs if run.memory < working_bytes(told)]
 
 
 def shapes_of(found: FoundModel) -> tuple[nn.Module, int]:
@@ -325,7 +316,7 @@ def outline(
     counted = tokens or (None if plan.calibrated else TokenCounts(0, 0))
     memory, seconds = None, None
     if counted is not None:
-        memory = _memory(plan, model, counted, device, loaded, available)
+        memory = _memory(model, device, loaded, available, counted, plan)
         repeats = memory is not None and memory.mode.repeats
         seconds = seconds_of(plan, counted, repeats) if timed and device.type == "cpu" else None
     return Outline(

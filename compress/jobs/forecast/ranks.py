@@ -12,8 +12,10 @@ Scales, hidden states at the beginning and what is said of a run are not counted
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from compress.base.errors import InputError
 from compress.engine.plan.experts_by_rank import why_whole
 from compress.engine.plan.plan import Plan
 from compress.jobs.forecast.peak_memory import (
@@ -24,6 +26,7 @@ from compress.jobs.forecast.peak_memory import (
     stored_dtype,
     weights_in,
 )
+from compress.jobs.model_source import compute_dtype
 from compress.model.experts import Experts
 
 
@@ -39,17 +42,23 @@ class RankForecast:
     memory: PeakMemory | None
 
 
+def check_ranks(ranks: int | None) -> None:
+    """Raises InputError for a number of ranks that is none of a sharded run."""
+    if ranks is not None and ranks < 2:
+        raise InputError(f"ranks {ranks}; allowed: 2 or more")
+
+
 def of_rank(
     model: nn.Module,
     plan: Plan,
     ranks: int,
     tokens: TokenCounts,
-    width: int,
+    device: torch.device,
     memory: Callable[[TokenCounts, Plan], PeakMemory | None],
     match: Callable[[nn.Module], Plan],
 ) -> RankForecast:
-    """The forecast of a rank. model: on the meta device; loses the experts of other ranks. width: bytes of a number
-    that is worked with. memory: tells that of a plan. match: makes the plan of what is left."""
+    """The forecast of a rank. model: on the meta device; loses the experts of other ranks. memory: tells that of a
+    plan. match: makes the plan of what is left."""
     apart = why_whole(plan, model, ranks) is None
     mixtures = [module for module in model.modules() if apart and isinstance(module, Experts)]
     for mixture in mixtures:
@@ -57,6 +66,7 @@ def of_rank(
             del mixture._modules[name]
     plan = match(model) if apart else plan
     counts = tokens if apart else replace(tokens, samples=-(-tokens.samples // ranks))
+    width = (compute_dtype(model, device, None) or stored_dtype(model)).itemsize
     experts = {p for mixture in mixtures for p in mixture.parameters()}
     dense = sum(p.numel() for p in model.parameters() if p not in experts)
     own = sum(p.numel() for p in experts)

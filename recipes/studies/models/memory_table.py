@@ -12,6 +12,7 @@ from compress.jobs.known_models import known_models
 SIZES = (8, 12, 16, 24, 80)  # GiB of memory
 LEFT = 1  # GiB for the driver, and for what a forward computes
 GIB, CONTEXT = 2**30, 8192
+MOST = 500_000_000_000  # parameters of a model of this table
 HEAD = """# What fits in a GPU
 
 Computed from the configurations by `compress plan`, not measured: 4-bit weights in groups of 128 (`--scheme w4a16`).
@@ -22,7 +23,7 @@ compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GiB
 ```
 
 answers for one model and one GPU, which need not be there. It takes one of the names below, a `config.json`, or a
-model.
+model; DeepSeek-V3 and Kimi-K2 are for [several](ranks.md#what-it-takes).
 
 - **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` nearly doubles it.
 - **To quantize**: the memory that GPTQ takes of a GPU of 8 GiB, or else the least that it can. The model may be
@@ -46,6 +47,11 @@ takes is not measured on a GPU.
 | GPU, GiB | quantizes | GiB of it | runs |
 |---|---|---|---|
 """
+
+
+def shown() -> list[str]:
+    """The names of the models of the table."""
+    return [name for name, fields in known_models().items() if fields["parameters"] < MOST]
 
 
 def tokens(count: int) -> str:
@@ -81,7 +87,7 @@ def card(size: int, names: Sequence[str] | None = None) -> str:
     gptq, room = compress.GPTQ(scheme="w4a16"), (size - LEFT) * GIB
     fits: list[tuple[int, str, str]] = []
     runs: list[tuple[int, str]] = []
-    for name in known_models() if names is None else names:
+    for name in shown() if names is None else names:
         told = compress.plan(name, gptq, device="cuda", device_memory=room)
         if told.memory is not None and working_bytes(told) <= room:
             fits.append((told.saving.before, name, peak(told)))
@@ -95,7 +101,7 @@ def page() -> str:
     """The page as Markdown."""
     heads = ["model", "16 bits, GiB", "4 bits, GiB", *(f"context in {size} GiB" for size in SIZES)]
     heads += ["to quantize, GiB", "with 128 x 512 tokens, GiB"]
-    rows = [row(name) for name in known_models()]
+    rows = [row(name) for name in shown()]
     table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]
     return "\n".join([HEAD, *table, CARDS.rstrip("\n"), *map(card, SIZES)]) + "\n"
 
