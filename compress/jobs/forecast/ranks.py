@@ -1,4 +1,4 @@
-"""What each of R ranks takes, from shapes: weights at rest and open, memory, and bytes that it sends in a run.
+"""Forecasts each of R ranks, from shapes: weights at rest and open, memory, and bytes that it sends in a run.
 
 By ring algorithms a rank sends (R - 1) / R of what is gathered from all ranks, and twice that of what is summed:
 

@@ -1,4 +1,4 @@
-"""What a rank of a quantization takes: memory at its peak, CPU time, and bytes that the ranks send.
+"""Measures the ranks of a quantization: memory of each at its peak, CPU time, and bytes that they send.
 
     python recipes/studies/cost/ranks.py --model MODEL --calibration TEXT --ranks 1 2 2 --fsdp - 1x2 2x1 \\
         --json OUT.json -- --method gptq
