@@ -12,7 +12,7 @@ from compress.jobs.known_models import known_models
 SIZES = (8, 12, 16, 24, 80)  # GiB of memory
 LEFT = 1  # GiB for the driver, and for what a forward computes
 GIB, CONTEXT = 2**30, 8192
-MOST = 500_000_000_000  # parameters of a model of this table
+ON_RANKS = ("qwen3-235b-a22b", "deepseek-v3", "kimi-k2")  # for docs/ranks.md
 HEAD = """# What fits in a GPU
 
 Computed from the configurations by `compress plan`, not measured: 4-bit weights in groups of 128 (`--scheme w4a16`).
@@ -23,7 +23,7 @@ compress plan llama-3.1-8b --method gptq --device cuda --device-memory 12GiB
 ```
 
 answers for one model and one GPU, which need not be there. It takes one of the names below, a `config.json`, or a
-model; DeepSeek-V3 and Kimi-K2 are for [several](ranks.md#what-it-takes).
+model; Qwen3-235B, DeepSeek-V3 and Kimi-K2 are for [several](ranks.md#what-it-takes).
 
 - **Context**: the most tokens of one sequence that fit beside the weights. `--kv-cache int8` nearly doubles it.
 - **To quantize**: the memory that GPTQ takes of a GPU of 8 GiB, or else the least that it can. The model may be
@@ -51,7 +51,7 @@ takes is not measured on a GPU.
 
 def shown() -> list[str]:
     """The names of the models of the table."""
-    return [name for name, fields in known_models().items() if fields["parameters"] < MOST]
+    return [name for name in known_models() if name not in ON_RANKS]
 
 
 def tokens(count: int) -> str:
