@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compress.checkpoint.export.write import Exported, export, export_dense, export_sparse24
     from compress.evaluation.document import Evaluation
     from compress.evaluation.evaluate import evaluate
+    from compress.evaluation.probes.asked import Probes
     from compress.evaluation.quality.classifiers import evaluate_classifier
     from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.evaluation.reporting import report
@@ -78,6 +79,7 @@ _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
     "LQS": "compress.passes.lqs",
+    "Probes": "compress.evaluation.probes.asked",
     "RTN": "compress.passes.rtn",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
@@ -168,6 +170,7 @@ __all__ = [
     "Magnitude",
     "Pass",
     "Prepared",
+    "Probes",
     "QuantLinear",
     "QuantizeWeights",
     "Quantized",

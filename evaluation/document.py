@@ -12,6 +12,7 @@ from compress.base.shown import Shown, plain
 from compress.checkpoint.write.record import LayerRecord
 
 FORMAT = 2
+Role = Literal["held-out", "calibration", "answers", "recall", "tools"]
 DOCUMENT = "compress.evaluation.json_document"  # lies above all that it describes
 
 
@@ -41,12 +42,42 @@ class Named:
 
 @dataclass(frozen=True)
 class Band:
-    """Tokens of which the reference gave its first choice a probability of low up to high, and their mean KL."""
+    """Tokens with a value of low up to high, and their mean KL: of the probability that the reference gave its first
+    choice (`by_confidence`), or of the tokens before them in their window (`by_position`).
+
+    By position, too: flips, the share of tokens with another first choice, and flip_margin, the mean over these of
+    ln(p(first choice of the reference) / p(first choice of the model)) by the reference, nats.
+    """
 
     low: float
     high: float
     tokens: int
     kl_mean: Figure | None
+    flips: Figure | None = None
+    flip_margin: Figure | None = None
+
+
+@dataclass(frozen=True)
+class ItemFigures:
+    """Items of one kind: answers, tool calls, facts to recall.
+
+    figures: kl_mean, flips, flip_margin, log_perplexity_ratio of their tokens; exact, reference_exact: the share of
+    items of which each token is the first choice of the model, of the reference.
+    """
+
+    name: str
+    items: int
+    tokens: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The share of the reference's answers that the model gives in the same words for so many tokens; None: to their
+    end. An answer that ends earlier, in the same words, counts."""
+
+    tokens: int | None
+    share: Figure
 
 
 @dataclass(frozen=True)
@@ -61,15 +92,17 @@ class Histogram:
 class TextResult:
     """A text, how it was read, and the figures on it.
 
-    role: held-out, or the model's calibration text. length, stride: tokens of a window, and between the beginnings of
+    role: held-out, the model's calibration text, or windows of items: the reference's answers, facts to recall, tool
+    calls (`compress.evaluation.probes`). length, stride: tokens of a window, and between the beginnings of
     two; tokens: those that were predicted. figures, noise: by the names of
     `compress.evaluation.quality.kl_and_perplexity`; noise: the reference against itself, computed in its own dtype
-    (`compress.evaluation.quality.noise`). kl_histogram: of log10 of the KL per token.
+    (`compress.evaluation.quality.noise`). kl_histogram: of log10 of the KL per token. by_position: where windows are
+    longer than 512 tokens. by_part: of items. agreement: of answers.
     """
 
     name: str
     sha256: str
-    role: Literal["held-out", "calibration"]
+    role: Role
     protocol: str
     windows: int
     length: int
@@ -79,6 +112,9 @@ class TextResult:
     noise: dict[str, Figure] | None = None
     by_confidence: list[Band] = field(default_factory=list)
     kl_histogram: Histogram | None = None
+    by_position: list[Band] = field(default_factory=list)
+    by_part: list[ItemFigures] = field(default_factory=list)
+    agreement: list[Agreed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from compress.base.device import find_device
 from compress.base.errors import InputError
 from compress.base.progress import Counted, Reporter, Silent, tell
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
+from compress.evaluation.document import Evaluation, Figure, Role, SensitivityResult, SizeResult, TaskResult, TextResult
+from compress.evaluation.probes.answers import Prompts
+from compress.evaluation.probes.asked import Probes
 from compress.evaluation.provenance import circumstances, missing_of, name_model, run_of, size_of
 from compress.evaluation.quality.language import (
     Model,
@@ -27,12 +29,13 @@ from compress.evaluation.quality.noise import own_dtype
 from compress.evaluation.quality.overflow import watch_overflow
 from compress.evaluation.quality.predictor import measure, predictor
 from compress.evaluation.quality.reference_states import Note
-from compress.evaluation.quality.texts import Role, Text, gap, load_text
+from compress.evaluation.quality.texts import Text, gap, load_text
 from compress.evaluation.reference_model import Original
 from compress.evaluation.tasks.evaluate import TokenizedTasks, ask_tasks, compare_tasks, prepare_tasks, read_tasks
 from compress.model.calls import evaluating
 
 Given = str | Tensor
+NO_PROBES = Probes()
 NO_TEXT = "no text was given"
 
 
@@ -43,10 +46,11 @@ def _texts(
     ours: Model,
     theirs: Model | None,
     note: Note,
+    probes: Probes = NO_PROBES,
     **windows: Any,
-) -> list[Text]:
-    """All texts in windows, those that are held out first. Raises InputError for texts that no model could be measured
-    on."""
+) -> tuple[list[Text], Prompts | None]:
+    """(All texts in windows, those that are held out first; prompts that the original has to answer). Raises InputError
+    for texts that no model could be measured on."""
     several = [held_out] if isinstance(held_out, str | Tensor) else list(held_out)
     if not several and (unused := [name for name, given in windows.items() if given is not None]):
         raise InputError(f"{unused[0]} is for text, and there is none; give one, or leave it out")
@@ -54,12 +58,13 @@ def _texts(
     given: list[tuple[Given, Role]] = [(text, "held-out") for text in several]
     given += [] if calibration is None else [(calibration, "calibration")]
     texts = [load_text(text, role, tokenizer, config, **windows) for text, role in given]
+    texts += probes.texts(texts[0] if several else None, tokenizer, config)
     if theirs is not None and (shared := common_vocabulary(ours, theirs)) is not None:
         texts = [text.among(shared) for text in texts]
         note(f"one model has more tokens than the other: compared over the {shared} that both have")
     for remark in (remark for text in texts for remark in text.notes):
         note(remark)
-    return texts
+    return texts, probes.unwritten(texts[0] if several else None, tokenizer, config)
 
 
 def _tasks(
@@ -92,6 +97,7 @@ def evaluate(
     cache: bool = True,
     tasks: Sequence[str | Path] = (),
     questions: int | None = None,
+    probes: Probes = NO_PROBES,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | Literal["stored"] | None = None,
@@ -108,7 +114,8 @@ def evaluate(
     against itself, too, in the 16 bits that it is stored in. cache: store the outputs of a reference that is given by
     name, or read them where they are stored, with the stored measurements of `fit`
     (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`,
-    or lm-eval:NAME. questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or
+    or lm-eval:NAME. questions: at most so many of each, the first ones. probes: answers of the
+    reference, facts to recall, tool calls. tokenizer: of models in memory, where text or
     tasks are words. dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU and for "stored"); models
     in memory are taken as they are. trust_remote_code: run Python code that comes with models given by name.
 
@@ -118,7 +125,8 @@ def evaluate(
     work = _arithmetic(dtype, target)
     ours = open_model(model, trust_remote_code)
     theirs = None if reference is None else open_model(reference, trust_remote_code)
-    text = text if text is not None else [] if tasks else "demo"
+    text = text if text is not None else [] if tasks or probes.need_no_text else "demo"
+    probes.check(theirs is not None, len(text) > 0)
     if noise_floor and (theirs is None or not len(text)):
         raise InputError("the noise floor is the reference's against itself on a text; give a reference and a text")
     reporter = reporter or Silent()
@@ -128,13 +136,12 @@ def evaluate(
 
     prepared = _tasks(tasks, questions, words, ours, theirs)
     windows = {"length": length, "samples": samples, "stride": stride, "bos": bos}
-    texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
-    if not texts and prepared is None:
+    texts, unwritten = _texts(text, calibration, words, ours, theirs, reporter.note, probes, **windows)
+    if not texts and prepared is None and unwritten is None:
         raise InputError("text is an empty list; give one text or more")
     how: dict[str, Any] = {"dtype": work, "device": target}
-    original = None
-    if theirs is not None:
-        original = Original(theirs, texts, cache=cache, tasks=prepared, note=reporter.note, **how)
+    beside: dict[str, Any] = {"cache": cache, "tasks": prepared, "note": reporter.note}
+    original = None if theirs is None else Original(theirs, texts, unwritten, **beside, **how)
     return _evaluate(ours, original, texts, prepared, noise_floor=noise_floor, reporter=reporter, **how)
 
 
@@ -153,7 +160,7 @@ def check_asked(
     `evaluate`. Returns fingerprints of the tasks: None for one whose questions are not fully known."""
     source = find_source(str(model), trust_remote_code)
     words = partial(first_tokenizer, source)
-    windows = {"length": length, "samples": samples, "stride": None, "bos": bos}
+    windows: dict[str, Any] = {"length": length, "samples": samples, "stride": None, "bos": bos}
     _texts([] if text is None else text, None, words, source, None, Silent().note, **windows)
     prepared = _tasks(tasks, questions, words, source)
     return [] if prepared is None else [task.fingerprint() for task in prepared.tasks]
@@ -170,7 +177,8 @@ def _evaluate(
     device: torch.device,
     reporter: Reporter,
 ) -> Evaluation:
-    """A model on texts and tasks that are read and checked."""
+    """A model on texts and tasks that are read and checked; an original has further texts, if it has answered."""
+    texts = texts if original is None else original.texts
     size, (recipe, run) = size_of(ours), run_of(ours)
     vocabulary = config_of(ours).vocab_size
     counted = Counted(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
@@ -242,6 +250,6 @@ def _measure(
         for i, text in enumerate(texts):
             asked = predictor(network, text.windows)
             with nullcontext() if original is None else original.on(i) as says:
-                found = measure(asked, text.windows, vocabulary, says, step, narrow)
+                found = measure(asked, text.windows, vocabulary, says, step, narrow, text.parts)
             results.append(text.result(found, None if floors is None else floors[i]))
     return results

@@ -13,6 +13,7 @@ from compress.base.errors import CompressError, InputError
 from compress.base.progress import Reporter
 from compress.checkpoint.read.pretrained import load_tokenizer, read_config
 from compress.checkpoint.read.source import find_source
+from compress.data.rows import Row
 from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation, SizeResult, SpeedResult
 from compress.evaluation.quality.generations import beginnings, generate
@@ -36,7 +37,7 @@ class Asked:
     speed: bool = False
     memory: bool = False
     continuations: bool = False
-    prompts: Sequence[str] = ()
+    prompts: Sequence[Row] = ()
     beside: SpeedResult | None = None
 
 

@@ -12,6 +12,7 @@ from compress.base.errors import CompressError
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.sensitivity import Sensitivity, sensitivity_of_model
 from compress.evaluation.document import Figure, SensitivityResult, UnitSensitivity
+from compress.evaluation.probes.answers import Prompts
 from compress.evaluation.provenance import name_model, size_of
 from compress.evaluation.quality import noise
 from compress.evaluation.quality.language import Model, load_predictor
@@ -56,14 +57,16 @@ def result_of(table: Sensitivity) -> SensitivityResult:
 
 
 class Original:
-    """A reference on some texts. device, dtype: of its arithmetic, as `load_predictor` has them; cache: whether its
-    outputs may be cached; tasks: asked beside the texts. Loads the model, and releases its body where every answer is
-    cached. overflow: of all texts that it was asked about."""
+    """A reference on some texts. unwritten: prompts that it answers first, which makes another text of `texts`. device,
+    dtype: of its arithmetic, as `load_predictor` has them; cache: whether its outputs may be cached; tasks: asked
+    beside the texts. Loads the model, and releases its body where every answer is cached. overflow: of all texts that
+    it was asked about."""
 
     def __init__(
         self,
         model: Model,
         texts: Sequence[Text],
+        unwritten: Prompts | None = None,
         *,
         dtype: torch.dtype | None,
         device: torch.device,
@@ -71,7 +74,7 @@ class Original:
         tasks: TokenizedTasks | None,
         note: Note,
     ) -> None:
-        self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
+        self.model, self.texts, self.dtype, self.device, self.note = model, [*texts], dtype, device, note
         network: nn.Module = load_predictor(model, dtype, device)
         self.size = size_of(model)
         self.name = name_model(model, network, self.size)
@@ -79,11 +82,13 @@ class Original:
         self.sensitivity: SensitivityResult | str = sensitivity_of(model) if cache else NOT_READ
         self.tasks = tasks
         keeps = cache and isinstance(model, Source) and not model.code
+        if unwritten is not None:
+            self.texts.append(unwritten.text(network, model if keeps and isinstance(model, Source) else None, note))
         self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)
         self.whole: nn.Module | None = None if all(known is not None for _, known in self.answered) else network
         self.asked: Predictor | None = None
         self.overflow = Largest()
-        if texts:
+        if self.texts:
             self._prepare(network, cache)
 
     def _prepare(self, network: nn.Module, cache: bool) -> None:
@@ -184,7 +189,8 @@ class Original:
                 with evaluating(other), self.on(i) as own:
                     beside = predictor(other, text.windows)
                     rounded, expected = (beside, own) if exact else (own, beside)
-                    measured = measure(rounded, text.windows, vocabulary, expected, step, narrow == torch.float16)
+                    halved = narrow == torch.float16
+                    measured = measure(rounded, text.windows, vocabulary, expected, step, halved, text.parts)
             except CompressError as error:
                 return f"{error}"
             floors.append(measured.figures)

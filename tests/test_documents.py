@@ -41,6 +41,7 @@ NOT_RUN = {
     "--calibration rows.jsonl": "needs a model that reads images (data/test_pictures.py)",
     '{"messages": ': "is a row of chats, and the built-in model has no chat template (data/test_chat.py)",
     "--structure experts": "needs a mixture, and the built-in model is none (engine/shrink/test_experts.py)",
+    "--depth 8192": "needs a longer context than the built-in model has (evaluation/test_probes.py)",
     "lm-eval:arc_easy": "fetches a data set (evaluation/test_lm_eval.py)",
     "compress.compile_steps(model)": "compiles for a minute (runtime/test_steps.py)",
 }

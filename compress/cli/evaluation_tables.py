@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
-from compress.evaluation.report import quality, wording
+from compress.evaluation.report import quality, uses, wording
 from compress.evaluation.report.content import Block, Picture, ReportTable, Words
 from compress.evaluation.report.terminal import show
 from compress.evaluation.report.verdict import verdict
@@ -39,11 +39,17 @@ def tables_of(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> 
     """Tables of all that was measured: a row for each model, the original first where there is one, and for each
     task."""
     _, last = rows[-1]
-    tables = [_of_texts(rows, reference)] if last.texts else []
+    tables = [_of_texts(rows, reference)] if _read(last) else []
     if not last.texts:
         blocks = quality.section(last).blocks
         tables += [narrowed(block) for block in blocks if isinstance(block, ReportTable)]
-    return [*tables, *([_of_tasks(last.tasks)] if last.tasks else [])]
+    used = uses.table(last) if len(rows) == 1 else None
+    return [*tables, *([] if used is None else [narrowed(used)]), *([_of_tasks(last.tasks)] if last.tasks else [])]
+
+
+def _read(evaluation: Evaluation) -> list[TextResult]:
+    """Texts that somebody wrote; probes have a table of their own."""
+    return [text for text in evaluation.texts if text.role in ("held-out", "calibration")]
 
 
 def narrowed(table: Block) -> ReportTable:
@@ -51,21 +57,23 @@ def narrowed(table: Block) -> ReportTable:
     assert isinstance(table, ReportTable)
     wanted = [i for i, heading in enumerate(table.columns) if heading != "95 % interval"]
     headings = (table.columns[i].removeprefix("value ") for i in wanted)
-    return replace(table, columns=(*headings,), rows=[tuple(row[i] for i in wanted) for row in table.rows])
+    left = frozenset(i for i, column in enumerate(wanted) if column in table.left)
+    return replace(table, columns=(*headings,), rows=[tuple(row[i] for i in wanted) for row in table.rows], left=left)
 
 
 def _of_texts(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> ReportTable:
     """A row for each model on each text."""
     _, last = rows[-1]
-    several, shown = len(last.texts) > 1, []
-    for i, text in enumerate(last.texts):
-        cells = [_row(name, e.texts[i].figures, "perplexity", e.bytes, e.bits_per_weight) for name, e in rows]
+    texts = _read(last)
+    several, shown = len(texts) > 1, []
+    for i, text in enumerate(texts):
+        cells = [_row(name, _read(e)[i].figures, "perplexity", e.bytes, e.bits_per_weight) for name, e in rows]
         if reference is not None:
             size = None if last.reference_size is None else last.reference_size.bytes
             cells.insert(0, _row(reference, text.figures, "reference_perplexity", size, None))
         shown += [(text.name if j == 0 else "", *row) if several else row for j, row in enumerate(cells)]
-    title = "; ".join(about(text, last.model.dtype) for text in last.texts)
-    errors = ONE_WINDOW if all(text.windows == 1 for text in last.texts) else ERRORS
+    title = "; ".join(about(text, last.model.dtype) for text in texts)
+    errors = ONE_WINDOW if all(text.windows == 1 for text in texts) else ERRORS
     return ReportTable(
         ("text", *COLUMNS) if several else COLUMNS, shown, f"{title}; {errors}", names=2 if several else 1
     )

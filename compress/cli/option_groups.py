@@ -102,7 +102,12 @@ ignore_option = click.option(
 def calibration_option(required: bool = False) -> Decorator:
     """--calibration. required: the command has no use without it."""
     needed = "" if required else " Needed by methods that use it."
-    return click.option("--calibration", required=required, metavar="TEXT", help=f"Calibration set.{needed}")
+    return click.option(
+        "--calibration",
+        required=required,
+        metavar="TEXT",
+        help=f"Calibration set; self: what the model writes.{needed}",
+    )
 
 
 shard_option = click.option(

@@ -101,14 +101,15 @@ class Conversations:
         ]
 
 
-def template_of(tokenizer: Any) -> Template:
+def template_of(tokenizer: Any, begin: bool = False) -> Template:
     """A function of (messages, tools) that returns the text which the chat template of a tokenizer or a processor makes
-    of them. The template is code of the model's: it runs with limits. The function raises InputError for what the
-    template raises, and for what goes beyond the limits."""
+    of them; with `begin` up to where the assistant's next message starts. The template is code of the model's: it runs
+    with limits. The function raises InputError for what the template raises, and for what goes beyond the limits."""
 
     def text(given: Given) -> str:
         messages, tools = given
-        more = {} if tools is None else {"tools": tools}
+        more: dict[str, Any] = {} if tools is None else {"tools": tools}
+        more |= {"add_generation_prompt": True} if begin else {}
         written = str(tokenizer.apply_chat_template(messages, **more, tokenize=False))
         if len(written) > SPARE + MOST_WRITTEN * len(str(given)):
             raise InputError(f"it makes {len(written):,} characters of {len(str(given)):,}")

@@ -20,6 +20,7 @@ from compress.data.text import batches_of, load_tokens
 from compress.data.tokens import Tokens
 from compress.engine.plan.batches import named_batches
 from compress.jobs.model_source import FoundModel
+from compress.jobs.own_text import OWN, own_tokens
 from compress.jobs.request import Calibration, Request
 from compress.model.calls import Batch
 from compress.passes.protocol.base import Pass
@@ -144,6 +145,9 @@ def _first_of_training(request: Request, found: FoundModel, training: Calibratio
 
 def _in_batches(request: Request, found: FoundModel, given: Calibration, samples: int | None) -> RunData:
     """The given data, in micro-batches."""
+    if isinstance(given, str) and given == OWN:
+        tokens = own_tokens(found, WINDOWS if samples is None else samples, request.length, request.bos)
+        return RunData(tokens, tokens.batches(request.batch_size))
     file = str(given) if isinstance(given, str | Path) else None
     if file is not None and (stored := read_batches(file)) is not None:
         return replace(_in_batches(request, found, stored, None), file=file)

@@ -56,8 +56,9 @@ def quantize(
     """Compress a model with one or more passes.
 
     model: a directory, hub id or 'demo', or a model in memory (changed in place). calibration: text ('demo', a file, a
-    datasets id), token ids [samples, length], a .pt/.npy file of them, or a list of dictionaries of model inputs.
-    training: data of passes that train, all of it, in the same forms (with `labels` for a task other than the next
+    datasets id), token ids [samples, length], a .pt/.npy file of them, a list of dictionaries of model inputs, or
+    'self': what the model itself writes (`compress.jobs.own_text`). training: data of passes that train, all of it, in
+    the same forms but 'self' (with `labels` for a task other than the next
     token); by default the calibration data. output: a directory to write (None: only return the model). ignore:
     shell-style or re: patterns of layers to skip. samples, length: windows of text (128 of the model's context, at most
     2048). bos: BOS before every "row" of text, before every "window", or "none" (by default as its tokenizer does).

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from compress.base.errors import InputError, one_of
 from compress.evaluation.document import Evaluation, Figure
+from compress.evaluation.quality.breakdowns import NEAR
 from compress.evaluation.quality.classifiers import NAMES as CLASSES
 from compress.evaluation.quality.encoders import NAMES as EMBEDDINGS
 from compress.evaluation.quality.kl_and_perplexity import NAMES
@@ -35,6 +36,9 @@ GAPS = tuple(f"gap.{name}" for name in COMPARED)
 WRITTEN = re.compile(r"\s*(.*?)\s*([<>]=?)\s*(.*?)\s*")
 OF_NOISE = re.compile(r"(?:(\S+)\s*\*\s*)?noise")
 OF_A_TASK = re.compile(r"tasks\.(.+)\.(\w+)")
+OF_ITEMS = ("kl_mean", "flips", "flip_margin", "log_perplexity_ratio", "exact", "reference_exact")
+PROBED = tuple(f"{role}.{name}" for role in ("answers", "recall", "tools") for name in OF_ITEMS)
+FAR = ("far.kl_mean", "far.flips", "far.flip_margin")
 ANY = "*"
 OF_TASKS = (
     *("accuracy", "difference", "interval_low", "interval_high", "gained", "lost", "p_value", "p_adjusted"),
@@ -111,7 +115,7 @@ def parse_gate(text: str) -> Gate:
         )
     task = OF_A_TASK.fullmatch(match[1])
     if task is None:
-        one_of("figure", match[1], (*NAMES, *EMBEDDINGS, *CLASSES, *SIZES, *GAPS))
+        one_of("figure", match[1], (*NAMES, *EMBEDDINGS, *CLASSES, *SIZES, *GAPS, *PROBED, *FAR))
     else:
         one_of("figure of a task", task[2], OF_TASKS)
     if noise and match[1] not in NAMES:
@@ -152,7 +156,14 @@ def _values(evaluation: Evaluation, figure: str) -> Iterator[tuple[float | None,
     if match := OF_A_TASK.fullmatch(figure):
         yield from _of_tasks(evaluation, match[1], match[2])
         return
+    kind, _, own = figure.partition(".")
     for text in evaluation.texts:
+        if figure in FAR and text.role == "held-out" and text.by_position:
+            last = getattr(text.by_position[-1], own)
+            yield None if last is None else last.value, None, f" at the end of windows of {text.name}"
+        for part in text.by_part if figure in PROBED and text.role == kind else ():
+            if own in part.figures:
+                yield part.figures[own].value, None, f" on {part.name}"
         if text.role == "held-out" and figure in text.figures:
             floor = (text.noise or {}).get(figure)
             yield text.figures[figure].value, None if floor is None else floor.value, f" on {text.name}"
@@ -182,6 +193,10 @@ def _why_not(evaluation: Evaluation, figure: str) -> str:
         return evaluation.missing.get("reference", f"the task has no {match[2]}") if names else "no task was given"
     if figure in GAPS and all(text.role == "held-out" for text in evaluation.texts):
         return "no calibration text was given"
+    if figure in PROBED and not any(text.role == figure.partition(".")[0] for text in evaluation.texts):
+        return f"it was not asked for (--{figure.partition('.')[0]})"
+    if figure in FAR:
+        return f"windows of text are not longer than {NEAR} tokens (--length)"
     if figure in EMBEDDINGS and not evaluation.embeddings:
         return "no pairs of sentences were given"
     if figure in CLASSES and not evaluation.classifications:

@@ -41,14 +41,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from compress.evaluation.document import Band, Figure, Histogram
+from compress.evaluation.document import Figure
 
 Values = NDArray[np.float64]
 PERCENTILES = {"p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "median": 0.5, "p10": 0.1, "p05": 0.05, "p01": 0.01}
-BANDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the probability of the reference's first choice
 FEW_WINDOWS = 30  # from which on 95 % of Student's t are within 2.05 standard errors
 TAIL = 0.025
-EDGES = tuple(-9 + i / 2 for i in range(23))  # of log10 of KL: 1e-9 to 100 nats
 SPREAD = tuple(f"{of}_{what}" for of in ("kl", "delta_p") for what in ("mean", "max", *PERCENTILES, "min"))
 NAMES = (
     *("perplexity", "reference_perplexity", "log_perplexity_ratio", "perplexity_ratio", "perplexity_difference"),
@@ -164,23 +162,3 @@ def _figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> d
     figures["delta_p_rms"] = Figure(rms, of_root[0], of_root[1])
     figures["same_top"] = mean_of(tokens["same_top"], stretch_N)
     return figures
-
-
-def by_confidence(top_N: Values, kl_N: Values, stretch_N: NDArray[np.int64]) -> list[Band]:
-    """Mean KL of tokens by top_N, the probability that the reference gave its first choice."""
-    which_N = np.clip(np.searchsorted(BANDS, top_N, side="right") - 1, 0, len(BANDS) - 2)
-    bands = []
-    for i in range(len(BANDS) - 1):
-        inside = which_N == i
-        mean = mean_of(kl_N[inside], stretch_N[inside]) if inside.any() else None
-        bands.append(Band(BANDS[i], BANDS[i + 1], int(inside.sum()), mean))
-    return bands
-
-
-def kl_histogram(kl_N: Values) -> Histogram:
-    """Counts of log10 of the KL. Values below the first edge, zero included, are in the first bin; those above the last
-    edge in the last."""
-    tiny = np.finfo(np.float64).tiny
-    logs = np.clip(np.log10(np.maximum(kl_N, tiny)), EDGES[0], EDGES[-1])
-    counts, _ = np.histogram(logs, bins=np.array(EDGES))
-    return Histogram(list(EDGES), [int(count) for count in counts])

@@ -5,10 +5,12 @@ that the KL of a token has an error of about 1e-7 nats.
 
 Where the head of a model is found and checked (`compress.train.objective.heads`), its forward makes no logits: they are
 made of the last hidden states in chunks, and of [B, L, V] values there is never more than a chunk. Where it is not,
-logits are made by the forward, of all tokens of a batch.
+logits are made by the forward, of all tokens of a batch. Windows longer than `FORWARD_TOKENS` are read in pieces of so
+many, through the model's own key-value cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.base.errors import CompressError
-from compress.evaluation.document import Band, Figure, Histogram
-from compress.evaluation.quality.kl_and_perplexity import by_confidence, figures_of, kl_histogram
+from compress.evaluation.document import Agreed, Band, Figure, Histogram, ItemFigures
+from compress.evaluation.quality.breakdowns import agreement, by_confidence, by_part, by_position, kl_histogram
+from compress.evaluation.quality.kl_and_perplexity import figures_of
 from compress.evaluation.quality.windows import Batch, Windows
 from compress.train.objective.heads import OutputHead, output_head
 
@@ -54,13 +57,16 @@ class Predictor:
         """Last hidden states, [P, D]; the model's logits, [P, V], where no head is known."""
         network: Any = self.network
         ids_BL = batch.ids_BL.to(next(network.parameters()).device)
-        if self.head is None:
-            hidden = network(input_ids=ids_BL).logits
-        else:
-            taken: list[Tensor] = []
-            with self.head.replaced(taken.append):
-                network(input_ids=ids_BL)
-            (hidden,) = taken
+        taken: list[Tensor] = []
+        cache, pieces = None, ids_BL.split(FORWARD_TOKENS, 1)
+        for piece_BL in pieces:
+            more = {} if len(pieces) == 1 else {"past_key_values": cache, "use_cache": True}
+            with nullcontext() if self.head is None else self.head.replaced(taken.append):
+                output = network(input_ids=piece_BL, **more)
+            if self.head is None:
+                taken.append(output.logits)
+            cache = getattr(output, "past_key_values", None)
+        hidden = torch.cat(taken, 1) if len(taken) > 1 else taken[0]
         return hidden[batch.scored_BL.to(hidden.device)]
 
     @torch.no_grad()
@@ -89,14 +95,18 @@ def compare_tokens(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor)
     """(name, value per token) for each figure stored, float64 on the CPU, from log-probabilities of the model and the
     reference."""
     at = targets_C.to(log_q_CV.device).unsqueeze(-1)
+    chosen_C1 = log_q_CV.argmax(-1, keepdim=True)
     yield "surprisal", -log_q_CV.gather(-1, at).squeeze(-1).double().cpu()
+    yield "given", (chosen_C1 == at).squeeze(-1).double().cpu()
     if log_p_CV is None:
         return
     yield "reference_surprisal", -log_p_CV.gather(-1, at).squeeze(-1).double().cpu()
     p_CV = log_p_CV.exp()
-    top_C, first_C = p_CV.max(-1)
-    yield "reference_top", top_C.double().cpu()
-    yield "same_top", (first_C == log_q_CV.argmax(-1)).double().cpu()
+    top_C1, first_C1 = p_CV.max(-1, keepdim=True)
+    yield "reference_top", top_C1.squeeze(-1).double().cpu()
+    yield "reference_given", (first_C1 == at).squeeze(-1).double().cpu()
+    yield "same_top", (first_C1 == chosen_C1).squeeze(-1).double().cpu()
+    yield "flip_margin", (log_p_CV.gather(-1, first_C1) - log_p_CV.gather(-1, chosen_C1)).squeeze(-1).double().cpu()
     kl_C = torch.sub(log_p_CV, log_q_CV).mul_(p_CV).sum(-1).double()
     lost_C = kl_C.isnan()
     if bool(lost_C.any()):  # of logits that are -inf: 0 ln 0 = 0
@@ -128,12 +138,15 @@ def compare_chunks(
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of one model on some windows, by name (`statistics`); those against a reference are absent where none was
-    given."""
+    """Figures of one model on some windows, by name (`kl_and_perplexity`), and of some of their tokens (`breakdowns`);
+    those against a reference are absent where none was given."""
 
     figures: dict[str, Figure]
     by_confidence: list[Band] = field(default_factory=list)
     kl_histogram: Histogram | None = None
+    by_position: list[Band] = field(default_factory=list)
+    by_part: list[ItemFigures] = field(default_factory=list)
+    agreement: list[Agreed] = field(default_factory=list)
 
 
 def measure(
@@ -143,28 +156,35 @@ def measure(
     reference: Predictions | None = None,
     step: Callable[[int], None] = lambda windows: None,
     narrow: bool = False,
+    parts: Sequence[str] = (),
 ) -> Quality:
     """Evaluate a model on the windows of a text. step(n) is called after every batch of n windows. narrow: computed in
-    float16, whose range may be too small.
+    float16, whose range may be too small. parts: the kind of each item, where windows hold items.
 
     A few numbers are stored per token, never its distribution. Raises CompressError for logits that are not numbers.
     """
     values: dict[str, list[torch.Tensor]] = {}
-    stretches = []
+    places: dict[str, list[torch.Tensor]] = {}
     for batch in windows.batches(max(1, FORWARD_TOKENS // windows.length)):
         for chunk in compare_chunks(model, reference, batch, vocabulary):
             for name, values_C in chunk.items():
                 values.setdefault(name, []).append(values_C)
-        stretches.append(batch.stretch_P)
+        for name, each_P in (("stretch", batch.stretch_P), ("position", batch.position_P), ("item", batch.item_P)):
+            if each_P is not None:
+                places.setdefault(name, []).append(each_P)
         step(len(batch.ids_BL))
-    tokens = {name: torch.cat(parts).numpy() for name, parts in values.items()}
+    tokens = {name: torch.cat(found).numpy() for name, found in values.items()}
     for name, whose in (("surprisal", "the model"), ("reference_surprisal", "the reference")):
         if name in tokens and not np.isfinite(tokens[name]).all():
             why = "in float16, whose range ends at 65504; measure it in a wider --dtype" if narrow else "it is damaged"
             raise CompressError(f"{whose} gives logits that are not finite numbers on this text: {why}")
-    stretch_N = torch.cat(stretches).numpy()
+    where = {name: torch.cat(found).numpy() for name, found in places.items()}
+    stretch_N = where["stretch"]
     figures = figures_of(tokens, stretch_N)
+    items = by_part(where["item"], parts, tokens, stretch_N) if parts else []
     if reference is None:
-        return Quality(figures)
+        return Quality(figures, by_part=items)
     bands = by_confidence(tokens["reference_top"], tokens["kl"], stretch_N)
-    return Quality(figures, bands, kl_histogram(tokens["kl"]))
+    positions = [] if parts else by_position(where["position"], tokens, stretch_N)
+    same = agreement(where["item"], tokens["given"]) if parts else []
+    return Quality(figures, bands, kl_histogram(tokens["kl"]), positions, items, same)

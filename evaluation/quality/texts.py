@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,25 +14,25 @@ from compress.data.bos import bos_of
 from compress.data.documents import TOKEN_FORMATS, read_documents
 from compress.data.text import check_context, check_windows, default_length, load_tokens, tokenize
 from compress.data.tokens import check_ids
-from compress.evaluation.document import Figure, TextResult
+from compress.evaluation.document import Figure, Role, TextResult
 from compress.evaluation.quality.predictor import Quality
 from compress.evaluation.quality.windows import Windows, overlapping_windows, row_windows
 from compress.model.vocabulary import check_common
 
-Role = Literal["held-out", "calibration"]
 COMPARED = ("perplexity", "log_perplexity_ratio", "kl_mean", "same_top")  # of two texts
 
 
 @dataclass(frozen=True)
 class Text:
     """A text, its role for the model, and its windows. notes: remarks for the user. shared: the number of tokens that
-    both models have, where one is padded further."""
+    both models have, where one is padded further. parts: the kind of each item, where windows hold items."""
 
     name: str
     role: Role
     windows: Windows
     notes: tuple[str, ...] = ()
     shared: int | None = None
+    parts: tuple[str, ...] = ()
 
     def among(self, shared: int) -> "Text":
         """The text for two models of which one has more tokens. Raises InputError for tokens that only one has."""
@@ -56,6 +56,9 @@ class Text:
             noise=noise,
             by_confidence=quality.by_confidence,
             kl_histogram=quality.kl_histogram,
+            by_position=quality.by_position,
+            by_part=quality.by_part,
+            agreement=quality.agreement if self.role == "answers" else [],
         )
 
 
@@ -104,7 +107,7 @@ def gap(texts: list[TextResult]) -> dict[str, Figure]:
     first: dict[str, TextResult] = {}
     for text in texts:
         first.setdefault(text.role, text)
-    if len(first) < 2:
+    if not {"held-out", "calibration"} <= first.keys():
         return {}
     one, other = first["held-out"].figures, first["calibration"].figures
     return {name: _difference(one[name], other[name]) for name in COMPARED if name in one and name in other}

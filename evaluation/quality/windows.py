@@ -6,7 +6,8 @@
                               |4 5 6 7|      may be shorter. What Hugging Face's documentation calls a sliding window.
 
 A text is one sequence of ids; `data.bos` says where BOS is in it. BOS before each of several rows is read and not
-predicted, because no row has it. Rows of a token file are windows, each read from its own start.
+predicted, because no row has it. Rows of a token file are windows, each read from its own start. Of windows that hold
+items (answers, tool calls, facts to recall) only the tokens of items are predicted.
 
 Shapes: N tokens of a text, B windows, L tokens of a window, P predicted tokens.
 """
@@ -33,12 +34,15 @@ class Span(NamedTuple):
 class Batch(NamedTuple):
     """Windows of one length. scored_BL: bool, True at the place before each predicted token. first: the number of the
     text's predicted tokens before these. stretch_P: the number of the stretch of `length` tokens that each predicted
-    token is in."""
+    token is in. position_P: tokens before it in its window. item_P: its item;
+    None where there are none."""
 
     ids_BL: Tensor
     scored_BL: Tensor
     first: int
     stretch_P: Tensor
+    position_P: Tensor
+    item_P: Tensor | None = None
 
     @property
     def targets(self) -> Tensor:
@@ -49,7 +53,8 @@ class Batch(NamedTuple):
 @dataclass(frozen=True)
 class Windows:
     """ids_N int64, and the windows on it. length, stride: tokens of a window, and between the beginnings of two.
-    begun: each begins with BOS. skipped: a token that is not predicted."""
+    begun: each begins with BOS. skipped: a token that is not predicted. item_N: the number of the item that a token
+    belongs to, -1 for none; with it, windows do not overlap."""
 
     ids_N: Tensor
     spans: tuple[Span, ...]
@@ -57,6 +62,7 @@ class Windows:
     stride: int
     begun: bool = False
     skipped: int | None = None
+    item_N: Tensor | None = None
 
     @property
     def protocol(self) -> str:
@@ -66,6 +72,8 @@ class Windows:
 
     @property
     def _protocol(self) -> str:
+        if self.item_N is not None:
+            return f"windows of {self.length} tokens, each by itself; the tokens of items are predicted"
         if self.stride == self.length:
             return (
                 f"non-overlapping windows of {self.length} tokens; every token after a window's first is predicted "
@@ -79,6 +87,8 @@ class Windows:
     @property
     def predicted(self) -> int:
         """The number of predicted tokens."""
+        if self.item_N is not None:
+            return int((self.item_N >= 0).sum())
         new = sum(span.new for span in self.spans)
         if self.skipped is None:
             return new
@@ -86,8 +96,9 @@ class Windows:
 
     def sha256(self) -> str:
         """sha256 of the ids and of the windows on them."""
-        skipped = {} if self.skipped is None else {"skipped": self.skipped}
-        return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans, **skipped})
+        more: dict[str, object] = {} if self.skipped is None else {"skipped": self.skipped}
+        more |= {} if self.item_N is None else {"items": checksum(self.item_N)}
+        return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans, **more})
 
     def batches(self, rows: int) -> Iterator[Batch]:
         """Windows in their order, at most `rows` of them together."""
@@ -104,16 +115,26 @@ class Windows:
                 ids_BL = self.ids_N[places_BL]
                 if self.skipped is not None:
                     scored_BL[:, :-1] &= ids_BL[:, 1:] != self.skipped
+                item_P = None
+                if self.item_N is not None:
+                    item_BL = self.item_N[places_BL]
+                    scored_BL[:, :-1] &= item_BL[:, 1:] >= 0
+                    item_P = item_BL[:, 1:][scored_BL[:, :-1]]
                 stretch_P = (places_BL[scored_BL] + 1) // self.length
-                yield Batch(ids_BL, scored_BL, first, stretch_P)
+                position_P = after_BL.expand_as(scored_BL)[scored_BL]
+                yield Batch(ids_BL, scored_BL, first, stretch_P, position_P, item_P)
                 first += int(scored_BL.sum())
 
 
-def row_windows(ids_BL: Tensor, begun: bool = False, skipped: int | None = None) -> Windows:
-    """Every row of ids [B, L] as a window that shares nothing with the others."""
+def row_windows(
+    ids_BL: Tensor, begun: bool = False, skipped: int | None = None, item_BL: Tensor | None = None
+) -> Windows:
+    """Every row of ids [B, L] as a window that shares nothing with the others. item_BL: as in `Windows`; no first token
+    of a row is of an item."""
     count, length = ids_BL.shape
     spans = tuple(Span(i * length, (i + 1) * length, length - 1) for i in range(count))
-    return Windows(ids_BL.reshape(-1), spans, length, length, begun, skipped)
+    item_N = None if item_BL is None else item_BL.reshape(-1)
+    return Windows(ids_BL.reshape(-1), spans, length, length, begun, skipped, item_N)
 
 
 def overlapping_windows(

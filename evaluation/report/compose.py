@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from compress.evaluation.report import facts, layer_map, quality, sensitivity, wording
+from compress.evaluation.report import facts, layer_map, quality, sensitivity, uses, wording
 from compress.evaluation.report.comparison import compare_runs
 from compress.evaluation.report.content import Article, Report, Section
 from compress.evaluation.report.runs import ReportedRun
@@ -32,6 +32,7 @@ def article(run: ReportedRun, sensitive: bool = True) -> Article:
     """Everything about one run. sensitive: include the sensitivity of its original, which several runs may share."""
     evaluation = run.evaluation
     parts: list[Section | None] = [
+        uses.section(evaluation),
         quality.section(evaluation),
         quality.tasks(evaluation.tasks),
         facts.size(evaluation),

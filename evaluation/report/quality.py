@@ -47,7 +47,7 @@ def of_text(text: TextResult) -> list[Block]:
     others = [key for key in text.figures if key not in wording.LABELS]
     columns: tuple[str, ...] = ("figure", "value ± standard error", "95 % interval")
     columns = (*columns, "noise floor") if text.noise is not None else columns
-    title = f"{wording.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
+    title = f"{wording.name(text.name)} ({text.role.replace('-', ' ')})"
     sentence = (
         f"{wording.count(text.tokens)} tokens predicted in {wording.count(text.windows)} windows of {text.length}"
         f"{'' if text.stride == text.length else f', {text.stride} apart'}: {wording.clean(text.protocol)}."

@@ -19,11 +19,9 @@ UNCLEAR = 0.1  # width of a difference's interval, from which on the task has to
 
 
 def held_out(evaluation: Evaluation) -> TextResult | None:
-    """The text behind the first figures: the first held-out one, or else the first."""
-    return next(
-        (text for text in evaluation.texts if text.role == "held-out"),
-        evaluation.texts[0] if evaluation.texts else None,
-    )
+    """The text behind the first figures: the first held-out one, or else the calibration text."""
+    texts = sorted(evaluation.texts, key=lambda text: text.role != "held-out")
+    return next((text for text in texts if text.role in ("held-out", "calibration")), None)
 
 
 def change(evaluation: Evaluation) -> Figure | None:
@@ -68,11 +66,12 @@ def smaller(evaluation: Evaluation) -> float | None:
 
 
 def verdict(evaluation: Evaluation) -> str:
-    """One to five short sentences."""
+    """Short sentences, one for each kind of measurement."""
     sentences = [
         *_size(evaluation),
         *_perplexity(evaluation),
         *_divergence(evaluation),
+        *_probes(evaluation),
         *_tasks(evaluation.tasks),
         *_speed(evaluation),
     ]
@@ -105,7 +104,7 @@ def _perplexity(evaluation: Evaluation) -> list[str]:
     own = None if text is None else text.figures.get("perplexity")
     if text is None or own is None:
         others = [*encoder_sentences(evaluation), *classifier_sentences(evaluation)]
-        return others if others or evaluation.tasks else ["Quality was not measured."]
+        return others if others or evaluation.tasks or evaluation.texts else ["Quality was not measured."]
     reference = text.figures.get("reference_perplexity")
     if reference is None or moved is None:
         return [f"Perplexity {wording.with_error(own)}{sample(text)}; there is no original to hold it against."]
@@ -150,6 +149,24 @@ def _divergence(evaluation: Evaluation) -> list[str]:
     same = "" if top is None else f", the same first choice for {wording.share(top.value)} of the tokens"
     floor = " (that is the noise floor)" if at_floor(text) else ""
     return [f"KL to the original {wording.with_error(kl)} nats per token{floor}{same}."]
+
+
+def _probes(evaluation: Evaluation) -> Iterator[str]:
+    """Sentences on the original's answers, facts to recall and tool calls."""
+    for text in evaluation.texts:
+        exact, reference, items = 0.0, 0.0, 0
+        for part in text.by_part if text.role != "held-out" else ():
+            own, theirs = part.figures.get("exact"), part.figures.get("reference_exact")
+            if own is not None and part.name != "prose":
+                exact, items = exact + own.value * part.items, items + part.items
+                reference += 0.0 if theirs is None else theirs.value * part.items
+        beside = f" (the original {reference:.0f})" if "kl_mean" in text.figures else ""
+        if text.role == "answers":
+            yield f"{exact:.0f} of {items} answers of the original are the same to the end{beside}."
+        elif text.role == "recall":
+            yield f"{exact:.0f} of {items} facts recalled{beside}."
+        elif text.role == "tools":
+            yield f"{exact:.0f} of {items} tool calls exact{beside}."
 
 
 def _signed(figure: Figure) -> str:

@@ -1159,6 +1159,14 @@ OTHERS: dict[str, Case] = {
         lambda d: command("evaluate", d.model, "--pairs", d.here / "no.jsonl"),
         ("no.jsonl' does not exist", "sentence1, sentence2, score"),
     ),
+    "evaluate: answers without an original": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--answers", 2),
+        ("answers are those of the original", "give it (reference)"),
+    ),
+    "evaluate: no window of facts": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--recall", 0),
+        ("recall 0", "1 or more"),
+    ),
     "evaluate: prompts that are none": (
         lambda d: command("evaluate", d.model, "--text", d.tokens, "--prompts", d.here / "no.txt"),
         ("no.txt cannot be read", "a prompt on each line"),
@@ -1454,7 +1462,7 @@ def test_a_pattern_that_stands_still_is_refused(
             "'--batch-size': 'many' is not a valid integer",
         ),
         (["evaluate", "demo", "--dtype", "int3"], "'--dtype': 'int3' is not one of 'stored', 'float32', "),
-        (["evaluate", "demo"], "nothing to measure on; give --text TEXT, --task FILE, or both"),
+        (["evaluate", "demo"], "nothing to measure on; give --text TEXT, --task FILE, --tools, or several"),
         (
             ["evaluate", "demo", "--json", "no/such/file"],
             "'no/such/file' cannot be written: there is no folder no/such",

@@ -15,7 +15,10 @@ COMMANDS = {
     "plan": ("plan", "{model}", "--method", "rtn", "--scheme", "w4a16", "--group-size", "32"),
     "quantize": ("quantize", "{model}", "--method", "rtn", "--group-size", "32", "--output", "{name}"),
     "evaluate": ("evaluate", "{packed}", "--reference", "{model}", "--text", "{tokens}", "--no-keep"),
-    "details": ("evaluate", "{packed}", "--reference", "{model}", "--text", "{tokens}", "--no-keep", "--details"),
+    "details": (
+        *("evaluate", "{packed}", "--reference", "{model}", "--text", "{tokens}", "--no-keep", "--details"),
+        *("--answers", "2", "--answer-tokens", "8"),
+    ),
     "inspect": ("inspect", "{packed}"),
     "kernels": ("inspect", "{packed}", "--kernels"),
     "layouts": ("export", "{packed}", "--list"),

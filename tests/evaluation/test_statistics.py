@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress.checkpoint.read.source import DEMO
 from compress.evaluation.quality import predictor
-from compress.evaluation.quality.kl_and_perplexity import BANDS, NAMES, figures_of
+from compress.evaluation.quality.breakdowns import BANDS
+from compress.evaluation.quality.kl_and_perplexity import NAMES, figures_of
 from compress.evaluation.quality.windows import Batch, row_windows
 
 WINDOWS, LENGTH, VOCABULARY = 12, 31, 40

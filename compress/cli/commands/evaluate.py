@@ -18,9 +18,30 @@ from compress.cli.options import begin, given, write_report
 if TYPE_CHECKING:
     from compress.evaluation.document import Evaluation
     from compress.evaluation.optional_measurements import Asked
+    from compress.evaluation.probes.asked import Probes
 
 
 KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
+
+
+probe_options = group(
+    click.option(
+        "--answers",
+        type=int,
+        metavar="N",
+        help="Let the original answer N prompts, and measure where MODEL would answer otherwise.",
+    ),
+    click.option(
+        "--answer-tokens", type=int, default=128, show_default=True, help="Most tokens of an answer (--answers)."
+    ),
+    click.option(
+        "--recall",
+        type=int,
+        metavar="N",
+        help="Hide facts in the text and ask for them, in N windows of each of three kinds.",
+    ),
+    click.option("--tools", is_flag=True, help="Measure on 50 conversations with tool calls."),
+)
 
 
 asked_options = group(
@@ -30,7 +51,10 @@ asked_options = group(
         "--continuations", is_flag=True, help="Let both models continue the beginnings of the text (in the report)."
     ),
     click.option(
-        "--prompts", metavar="FILE", help="Let both models continue these prompts, one per line (in the report)."
+        "--prompts",
+        metavar="FILE",
+        help="Prompts for --continuations and --answers: one per line, or .jsonl with messages.  [default: pieces "
+        "of the text]",
     ),
     click.option(
         "--keep/--no-keep",
@@ -42,13 +66,24 @@ asked_options = group(
 )
 
 
-def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
-    """The options as one value. Raises InputError for prompts that cannot be read: before any work."""
+def _asked(options: dict[str, Any]) -> "tuple[Asked, Probes]":
+    """(What is measured by running both models, probes) as the options ask for them, which are taken out. Raises
+    InputError for prompts that cannot be read: before any work."""
     from compress.evaluation.optional_measurements import Asked
-    from compress.evaluation.quality.generations import read_prompts
+    from compress.evaluation.quality.prompts import read_prompts
 
-    given = () if prompts is None else tuple(read_prompts(prompts))
-    return Asked(speed, memory, continuations or prompts is not None, given)
+    path = options.pop("prompts")
+    prompts = () if path is None else read_prompts(path)
+    of_probes = {name: options.pop(name) for name in OF_PROBES}
+    speed, memory, continuations = (options.pop(name) for name in OF_GENERATION)
+    answers = of_probes["answers"] is not None
+    asked = Asked(speed, memory, continuations or (path is not None and not answers), prompts)
+    return asked, compress.Probes(**of_probes, prompts=prompts if answers else ())
+
+
+def _asks_itself(tools: bool, answers: int | None, prompts: str | None, **_: Any) -> bool:
+    """True where a probe needs no text."""
+    return tools or (answers is not None and prompts is not None)
 
 
 def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, Any]) -> Path | None:
@@ -82,7 +117,8 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
 
 OF_TEXT = ("calibration", "length", "stride", "bos", "samples", "noise_floor", "no_cache")
 OF_TASKS = ("tasks", "questions")
-OF_GENERATION = ("speed", "memory", "continuations", "prompts")
+OF_GENERATION = ("speed", "memory", "continuations")
+OF_PROBES = ("answers", "answer_tokens", "recall", "tools")
 SAID = {"texts": "text", "tasks": "task"}
 FOR = {"pairs": "encoders", "labelled": "classifiers"}
 
@@ -95,7 +131,7 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     "texts",
     multiple=True,
     metavar="TEXT",
-    help="Held-out text, or token ids. Needed unless --task, --pairs or --labelled is given. Repeatable.",
+    help="Held-out text, or token ids. Needed unless --task, --tools, --pairs or --labelled is given. Repeatable.",
 )
 @task_options
 @click.option(
@@ -109,7 +145,13 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
 @click.option(
     "--calibration", metavar="TEXT", help="The calibration text: measured too, to show overfitting (gap to --text)."
 )
-@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option(
+    "--length",
+    "--depth",
+    type=int,
+    help="Tokens per window of text; longer than 512: figures by position, too.  [default: the model's context, at "
+    "most 2048]",
+)
 @click.option(
     "--stride",
     type=int,
@@ -137,6 +179,7 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
     "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
 )
 @reading_options
+@probe_options
 @asked_options
 @exits_cleanly
 def evaluate(
@@ -158,7 +201,7 @@ def evaluate(
     Prints a verdict and a table; --details prints every figure. KL is KL(original || MODEL) in nats per token; ± is one
     standard error over windows of the text; sizes are those of the weight files.
     """
-    _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
+    _check(texts, tasks, _asks_itself(**options), {"pairs": pairs, "labelled": labelled})
     begin()
     from compress.checkpoint.read.source import checkpoint_of
     from compress.cli.progress import reporting
@@ -168,7 +211,7 @@ def evaluate(
     from compress.evaluation.quality.gates import broken_gates, in_words, parse_gate
 
     conditions = [parse_gate(gate) for gate in gates]
-    asked = asked_of(**{name: options.pop(name) for name in OF_GENERATION})
+    asked, probes = _asked(options)
     of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
     cache, dtype = not of_text.pop("no_cache"), arithmetic(options.pop("dtype"))
     with reporting("evaluate", quiet) as reporter:
@@ -181,7 +224,7 @@ def evaluate(
             evaluation = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
             evaluation = compress.evaluate(
-                model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, **of_text, **words
+                model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, probes=probes, **of_text, **words
             )
             evaluation = with_asked(evaluation, model, asked=asked, text=texts[0] if texts else "demo", **words)
     results = [gate.check(evaluation) for gate in conditions]
@@ -208,18 +251,19 @@ def arithmetic(name: str | None) -> Any:
     return name if name in (None, "stored") else getattr(torch, name)
 
 
-def _check(texts: tuple[str, ...], tasks: tuple[str, ...], others: dict[str, str | None]) -> None:
-    """Refuse options that have nothing to do with what is measured. others: files for models of other kinds."""
+def _check(texts: tuple[str, ...], tasks: tuple[str, ...], asks_itself: bool, others: dict[str, str | None]) -> None:
+    """Refuse options that have nothing to do with what is measured. asks_itself: probes that need no text. others:
+    files for models of other kinds."""
     files = [name for name, file in others.items() if file is not None]
     if len(files) > 1:
         raise InputError("--pairs is for encoders, --labelled for classifiers; give one of them")
-    if not texts and not tasks and not files:
+    if not texts and not tasks and not files and not asks_itself:
         raise InputError(
-            "nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE, a classifier: "
-            "--labelled FILE)"
+            "nothing to measure on; give --text TEXT, --task FILE, --tools, or several of them (an encoder: --pairs "
+            "FILE, a classifier: --labelled FILE)"
         )
     of_language = {"texts": "text", **dict.fromkeys(OF_TEXT, "text"), **dict.fromkeys(OF_TASKS, "tasks")}
-    of_language |= dict.fromkeys((*OF_GENERATION, "dtype"), "models that generate text")
+    of_language |= dict.fromkeys((*OF_GENERATION, *OF_PROBES, "prompts", "dtype"), "models that generate text")
     for name, about in of_language.items():
         if files and given(name):
             told = SAID.get(name, name).replace("_", "-")
