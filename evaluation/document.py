@@ -62,7 +62,7 @@ class ItemFigures:
     """Items of one kind: answers, tool calls, facts to recall.
 
     figures: kl_mean, flips, flip_margin, log_perplexity_ratio of their tokens; exact, reference_exact: the share of
-    items of which each token is the first choice of the model, of the reference.
+    items of which each token is the first choice of the model, of the reference; unflipped: the share without a flip.
     """
 
     name: str

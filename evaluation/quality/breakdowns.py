@@ -114,11 +114,11 @@ def _compared(tokens: Tokens, stretch_N: Numbers, inside: NDArray[np.bool_]) -> 
 def _exact(
     item_N: Numbers, tokens: Tokens, stretch_N: Numbers, inside: NDArray[np.bool_]
 ) -> Iterator[tuple[str, Figure]]:
-    """The shares of exact items, by the model and by its reference. Items that are windows of their own have exact
-    intervals where those are needed."""
+    """The shares of exact items, by the model and by its reference, and of items without a flip. Items that are windows
+    of their own have exact intervals where those are needed."""
     _, first, which = np.unique(item_N[inside], return_index=True, return_inverse=True)
     windows_I = stretch_N[inside][first]
-    for name, given in (("exact", "given"), ("reference_exact", "reference_given")):
+    for name, given in (("exact", "given"), ("reference_exact", "reference_given"), ("unflipped", "same_top")):
         if given in tokens:
             missed_I = np.bincount(which, weights=1 - tokens[given][inside])
             exact_I = (missed_I == 0).astype(np.float64)

@@ -36,7 +36,7 @@ GAPS = tuple(f"gap.{name}" for name in COMPARED)
 WRITTEN = re.compile(r"\s*(.*?)\s*([<>]=?)\s*(.*?)\s*")
 OF_NOISE = re.compile(r"(?:(\S+)\s*\*\s*)?noise")
 OF_A_TASK = re.compile(r"tasks\.(.+)\.(\w+)")
-OF_ITEMS = ("kl_mean", "flips", "flip_margin", "log_perplexity_ratio", "exact", "reference_exact")
+OF_ITEMS = ("kl_mean", "flips", "flip_margin", "log_perplexity_ratio", "exact", "reference_exact", "unflipped")
 PROBED = tuple(f"{role}.{name}" for role in ("answers", "recall", "tools") for name in OF_ITEMS)
 FAR = ("far.kl_mean", "far.flips", "far.flip_margin")
 ANY = "*"

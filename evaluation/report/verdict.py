@@ -162,7 +162,8 @@ def _probes(evaluation: Evaluation) -> Iterator[str]:
                 reference += 0.0 if theirs is None else theirs.value * part.items
         beside = f" (the original {reference:.0f})" if "kl_mean" in text.figures else ""
         if text.role == "answers":
-            yield f"{exact:.0f} of {items} answers of the original are the same to the end{beside}."
+            itself = "" if round(reference) == items else f" (the original asked again: {reference:.0f})"
+            yield f"{exact:.0f} of {items} answers are the original's to the end{itself}."
         elif text.role == "recall":
             yield f"{exact:.0f} of {items} facts recalled{beside}."
         elif text.role == "tools":

@@ -237,6 +237,7 @@ def test_all_that_was_asked_is_shown(probed: Evaluation) -> None:
         ("far.kl_mean > 1e9", True),
         ("far.flips >= 0", False),
         ("tools.exact < 1", False),
+        ("tools.unflipped > 1", True),
         ("answers.kl_mean < 0", True),
         ("recall.reference_exact > 0", True),
     ],
