@@ -217,7 +217,7 @@ def _what_to_show(found: FoundModel) -> str:
     taken = _main_input(found)
     images = "a folder of images, or " if _reads_images(found) else ""
     if taken == TOKENS:
-        return f"give {images}text, token ids or 'demo'"
+        return f"give {images}text, token ids or 'demo', or 'self', what the model itself writes"
     return (
         f"the model takes {taken}: give {images}batches in Python (compress.quantize(..., calibration=[{{'{taken}': "
         "tensor}, ...])) or such a list in a .pt file (torch.save), or use a method that needs no data, like rtn"

@@ -58,22 +58,22 @@ def quantize(
     model: a directory, hub id or 'demo', or a model in memory (changed in place). calibration: text ('demo', a file, a
     datasets id), token ids [samples, length], a .pt/.npy file of them, a list of dictionaries of model inputs, or
     'self': what the model itself writes (`compress.jobs.own_text`). training: data of passes that train, all of it, in
-    the same forms but 'self' (with `labels` for a task other than the next
-    token); by default the calibration data. output: a directory to write (None: only return the model). ignore:
-    shell-style or re: patterns of layers to skip. samples, length: windows of text (128 of the model's context, at most
-    2048). bos: BOS before every "row" of text, before every "window", or "none" (by default as its tokenizer does).
-    device: where blocks are worked on (a CUDA device if there is one). dtype: of that work (the model's own on a GPU,
-    float32 on a CPU). verify: reload the output in a fresh process and compare (by default for models up to 2 GiB).
-    store: "2:4" writes layers that are pruned so without their zeros, for `load` alone, and fails at the first that is
-    not. shard_size: largest weight file, bytes or words like "2GB" (by default 5 GB). fsdp: shard the model over the
-    ranks of the initialised process group; "2x8": two replicas, each sharded over 8 ranks. one_block: run the model as
-    a whole; also where its blocks are no chain. convolutions: whether they are layers, too (by default only in CNNs).
-    experts: each of fused experts is a layer, too, in memory (see `split_experts`). drop_zeros: let go of the zeros of
-    a model that comes pruned (a layer of which more than 5 % are exactly zero, or as many as its compress.json says);
-    by default they stay, and passes that keep none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or
-    more (`kernels.spill`). trust_remote_code: run Python code that comes with a model given by name. restore: undo all
-    changes of a model in memory after an exception, which takes the memory of its blocks; False: the exception names
-    the changed blocks. keep_codes: the result has all codes, for `export_onnx`.
+    the same forms (with `labels` for a task other than the next token); by default the calibration data. output: a
+    directory to write (None: only return the model). ignore: shell-style or re: patterns of layers to skip. samples,
+    length: windows of text (128 of the model's context, at most 2048). bos: BOS before every "row" of text, before
+    every "window", or "none" (by default as its tokenizer does). device: where blocks are worked on (a CUDA device if
+    there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a
+    fresh process and compare (by default for models up to 2 GiB). store: "2:4" writes layers that are pruned so without
+    their zeros, for `load` alone, and fails at the first that is not. shard_size: largest weight file, bytes or words
+    like "2GB" (by default 5 GB). fsdp: shard the model over the ranks of the initialised process group; "2x8": two
+    replicas, each sharded over 8 ranks. one_block: run the model as a whole; also where its blocks are no chain.
+    convolutions: whether they are layers, too (by default only in CNNs). experts: each of fused experts is a layer,
+    too, in memory (see `split_experts`). drop_zeros: let go of the zeros of a model that comes pruned (a layer of which
+    more than 5 % are exactly zero, or as many as its compress.json says); by default they stay, and passes that keep
+    none are refused. spill: a folder on a disk for CPU tensors of 4 MiB or more (`kernels.spill`). trust_remote_code:
+    run Python code that comes with a model given by name. restore: undo all changes of a model in memory after an
+    exception, which takes the memory of its blocks; False: the exception names the changed blocks. keep_codes: the
+    result has all codes, for `export_onnx`.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """

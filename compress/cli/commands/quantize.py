@@ -149,7 +149,7 @@ def method_without_text(engine: str, method: str) -> tuple[str, list[str]]:
 
     if engine_named(engine).mix is None:
         return method, []
-    return "rtn", [f"no --calibration: rounded to nearest; with a text, {method} is closer to the original"]
+    return "rtn", [f"no --calibration: rounded to nearest; with a text (or self), {method} is closer to the original"]
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
