@@ -41,6 +41,10 @@ class Probes:
                 raise InputError(f"{name} {value}; allowed: 1 or more")
         if self.prompts and self.answers is None:
             raise InputError("prompts are for answers; say how many are to be answered (answers)")
+        if self.prompts and len(self.prompts) < (self.answers or 0):
+            raise InputError(
+                f"answers {self.answers} to {len(self.prompts)} prompts; ask for fewer, or give more prompts"
+            )
         if self.recall is not None and not has_text:
             raise InputError("facts to recall are hidden in a text; give one (text)")
         if self.answers is not None and not has_reference:
@@ -67,6 +71,8 @@ class Probes:
         else:
             assert held_out is not None
             prompts = pieces_of(held_out.windows, self.answers)
+        if not all(prompts):
+            raise InputError("a prompt holds no token; leave it out")
         context = getattr(config, "max_position_embeddings", None)
         longest = max(map(len, prompts)) + self.answer_tokens
         if context is not None and longest > context:

@@ -61,8 +61,6 @@ def recall_text(windows: Windows, tokenizer: Any, of_a_kind: int) -> Text:
     windows that are too short."""
     if windows.length < SHORTEST:
         raise InputError(f"recall in windows of {windows.length} tokens; allowed: {SHORTEST} or more (--length)")
-    if of_a_kind < 1:
-        raise InputError(f"recall {of_a_kind}; allowed: 1 window of each kind, or more")
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -260,6 +260,8 @@ def test_a_gate_of_what_was_not_asked_fails(pair: tuple[Path, Path]) -> None:
         ({"text": "demo", "answers": 0}, "answers 0"),
         ({"text": "demo", "recall": 0}, "recall 0"),
         ({"text": "demo", "prompts": ["a"]}, "say how many"),
+        ({"prompts": ["a"], "answers": 2}, "answers 2 to 1 prompts"),
+        ({"prompts": [""], "answers": 1}, "holds no token"),
         ({"answers": 1, "prompts": ["a"], "answer_tokens": 300}, "ask for shorter answers"),
         ({"text": "demo", "samples": 1, "answers": 99}, "give more text"),
         ({"text": "demo", "length": 128, "recall": 1}, "allowed: 256 or more"),
