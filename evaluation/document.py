@@ -116,6 +116,19 @@ class TextResult:
     by_part: list[ItemFigures] = field(default_factory=list)
     agreement: list[Agreed] = field(default_factory=list)
 
+    @property
+    def is_probe(self) -> bool:
+        """True for windows of items, False for a text that somebody wrote."""
+        return self.role not in ("held-out", "calibration")
+
+    def items_with(self, share: str) -> tuple[float, int] | None:
+        """(Items that have a share of `by_part`, like `exact`; all items), those of prose aside; None where it was not
+        measured."""
+        parts = [part for part in self.by_part if part.name != "prose"]
+        if not parts or any(share not in part.figures for part in parts):
+            return None
+        return sum(part.figures[share].value * part.items for part in parts), sum(part.items for part in parts)
+
 
 @dataclass(frozen=True)
 class EmbeddingResult:

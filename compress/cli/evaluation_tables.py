@@ -39,7 +39,7 @@ def tables_of(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> 
     """Tables of all that was measured: a row for each model, the original first where there is one, and for each
     task."""
     _, last = rows[-1]
-    tables = [_of_texts(rows, reference)] if _read(last) else []
+    tables = [_of_texts(rows, reference)] if _written(last) else []
     if not last.texts:
         blocks = quality.section(last).blocks
         tables += [narrowed(block) for block in blocks if isinstance(block, ReportTable)]
@@ -47,9 +47,9 @@ def tables_of(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> 
     return [*tables, *([] if used is None else [narrowed(used)]), *([_of_tasks(last.tasks)] if last.tasks else [])]
 
 
-def _read(evaluation: Evaluation) -> list[TextResult]:
+def _written(evaluation: Evaluation) -> list[TextResult]:
     """Texts that somebody wrote; probes have a table of their own."""
-    return [text for text in evaluation.texts if text.role in ("held-out", "calibration")]
+    return [text for text in evaluation.texts if not text.is_probe]
 
 
 def narrowed(table: Block) -> ReportTable:
@@ -64,10 +64,10 @@ def narrowed(table: Block) -> ReportTable:
 def _of_texts(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> ReportTable:
     """A row for each model on each text."""
     _, last = rows[-1]
-    texts = _read(last)
+    texts = _written(last)
     several, shown = len(texts) > 1, []
     for i, text in enumerate(texts):
-        cells = [_row(name, _read(e)[i].figures, "perplexity", e.bytes, e.bits_per_weight) for name, e in rows]
+        cells = [_row(name, _written(e)[i].figures, "perplexity", e.bytes, e.bits_per_weight) for name, e in rows]
         if reference is not None:
             size = None if last.reference_size is None else last.reference_size.bytes
             cells.insert(0, _row(reference, text.figures, "reference_perplexity", size, None))

@@ -37,6 +37,11 @@ def tokenize(documents: Documents, tokenizer: PreTrainedTokenizerBase, bos: Bos)
     return torch.tensor([token for row in rows for token in bos.row(row)], dtype=torch.int64)
 
 
+def bare_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a piece of a text, without the special tokens that the tokenizer puts around a whole one."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def windows(ids_N: Tensor, length: int, source: str, bos: Bos) -> Tensor:
     """Non-overlapping windows [samples, length] of ids; a last partial window is dropped."""
     before = torch.tensor(bos.before_windows, dtype=torch.int64)

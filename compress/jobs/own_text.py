@@ -23,7 +23,7 @@ from compress.base.errors import InputError
 from compress.checkpoint.files import fingerprint, write_whole
 from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.data.chat import template_of
-from compress.data.text import check_context, check_windows, default_length
+from compress.data.text import bare_tokens, check_context, check_windows, default_length
 from compress.data.tokens import Tokens
 from compress.inference.continued import continue_rows
 from compress.inference.load.conversions import on
@@ -105,7 +105,7 @@ def _beginning(found: FoundModel, network: Any) -> list[int]:
     tokenizer: Any = None if found.source is None else load_tokenizer(found.source)
     if getattr(tokenizer, "chat_template", None):
         whole = template_of(tokenizer)(([{"role": "user", "content": MARK}], None))
-        return list(tokenizer(whole.partition(MARK)[0], add_special_tokens=False, verbose=False)["input_ids"])
+        return bare_tokens(tokenizer, whole.partition(MARK)[0])
     for config in (network.generation_config, network.config.get_text_config()):
         for token in (config.bos_token_id, config.eos_token_id):
             if token is not None:

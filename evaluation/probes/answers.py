@@ -12,7 +12,6 @@ reproduces, and is the most that a model can reach.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from torch import nn
@@ -44,16 +43,10 @@ class Prompts:
     def text(self, network: nn.Module, source: Source | None, note: Note) -> Text:
         """The prompts with their answers, of which only the answers are predicted. source: of the network, if what it
         writes may be cached."""
-        parameter, place = next(network.parameters()), None
+        place = None
         if source is not None:
-            key = {
-                "model": source.fingerprint(),
-                "dtype": str(parameter.dtype),
-                "device": parameter.device.type,
-                "prompts": self.prompts,
-                "tokens": self.tokens,
-                "versions": {name: version(name) for name in ("torch", "transformers")},
-            }
+            about = reference_states.model_key(source, next(network.parameters()))
+            key = {**about, "prompts": self.prompts, "tokens": self.tokens}
             place = reference_states.folder() / f"{fingerprint(key)}.written.json"
         answers = None if place is None else self._read(place, note)
         if answers is None:

@@ -19,10 +19,12 @@ Departs from these: scored by the tokens of the right answer instead of by what 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from compress.base.errors import InputError
+from compress.data.text import bare_tokens
 from compress.evaluation.probes.rows import Row, rows_text
 from compress.evaluation.quality.breakdowns import NEAR
 from compress.evaluation.quality.texts import Text
@@ -62,27 +64,20 @@ def recall_text(windows: Windows, tokenizer: Any, of_a_kind: int) -> Text:
     if windows.length < SHORTEST:
         raise InputError(f"recall in windows of {windows.length} tokens; allowed: {SHORTEST} or more (--length)")
 
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+    encode, ids = partial(bare_tokens, tokenizer), windows.ids_N.tolist()
     begun = [] if windows.skipped is None else [windows.skipped]
     rows: list[Row] = []
     parts: list[str] = []
     for kind in KINDS:
         for i in range(of_a_kind):
             dice = random.Random(f"{kind} {i}")
-            row, found = _window(kind, _filler(windows, len(rows)), windows.length, dice, encode, begun)
+            begin = len(rows) * 997 * len(windows.spans) % len(ids)  # another place for every window
+            turned = ids[begin:] + ids[:begin]
+            filler = turned * math.ceil(windows.length / len(turned))
+            row, found = _window(kind, filler, windows.length, dice, encode, begun)
             rows.append(row)
             parts += found
     return rows_text(f"{len(rows)} windows of facts to recall", "recall", rows, parts)
-
-
-def _filler(windows: Windows, first: int) -> list[int]:
-    """Tokens of the text, from another place for every window, at least as many as a window has."""
-    ids = windows.ids_N.tolist()
-    begin = first * 997 * len(windows.spans) % len(ids)
-    turned = ids[begin:] + ids[:begin]
-    return turned * math.ceil(windows.length / len(turned))
 
 
 def _window(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.data.chat import Message, template_of
-from compress.data.text import check_context
+from compress.data.text import bare_tokens, check_context
 from compress.evaluation.probes.rows import rows_text
 from compress.evaluation.quality.generations import parting
 from compress.evaluation.quality.texts import Text
@@ -52,7 +52,7 @@ def tools_text(tokenizer: Any, config: Any) -> Text:
     rows, parts = [], []
     for row in conversations():
         pieces = list(_pieces(row, write))
-        rows.append([(_tokens(tokenizer, text), spoken is not None) for text, spoken in pieces])
+        rows.append([(bare_tokens(tokenizer, text), spoken is not None) for text, spoken in pieces])
         parts += [spoken for _, spoken in pieces if spoken is not None]
     text = rows_text(f"{len(rows)} conversations with tool calls", "tools", rows, parts)
     check_context("the set of tool calls", text.windows.length, config)
@@ -102,7 +102,3 @@ def _plainly(messages: list[Message], begin: bool) -> str:
     """Messages where there is no template."""
     text = "".join(f"{ROLES[message['role']]}: {message['content']}\n\n" for message in messages)
     return text + f"{ROLES['assistant']}: " if begin else text
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

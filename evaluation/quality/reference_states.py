@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -59,17 +59,21 @@ def folder() -> Path:
     return cache_directory() / "references"
 
 
-def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
-    """The path KEY.json of this model's states on these windows."""
-    parameter = next(asked.network.parameters())
-    key = {
+def model_key(source: Source, parameter: Tensor, *libraries: str) -> dict[str, Any]:
+    """The entries of a cache key on which all that a model says depends. parameter: one of the model as it is asked. libraries: besides torch and
+    transformers."""
+    return {
         "model": source.fingerprint(),
         "dtype": str(parameter.dtype),
         "device": parameter.device.type,
-        "text": windows.sha256(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "format": FORMAT,
+        "versions": {name: version(name) for name in ("torch", "transformers", *libraries)},
     }
+
+
+def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
+    """The path KEY.json of this model's states on these windows."""
+    about = model_key(source, next(asked.network.parameters()))
+    key = {**about, "text": windows.sha256(), "format": FORMAT}
     return folder() / f"{fingerprint(key)}.json"
 
 

@@ -49,8 +49,8 @@ class Use:
         return (
             self.name,
             wording.count(self.tokens),
-            wording.NONE if self.kl is None else wording.with_error(self.kl),
-            wording.NONE if self.flips is None else wording.with_error(self.flips, 100, " %"),
+            _cell(self.kl),
+            _cell(self.flips, 100, " %"),
             own,
             wording.interval(self.exact, 100, " %"),
             wording.NONE if self.reference_exact is None else wording.share(self.reference_exact.value),
@@ -73,10 +73,7 @@ def uses_of(evaluation: Evaluation) -> Iterator[Use]:
             name = part.name if text.role == "answers" else f"tools: {part.name}"
             yield Use(name, part.tokens, figures.get("kl_mean"), figures.get("flips"), *exact)
         if text.role == "recall":
-            exact = [
-                _mean([part.figures.get(name) for part in text.by_part], [part.items for part in text.by_part])
-                for name in ("exact", "reference_exact")
-            ]
+            exact = [_share_with(text, name) for name in ("exact", "reference_exact")]
             yield Use("recall", text.tokens, kl, None if same is None else _rest(same), *exact)
 
 
@@ -114,12 +111,15 @@ def _rest(share: Figure) -> Figure:
     return Figure(1 - share.value, share.error, share.token_error, ends)
 
 
-def _mean(figures: Sequence[Figure | None], weights: Sequence[int]) -> Figure | None:
-    """The mean of the shares of several kinds of items; None where one was not measured."""
-    found = [each for each in figures if each is not None]
-    if not found or len(found) < len(figures):
-        return None
-    return Figure(sum(each.value * weight for each, weight in zip(found, weights, strict=True)) / sum(weights))
+def _share_with(text: TextResult, share: str) -> Figure | None:
+    """The share of all items that have a share of `by_part`; None where it was not measured."""
+    found = text.items_with(share)
+    return None if found is None else Figure(found[0] / found[1])
+
+
+def _cell(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
+    """A figure with its error, or a dash."""
+    return wording.NONE if figure is None else wording.with_error(figure, scale, unit)
 
 
 def _by_position(bands: Sequence[Band]) -> ReportTable:
@@ -127,9 +127,9 @@ def _by_position(bands: Sequence[Band]) -> ReportTable:
         (
             f"{band.low:,.0f} to {band.high:,.0f}",
             wording.count(band.tokens),
-            wording.with_error(band.kl_mean),
-            wording.with_error(band.flips, 100, " %"),
-            wording.NONE if band.flip_margin is None else wording.with_error(band.flip_margin),
+            _cell(band.kl_mean),
+            _cell(band.flips, 100, " %"),
+            _cell(band.flip_margin),
         )
         for band in bands
     ]
@@ -139,7 +139,11 @@ def _by_position(bands: Sequence[Band]) -> ReportTable:
 
 def _agreed(shares: Sequence[Agreed]) -> ReportTable:
     rows = [
-        ("to the end" if each.tokens is None else wording.count(each.tokens), *_share_cells(each.share))
+        (
+            "to the end" if each.tokens is None else wording.count(each.tokens),
+            wording.share(each.share.value),
+            wording.interval(each.share, 100, " %"),
+        )
         for each in shares
     ]
     return ReportTable(("tokens", "same answers", "95 % interval"), rows, "Answers in the same words", folded=True)
@@ -148,15 +152,8 @@ def _agreed(shares: Sequence[Agreed]) -> ReportTable:
 def _recall(text: TextResult) -> ReportTable:
     rows = []
     for part in text.by_part:
-        figures = part.figures
-        shares = (
-            wording.NONE if figures.get(name) is None else wording.with_error(figures[name], 100, " %")
-            for name in ("exact", "reference_exact")
-        )
-        cells = (
-            wording.NONE if figures.get(name) is None else wording.with_error(figures[name])
-            for name in ("kl_mean", "log_perplexity_ratio")
-        )
+        shares = (_cell(part.figures.get(name), 100, " %") for name in ("exact", "reference_exact"))
+        cells = (_cell(part.figures.get(name)) for name in ("kl_mean", "log_perplexity_ratio"))
         rows.append((part.name, wording.count(part.items), *shares, *cells))
     columns = (
         "kind and distance",
@@ -167,10 +164,6 @@ def _recall(text: TextResult) -> ReportTable:
         wording.LABELS["log_perplexity_ratio"],
     )
     return ReportTable(columns, rows, "Facts to recall")
-
-
-def _share_cells(figure: Figure) -> tuple[str, str]:
-    return wording.share(figure.value), wording.interval(figure, 100, " %")
 
 
 def _positions(bands: Sequence[Band]) -> Picture:

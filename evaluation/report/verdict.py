@@ -21,7 +21,7 @@ UNCLEAR = 0.1  # width of a difference's interval, from which on the task has to
 def held_out(evaluation: Evaluation) -> TextResult | None:
     """The text behind the first figures: the first held-out one, or else the calibration text."""
     texts = sorted(evaluation.texts, key=lambda text: text.role != "held-out")
-    return next((text for text in texts if text.role in ("held-out", "calibration")), None)
+    return next((text for text in texts if not text.is_probe), None)
 
 
 def change(evaluation: Evaluation) -> Figure | None:
@@ -154,15 +154,15 @@ def _divergence(evaluation: Evaluation) -> list[str]:
 def _probes(evaluation: Evaluation) -> Iterator[str]:
     """Sentences on the original's answers, facts to recall and tool calls."""
     for text in evaluation.texts:
-        exact, reference, items = 0.0, 0.0, 0
-        for part in text.by_part if text.role != "held-out" else ():
-            own, theirs = part.figures.get("exact"), part.figures.get("reference_exact")
-            if own is not None and part.name != "prose":
-                exact, items = exact + own.value * part.items, items + part.items
-                reference += 0.0 if theirs is None else theirs.value * part.items
-        beside = f" (the original {reference:.0f})" if "kl_mean" in text.figures else ""
+        own, theirs = text.items_with("exact"), text.items_with("reference_exact")
+        if own is None:
+            continue
+        exact, items = own
+        beside = "" if theirs is None else f" (the original {theirs[0]:.0f})"
         if text.role == "answers":
-            itself = "" if round(reference) == items else f" (the original asked again: {reference:.0f})"
+            itself = (
+                "" if theirs is None or round(theirs[0]) == items else f" (the original asked again: {theirs[0]:.0f})"
+            )
             yield f"{exact:.0f} of {items} answers are the original's to the end{itself}."
         elif text.role == "recall":
             yield f"{exact:.0f} of {items} facts recalled{beside}."

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +59,15 @@ def place_of(
 ) -> Path | None:
     """The path KEY.answers.json of this model's answers to a task; None where it is not known what they depend on.
     parameter: one of the model as it is asked. pairs: the questions as tokens, of files."""
-    libraries, asked = ["torch", "transformers"], task.fingerprint()
+    asked = task.fingerprint()
     if asked is None:
         return None
     if isinstance(task, Harness):
-        libraries.append("lm-eval")
         tokens: Any = tokenizer(task.words(), return_attention_mask=False)["input_ids"]
     else:
         tokens = [(pair.context, pair.continuation) for pair in pairs or []]
-    key = {
-        "model": source.fingerprint(),
-        "dtype": str(parameter.dtype),
-        "device": parameter.device.type,
-        "task": asked,
-        "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
-        "versions": {name: version(name) for name in libraries},
-        "format": FORMAT,
-    }
+    about = reference_states.model_key(source, parameter, *(["lm-eval"] if isinstance(task, Harness) else []))
+    key = {**about, "task": asked, "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(), "format": FORMAT}
     return reference_states.folder() / f"{fingerprint(key)}.answers.json"
 
 

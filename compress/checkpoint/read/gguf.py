@@ -30,10 +30,10 @@ from compress.checkpoint.gguf.blocks import Q2_0, Q4_0, Q5_0, Q8_0, Block
 from compress.checkpoint.gguf.configuration import config_of, family_of
 from compress.checkpoint.gguf.library import gguf, missing, read_file, reader
 from compress.checkpoint.gguf.tensor_names import HEAD, WIDE, FilePlace, names_of, place_of
-from compress.checkpoint.gguf.tokenizer_files import write_tokenizer
+from compress.checkpoint.gguf.tokenizer_files import SPECIAL, write_tokenizer
 from compress.checkpoint.read.content import stamp_of
 from compress.checkpoint.read.views import View, ViewedFiles
-from compress.checkpoint.read.weight_files import WeightFiles
+from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
 from compress.kernels.layouts.words import pack_rows, words_of
 from compress.model.disk_names import disk_names
 from compress.model.layers import is_linear, transposed_weights
@@ -44,7 +44,7 @@ from compress.weights.grid import Grid
 from compress.weights.own_config import groups_of
 from compress.weights.scheme import Scheme
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 BITS: Mapping[str, tuple[int, Block]] = {
     block.name: (bits, block) for bits, block in ((2, Q2_0), (4, Q4_0), (5, Q5_0), (8, Q8_0))
 }
@@ -128,9 +128,9 @@ def _opened(files: GGUFFiles) -> tuple[Path, WeightFiles, dict[str, Any]]:
     tensors = {each: files.tensor(each) for each in files}
     config = config_of(kind, family, own, tensors)
     config.architectures = [kind]
-    ids = {each: files.metadata.get(f"tokenizer.ggml.{key}_token_id") for each, key in IDS.items()}
-    for entry, value in ids.items():
-        setattr(config, entry, value)
+    for key, entry in SPECIAL.items():
+        if entry != "unk_token":  # of which no configuration speaks
+            setattr(config, f"{entry}_id", files.metadata.get(f"tokenizer.ggml.{key}_token_id"))
     placed = _Placed(files, family, config)
     views, schemes, remarks = placed.views()
     config.dtype = placed.dtype(schemes)
@@ -149,9 +149,6 @@ def _opened(files: GGUFFiles) -> tuple[Path, WeightFiles, dict[str, Any]]:
     seen = ViewedFiles(files, files.headers, views)
     seen.remarks = remarks
     return folder, seen, found
-
-
-IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 @dataclass(frozen=True)

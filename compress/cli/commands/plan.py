@@ -27,14 +27,8 @@ from compress.cli.run_command import parts_options, store_option
 if TYPE_CHECKING:
     from compress.jobs.forecast.forecast import CheaperRun
 
-OF_PLAN = (
-    "output",
-    "device_memory",
-    "ranks",
-    "json_file",
-    "overwrite",
-    "quiet",
-)  # options that quantize is not given, or last
+# Options that quantize is not given, or last.
+OF_PLAN = ("output", "device_memory", "ranks", "json_file", "overwrite", "quiet")
 OF_TEXT = ("calibration", "samples", "length", "bos", "batch_size")
 
 
