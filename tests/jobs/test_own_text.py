@@ -49,6 +49,10 @@ def test_a_run_is_calibrated_on_it_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     assert ids.shape == (4, 24)
     assert (ids[:, 0] == 1).all()
     assert len(np.unique(ids, axis=0)) == 4
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-9])  # damaged: made anew, the same
+    own_text.own_tokens(find_model(source, None, False), 4, 24, None)
+    assert kept.read_bytes() == whole
     monkeypatch.setattr(own_text, "continue_rows", None)  # what is kept is read
     compress.quantize(source, output=tmp_path / "b", verify=False, **asked)
     records = [json.loads((tmp_path / name / "compress.json").read_text())["calibration"] for name in ("a", "b")]
