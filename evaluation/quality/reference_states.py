@@ -60,8 +60,8 @@ def folder() -> Path:
 
 
 def model_key(source: Source, parameter: Tensor, *libraries: str) -> dict[str, Any]:
-    """The entries of a cache key on which all that a model says depends. parameter: one of the model as it is asked. libraries: besides torch and
-    transformers."""
+    """The entries of a cache key on which all that a model says depends. parameter: one of the model as it is asked.
+    libraries: besides torch and transformers."""
     return {
         "model": source.fingerprint(),
         "dtype": str(parameter.dtype),

@@ -86,7 +86,7 @@ def table(evaluation: Evaluation) -> ReportTable | None:
 
 
 def section(evaluation: Evaluation) -> Section | None:
-    """The uses, and how far each reaches."""
+    """The table of uses, and behind it positions, answers and facts to recall."""
     shown = table(evaluation)
     if shown is None:
         return None
@@ -102,7 +102,7 @@ def section(evaluation: Evaluation) -> Section | None:
             blocks += [_agreement(text.agreement), _agreed(text.agreement)]
         if text.role == "recall":
             blocks.append(_recall(text))
-    return Section("What it is used for", blocks)
+    return Section("Distance from the original by use", blocks)
 
 
 def _rest(share: Figure) -> Figure:
