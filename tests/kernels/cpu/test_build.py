@@ -171,7 +171,7 @@ def test_several_may_build_at_the_same_time_and_one_does(small, calls, notes, tm
     left = {each.name for each in (tmp_path / "cache").iterdir()}
     assert left == {path.with_suffix(ending).name for ending in (".so", ".json", ".lock")}
     assert cpu.build_and_load(tmp_path / "cache", FLAGS)[0].answer() == 42
-    assert [note for note in notes() if note.startswith("compiling for this CPU, once: ")] == notes()[:1]
+    assert sum(note.startswith("compiling for this CPU, once: ") for note in notes()) == 1
     small.write_text('extern "C" int answer() { return 43; }\n')
     assert cpu.built(tmp_path / "cache", command, FLAGS) != path
 
