@@ -13,10 +13,20 @@ from compress.base.device import find_device
 from compress.base.errors import InputError
 from compress.base.progress import Counted, Reporter, Silent, tell
 from compress.checkpoint.read.source import find_source
-from compress.evaluation.document import Evaluation, Figure, Role, SensitivityResult, SizeResult, TaskResult, TextResult
+from compress.evaluation.document import (
+    Evaluation,
+    Figure,
+    Generation,
+    Role,
+    SensitivityResult,
+    SizeResult,
+    TaskResult,
+    TextResult,
+)
 from compress.evaluation.probes.answers import Prompts
 from compress.evaluation.probes.asked import Probes
 from compress.evaluation.provenance import circumstances, missing_of, name_model, run_of, size_of
+from compress.evaluation.quality.generations import beside
 from compress.evaluation.quality.language import (
     Model,
     common_vocabulary,
@@ -140,9 +150,9 @@ def evaluate(
     if not texts and prepared is None and unwritten is None:
         raise InputError("text is an empty list; give one text or more")
     how: dict[str, Any] = {"dtype": work, "device": target}
-    beside: dict[str, Any] = {"cache": cache, "tasks": prepared, "note": reporter.note}
-    original = None if theirs is None else Original(theirs, texts, unwritten, **beside, **how)
-    return _evaluate(ours, original, texts, prepared, noise_floor=noise_floor, reporter=reporter, **how)
+    more: dict[str, Any] = {"cache": cache, "tasks": prepared, "note": reporter.note}
+    original = None if theirs is None else Original(theirs, texts, unwritten, **more, **how)
+    return _evaluate(ours, original, texts, prepared, words, noise_floor=noise_floor, reporter=reporter, **how)
 
 
 def check_asked(
@@ -171,6 +181,7 @@ def _evaluate(
     original: Original | None,
     texts: Sequence[Text],
     prepared: TokenizedTasks | None,
+    tokenizer: Callable[[], Any],
     *,
     noise_floor: bool,
     dtype: torch.dtype | None,
@@ -197,6 +208,7 @@ def _evaluate(
         reporter.note(f"{what}: {why}")
     tell(reporter, "tokens", 0)
     sensitive = None if original is None else original.sensitivity
+    missing = _missing(original, size, floors, texts) | overflows
     return Evaluation(
         model=name_model(ours, network, size),
         texts=results,
@@ -208,7 +220,8 @@ def _evaluate(
         reference_size=None if original is None else original.size,
         run=run,
         gap=gap(results),
-        missing=_missing(original, size, floors, texts) | overflows,
+        generations=_own_answers(network, original, tokenizer, missing),
+        missing=missing,
         provenance=circumstances(device),
     )
 
@@ -223,6 +236,20 @@ def _answers(
     step(0, "")
     ours = ask_tasks(prepared, network, step)
     return compare_tasks(ours, None if original is None else original.answers(step))
+
+
+def _own_answers(
+    network: nn.Module, original: Original | None, tokenizer: Callable[[], Any], missing: dict[str, str]
+) -> list[Generation]:
+    """Some of the original's answers with the model's own beside them; where the model gives none, the reason is added
+    to `missing`."""
+    if original is None or original.prompts is None:
+        return []
+    try:
+        return beside(network, tokenizer(), original.prompts.prompts, original.written)
+    except InputError as error:
+        missing["own answers"] = str(error)
+        return []
 
 
 def _missing(

@@ -60,7 +60,7 @@ class Original:
     """A reference on some texts. unwritten: prompts that it answers first, which makes another text of `texts`. device,
     dtype: of its arithmetic, as `load_predictor` has them; cache: whether its outputs may be cached; tasks: asked
     beside the texts. Loads the model, and releases its body where every answer is cached. overflow: of all texts that
-    it was asked about."""
+    it was asked about. written: its answers to `prompts`."""
 
     def __init__(
         self,
@@ -81,9 +81,11 @@ class Original:
         self.arithmetic = next(network.parameters()).dtype
         self.sensitivity: SensitivityResult | str = sensitivity_of(model) if cache else NOT_READ
         self.tasks = tasks
+        self.prompts, self.written = unwritten, list[list[int]]()
         keeps = cache and isinstance(model, Source) and not model.code
         if unwritten is not None:
-            self.texts.append(unwritten.text(network, model if keeps and isinstance(model, Source) else None, note))
+            self.written = unwritten.answers(network, model if keeps and isinstance(model, Source) else None, note)
+            self.texts.append(unwritten.text(self.written))
         self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)
         self.whole: nn.Module | None = None if all(known is not None for _, known in self.answered) else network
         self.asked: Predictor | None = None

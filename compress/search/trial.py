@@ -99,7 +99,7 @@ def _evaluate(settings: TrialSettings, output: Path, reporter: Reporter) -> Eval
     )
     speed = None if settings.original is None or not beside.speed else settings.original.speed()
     asked = Asked(speed=beside.speed, beside=speed)
-    return with_asked(evaluation, str(output), asked=asked, text=texts.held_out, **shared)
+    return with_asked(evaluation, str(output), asked=asked, **shared)
 
 
 def _given(text: Any) -> Any:

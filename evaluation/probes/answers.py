@@ -10,7 +10,7 @@ itself misses a token now and then where two are nearly as likely: `reference_ex
 reproduces, and is the most that a model can reach.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +40,8 @@ class Prompts:
     tokens: int = TOKENS
     shared: int | None = None
 
-    def text(self, network: nn.Module, source: Source | None, note: Note) -> Text:
-        """The prompts with their answers, of which only the answers are predicted. source: of the network, if what it
-        writes may be cached."""
+    def answers(self, network: nn.Module, source: Source | None, note: Note) -> list[list[int]]:
+        """The original's answers. source: of the network, if what it writes may be cached."""
         place = None
         if source is not None:
             about = reference_states.model_key(source, next(network.parameters()))
@@ -54,6 +53,10 @@ class Prompts:
             answers = continue_rows(network, self.prompts, self.tokens)
             if place is not None:
                 self._keep(place, answers, note)
+        return answers
+
+    def text(self, answers: Sequence[Sequence[int]]) -> Text:
+        """The prompts with their answers, of which only the answers are predicted."""
         rows = [[(prompt, False), (answer, True)] for prompt, answer in zip(self.prompts, answers, strict=True)]
         text = rows_text(f"{len(rows)} answers of the original", "answers", rows, ["answers"] * len(rows))
         return text if self.shared is None else text.among(self.shared)

@@ -50,8 +50,3 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Row]) -> list[tuple[int, ...
         with tokenizing(tokenizer, "the prompt", [str(text)]):
             rows.append(tuple(tokenizer(text, verbose=False, **more)["input_ids"]))
     return rows
-
-
-def prompt_words(prompt: Row) -> str:
-    """A prompt for a reader: the last message of a conversation."""
-    return prompt if isinstance(prompt, str) else str(messages_of(prompt, "a prompt")[-1]["content"])

@@ -166,11 +166,11 @@ def tasks(results: Sequence[TaskResult]) -> Section | None:
 
 
 def generations(continuations: Sequence[Generation]) -> Section | None:
-    """Continuations side by side, from the place where they diverge."""
+    """Answers of both models to the same prompts, marked from the place where they diverge."""
     if not continuations:
         return None
     blocks: list[Block] = [
-        Words("Greedy continuations. What both say stands plain, what each says alone is marked.", "note")
+        Words("Greedy decoding. Text in which the two agree is plain; text of one alone is marked.", "note")
     ]
     for each in continuations:
         cut = _cut(each)
@@ -180,7 +180,7 @@ def generations(continuations: Sequence[Generation]) -> Section | None:
                 wording.clean(each.prompt), wording.clean(each.model[:cut]), rest, wording.clean(each.model[cut:])
             )
         )
-    return Section("Continuations", blocks)
+    return Section("Answers side by side", blocks)
 
 
 def _cut(each: Generation) -> int:

@@ -14,7 +14,7 @@ from compress.checkpoint.write.directory import stranger_in
 from compress.checkpoint.write.late_files import put_beside
 from compress.evaluation.document import Figure
 from compress.evaluation.evaluation_file import read_evaluation
-from compress.evaluation.quality.generations import beginnings, generate, parting
+from compress.evaluation.quality.generations import beside, parting
 from compress.evaluation.speed.memory import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed, middle
 from compress.inference.load.loading import load
@@ -50,23 +50,22 @@ def test_texts_part_where_they_first_differ() -> None:
     assert (parting("same", "same"), parting("abc", "abd"), parting("ab", "abc"), parting("", "x")) == (None, 2, 2, 0)
 
 
-def test_continuations_are_greedy_and_of_both(llama: Path, llama_w4: Path) -> None:
+def test_own_answers_are_greedy(llama: Path, llama_w4: Path) -> None:
     from compress.checkpoint.read.pretrained import load_tokenizer
     from compress.checkpoint.read.source import find_source
 
     tokenizer = load_tokenizer(find_source(str(llama)))
     ours, theirs = load(str(llama_w4), torch.float32), load(str(llama), torch.float32)
-    prompt = beginnings(tokenizer, tokenizer("def main():\n    return 1", return_tensors="pt")["input_ids"])[0]
-    (found,) = generate(ours, theirs, tokenizer, [prompt], tokens=6)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    prompt = tokenizer("def main():")["input_ids"]
+    ids = torch.tensor([prompt])
     for _ in range(6):
         ids = torch.cat([ids, theirs(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-    assert prompt + (found.reference or "") == tokenizer.decode(ids[0], skip_special_tokens=True)
-    assert found.diverges_at == parting(found.model, found.reference or "")
-    (same,) = generate(theirs, theirs, tokenizer, [prompt], tokens=6)
-    assert same.diverges_at is None
-    with pytest.raises(InputError, match="allowed: 1 to 63"):
-        generate(ours, None, tokenizer, ["word " * 80])
+    answer = ids[0, len(prompt) :].tolist()
+    (same,), (found,) = (beside(model, tokenizer, [prompt], [answer]) for model in (theirs, ours))
+    assert (same.model, same.diverges_at) == (same.reference, None)
+    assert same.prompt + same.model == tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert found.reference == same.model
+    assert found.diverges_at == parting(found.model, found.reference)
 
 
 @pytest.mark.slow
@@ -115,11 +114,13 @@ def test_what_somebody_else_has_put_there_stays(llama_w4: Path, token_file: Path
         put_beside(out.parent, {"a": "b"})
 
 
-def test_continuations_of_prompts_in_a_file(llama: Path, llama_w4: Path, token_file: Path, tmp_path: Path) -> None:
+def test_answers_to_prompts_in_a_file_stand_side_by_side(llama: Path, llama_w4: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def main\n\nimport os\n", encoding="utf-8")
-    words = ("--reference", llama, "--text", token_file, "--no-keep", "--prompts", prompts, "--json", "-")
-    found = command("evaluate", llama_w4, *words).json()
+    words = ("--reference", llama, "--no-keep", "--prompts", prompts, "--json", "-")
+    found = command("evaluate", llama_w4, *words, "--answers", 2, "--answer-tokens", 4).json()
     assert [each["prompt"] for each in found["generations"]] == ["def main", "import os"]
-    assert "continuations" not in found["missing"]
     assert found["missing"]["speed"] == "it was not asked for (--speed)"
+    refused = command("evaluate", llama_w4, *words, "--text", "demo")
+    assert refused.code == 2
+    assert "say how many are to be answered (answers)" in refused.err

@@ -93,7 +93,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_page_of_one_run_shows_everything_that_was_measured() -> None:
     found = page(evaluations.whole())
-    headings = "Quality Tasks Size Speed Layers Sensitivity Continuations Verification"
+    headings = "Quality Tasks Size Speed Layers Sensitivity Answers Verification"
     assert all(
         word in found.text for word in [*headings.split(), "Left alone", "Not measured", "Where this comes from"]
     )

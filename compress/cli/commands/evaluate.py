@@ -29,10 +29,15 @@ probe_options = group(
         "--answers",
         type=int,
         metavar="N",
-        help="Let the original answer N prompts, and measure where MODEL would answer otherwise.",
+        help="Let the original answer N prompts, and measure where MODEL answers otherwise (the report shows both).",
     ),
     click.option(
         "--answer-tokens", type=int, default=128, show_default=True, help="Most tokens of an answer (--answers)."
+    ),
+    click.option(
+        "--prompts",
+        metavar="FILE",
+        help="Prompts for --answers: one per line, or .jsonl with messages.  [default: pieces of the text]",
     ),
     click.option(
         "--recall",
@@ -47,15 +52,6 @@ probe_options = group(
 asked_options = group(
     click.option("--speed", is_flag=True, help="Measure tokens per second (prompt and decoding) of both models."),
     click.option("--memory", is_flag=True, help="Measure peak memory when loading and running, in a fresh process."),
-    click.option(
-        "--continuations", is_flag=True, help="Let both models continue the beginnings of the text (in the report)."
-    ),
-    click.option(
-        "--prompts",
-        metavar="FILE",
-        help="Prompts for --continuations and --answers: one per line, or .jsonl with messages.  [default: pieces "
-        "of the text]",
-    ),
     click.option(
         "--keep/--no-keep",
         default=True,
@@ -73,12 +69,9 @@ def _asked(options: dict[str, Any]) -> "tuple[Asked, Probes]":
     from compress.evaluation.quality.prompts import read_prompts
 
     path = options.pop("prompts")
-    prompts = () if path is None else read_prompts(path)
     of_probes = {name: options.pop(name) for name in OF_PROBES}
-    speed, memory, continuations = (options.pop(name) for name in OF_GENERATION)
-    answers = of_probes["answers"] is not None
-    asked = Asked(speed, memory, continuations or (path is not None and not answers), prompts)
-    return asked, compress.Probes(**of_probes, prompts=prompts if answers else ())
+    asked = Asked(*(options.pop(name) for name in OF_GENERATION))
+    return asked, compress.Probes(**of_probes, prompts=() if path is None else read_prompts(path))
 
 
 def _asks_itself(tools: bool, answers: int | None, prompts: str | None, **_: Any) -> bool:
@@ -117,7 +110,7 @@ def leave_beside(model: str, evaluation: "Evaluation", document: Mapping[str, An
 
 OF_TEXT = ("calibration", "length", "stride", "bos", "samples", "noise_floor", "no_cache")
 OF_TASKS = ("tasks", "questions")
-OF_GENERATION = ("speed", "memory", "continuations")
+OF_GENERATION = ("speed", "memory")
 OF_PROBES = ("answers", "answer_tokens", "recall", "tools")
 SAID = {"texts": "text", "tasks": "task"}
 FOR = {"pairs": "encoders", "labelled": "classifiers"}
@@ -226,7 +219,7 @@ def evaluate(
             evaluation = compress.evaluate(
                 model, text=texts or None, tasks=tasks, cache=cache, dtype=dtype, probes=probes, **of_text, **words
             )
-            evaluation = with_asked(evaluation, model, asked=asked, text=texts[0] if texts else "demo", **words)
+            evaluation = with_asked(evaluation, model, asked=asked, **words)
     results = [gate.check(evaluation) for gate in conditions]
     document = as_document(evaluation, results)
     page = leave_beside(model, evaluation, document) if keep else None
