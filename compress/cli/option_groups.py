@@ -64,7 +64,8 @@ task_options = group(
         "tasks",
         multiple=True,
         metavar="FILE",
-        help="A task: a .jsonl file in the format of PIQA, HellaSwag or LAMBADA, or lm-eval:NAME. Repeatable.",
+        help="A task: a .jsonl file in the format of PIQA, HellaSwag or LAMBADA, or lm-eval:NAME; lm-eval:quick and "
+        "lm-eval:standard are sets of 4 and 8 tasks. Repeatable.",
     ),
     click.option("--questions", type=int, help="Use only the first N questions of each task.  [default: all]"),
 )

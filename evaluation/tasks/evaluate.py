@@ -19,14 +19,17 @@ from compress.evaluation.tasks.results import Answers, adjust_p_values, answers_
 from compress.model.calls import evaluating
 
 HARNESS = "lm-eval:"
+QUICK = ("lambada_openai", "piqa", "arc_easy", "hellaswag")
+SETS = {"quick": QUICK, "standard": (*QUICK, "arc_challenge", "winogrande", "gsm8k", "ifeval")}  # of tasks of lm-eval
 Asked = tuple[TaskResult, Answers]
 
 
 def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> list[Task | Harness]:
     """Read and check tasks before any model is loaded.
 
-    tasks: files of questions (`compress.evaluation.tasks.questions`), or lm-eval:NAME for a task of lm-eval. questions:
-    at most so many of each, the first ones. Raises InputError for tasks that cannot be asked.
+    tasks: files of questions (`compress.evaluation.tasks.questions`), lm-eval:NAME for a task of lm-eval, or
+    lm-eval:quick and lm-eval:standard for the tasks of `SETS`. questions: at most so many of each, the first ones.
+    Raises InputError for tasks that cannot be asked.
     """
     if questions is not None and not tasks:
         raise InputError("questions are for tasks, and there is none; give a task, or leave questions out")
@@ -34,7 +37,8 @@ def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> lis
         raise InputError(f"tasks: {str(tasks)!r} is one; give a list of them, [{str(tasks)!r}]")
     if questions is not None and (isinstance(questions, bool) or not isinstance(questions, int) or questions < 1):
         raise InputError(f"questions {questions!r}; allowed: 1 or more")
-    named = [str(each) for each in tasks]
+    of_sets = {HARNESS + name: [HARNESS + each for each in names] for name, names in SETS.items()}
+    named = [name for each in map(str, tasks) for name in of_sets.get(each, [each])]
     twice = next((each for each in named if named.count(each) > 1), None)
     if twice is not None:
         raise InputError(f"task {twice!r} is given twice; name each once")

@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,24 @@ def same(found: list) -> None:
         if ours.perplexity is not None:
             assert ours.perplexity.value == pytest.approx(theirs.perplexity.value, rel=1e-4)
             assert ours.log_perplexity_ratio.value == pytest.approx(theirs.log_perplexity_ratio.value, abs=1e-4)
+
+
+@pytest.mark.usefixtures("lm_eval")
+def test_sets_name_tasks_that_lm_eval_has() -> None:
+    from lm_eval.tasks import TaskManager
+
+    assert {name for names in evaluating.SETS.values() for name in names} <= TaskManager().task_index.keys()
+
+
+def test_a_set_is_its_tasks(monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        evaluating, "read_harness", lambda name, questions: asked.append(name) or SimpleNamespace(name=name)
+    )
+    read_tasks(["lm-eval:quick", "lm-eval:gsm8k"])
+    assert tuple(asked) == (*evaluating.QUICK, "gsm8k")
+    with pytest.raises(InputError, match="'lm-eval:piqa' is given twice"):
+        read_tasks(["lm-eval:standard", "lm-eval:piqa"])
 
 
 @pytest.mark.usefixtures("lm_eval")
