@@ -15,7 +15,7 @@ from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.base.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.checkpoint.export.write import Exported, export, export_dense, export_sparse24
+    from compress.checkpoint.export.write import Exported, export
     from compress.evaluation.document import Evaluation
     from compress.evaluation.evaluate import evaluate
     from compress.evaluation.probes.asked import Probes
@@ -122,9 +122,7 @@ _HOMES = {
     "evaluate_classifier": "compress.evaluation.quality.classifiers",
     "evaluate_encoder": "compress.evaluation.quality.encoders",
     "export": "compress.checkpoint.export.write",
-    "export_dense": "compress.checkpoint.export.write",
     "export_onnx": "compress.onnx.in_memory",
-    "export_sparse24": "compress.checkpoint.export.write",
     "fake_quantize": "compress.weights.grid",
     "fit": "compress.search.fit",
     "fold_batch_norm": "compress.model.batchnorm",
@@ -196,9 +194,7 @@ __all__ = [
     "evaluate_classifier",
     "evaluate_encoder",
     "export",
-    "export_dense",
     "export_onnx",
-    "export_sparse24",
     "fake_quantize",
     "fit",
     "fold_batch_norm",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import InputError
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import note_losses, why_no_tables
+from compress.checkpoint.export.integers import note_losses, why_no_linear_codes
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
@@ -146,12 +146,9 @@ class MatMulNBitsGraph(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """Integer codes in every compressed layer, no compressed embedding, a model of one graph, and the packages."""
-        stored = stored_in(checkpoint)
-        if not stored.layers:
-            return ["it holds no codes"]
-        if reasons := why_no_tables(checkpoint):
+        if reasons := why_no_linear_codes(checkpoint):
             return reasons
-        for name, layer in stored.layers.items():
+        for name, layer in stored_in(checkpoint).layers.items():
             if (reason := why_not(layer.scheme, self.form.portable)) is not None:
                 return [f"{name} {reason}"]
         return self.why_not_model(checkpoint)

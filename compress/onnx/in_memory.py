@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.base.collectives import Comm
-from compress.base.errors import CompressError, InputError, why_not_written
-from compress.base.progress import Reporter, Silent, tell
-from compress.checkpoint.export.package_readback import in_own_process
+from compress.base.errors import InputError
+from compress.base.progress import Reporter, Silent
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.write import Exported
-from compress.checkpoint.seal import rewrite
+from compress.checkpoint.export.write import Exported, in_one_line, verify_written
 from compress.checkpoint.write.directory import claim
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
@@ -81,22 +79,14 @@ def export_onnx(
     with claim(output, Comm(), resume=False, overwrite=overwrite) as directory, evaluating(model):
         assert directory is not None
         place = Place(directory, reporter)
-        try:
+        with in_one_line(directory):
             entry = _write(model, codes, batch, FORMS[to], place)
             identity = {"export": to, "model": type(model).__name__}
             notes = RunRecord(notes=[*result.record.notes, *place.lost])
             about = manifest(notes, model=type(model).__name__, identity=identity, calibration=None, ranks=1)
             size = place.finish(None, {**about, "graph": entry})
             if verify and missing() is None:
-                tell(reporter, "phase", "verify", "nothing", "the output, read back in a fresh process")
-                found = in_own_process(directory.model)
-                rewrite(directory.model, {"verification": found})
-                for line in found.get("remarks", ()):
-                    reporter.note(line)
-        except OSError as error:
-            raise CompressError(
-                f"cannot write {error.filename or directory.output}: {why_not_written(error)}"
-            ) from None
+                verify_written(directory, reporter)
         directory.take_name(overwrite)
     before = sum(part.numel() * part.element_size() for part in model.parameters())
     return Exported(directory.output, len(codes), size, tuple(place.lost), before)

@@ -16,13 +16,15 @@ become blocks of 32, and one scale per output becomes blocks of 256 at most.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.export.integers import unsigned, why_not_integer
 from compress.checkpoint.export.limits import LIMITS
-from compress.weights.formats.act_order import ActOrder
-from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
+from compress.kernels.layouts.words import pack_rows
+from compress.weights.formats.codes import CodesFormat
 from compress.weights.grid import Quantized
 from compress.weights.scheme import Scheme
 
@@ -59,47 +61,28 @@ def _sizes() -> list[int]:
 
 def blocks_of(quantized: Quantized) -> BlockCodes:
     """The codes of a layer in blocks. The grid has signed integer codes, and groups that `block_of` fits."""
-    grid, (rows, columns) = quantized.grid, quantized.codes.shape
+    grid, columns = quantized.grid, quantized.codes.shape[1]
     block = block_of(grid.group_size, columns)
     assert block is not None
-    middle, count = 2 ** (grid.bits - 1), -(-columns // block)
-    repeats = 1 if grid.group_size is None else grid.group_size // block
-
-    def by_block(parts: Tensor) -> Tensor:
-        wide = parts.expand(rows, -1)
-        return wide.expand(rows, count) if grid.group_size is None else wide.repeat_interleave(repeats, 1)
-
-    zero = None if quantized.zero_point is None else (by_block(quantized.zero_point).to(torch.int16) + middle)
-    return BlockCodes(
-        (quantized.codes.to(torch.int16) + middle).to(torch.uint8),
-        by_block(quantized.scale.to(torch.float32)).contiguous(),
-        None if zero is None else zero.to(torch.uint8).contiguous(),
-        grid.bits,
-        block,
-    )
+    held, count = unsigned(quantized), -(-columns // block)
+    repeats = count if grid.group_size is None else grid.group_size // block
+    scale, zero = (part.repeat_interleave(repeats, 1).contiguous() for part in (held.scale.float(), held.zero))
+    return BlockCodes(held.codes, scale, None if quantized.zero_point is None else zero, grid.bits, block)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., K] codes of 2, 4 or 8 bits -> uint8 [..., ceil(K bits / 8)], lowest bits first; the last byte is
     filled with zeros."""
-    together = BYTE // bits
-    full = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % together))
-    found = torch.zeros(*full.shape[:-1], full.shape[-1] // together, dtype=torch.uint8)
-    for place in range(together):
-        found |= full[..., place::together] << (bits * place)
-    return found
+    rows = pack_rows(codes.flatten(0, -2), bits, signed=False).view(torch.uint8)
+    return rows[:, : -(-codes.shape[-1] * bits // BYTE)].unflatten(0, codes.shape[:-1]).contiguous()
 
 
 def why_not(scheme: Scheme, portable: bool) -> str | None:
     """The reason why a layer has no exact form in ONNX, the end of a sentence about it; None where it has one.
     portable: in standard operators alone."""
-    if len(scheme.terms) > 1:
-        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
-    (form,) = scheme.terms
-    if isinstance(form, ActOrder):
-        return "has inputs that belong to groups in any order; `--to dense` takes it"
-    if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
-        return f"is stored as {scheme}, not as integers; `--to dense` takes it"
+    if (why := why_not_integer(scheme)) is not None:
+        return why
+    form = cast(CodesFormat, scheme.codes)
     return _why_not_codes(form, portable) if scheme.inputs is None else _why_not_inputs(scheme, form)
 
 

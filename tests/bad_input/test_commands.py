@@ -1275,7 +1275,7 @@ OTHERS: dict[str, Case] = {
     ),
     "export: a graph of what is not compressed": (
         lambda d: command("export", d.model, "--to", "onnx", "--output", d.output),
-        ("it holds no codes",),
+        ("it holds no codes; quantize it first",),
     ),
     "export: another word for ONNX": (
         lambda d: command("export", d.model, "--to", "onnx-qd", "--output", d.output),

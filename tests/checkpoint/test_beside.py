@@ -99,7 +99,7 @@ def test_the_model_loads_without_them_and_says_so(out):
 
 
 def test_exports_keep_them(out, tmp_path):
-    compress.export_dense(out[0], tmp_path / "dense")
+    compress.export(out[0], tmp_path / "dense")
     tensors = stored(tmp_path / "dense")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in HEAD.items())
 

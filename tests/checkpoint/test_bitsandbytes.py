@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.base.errors import CheckpointError
-from compress.checkpoint.export.read_back import check_values
+from compress.checkpoint.export.read_back import read_by_us
 
 LEVELS = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -86,7 +86,7 @@ def test_a_changed_scale_is_named(exported, copy_of):
     held["model.layers.0.mlp.up_proj.weight.absmax"][7] += 0.5
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"up_proj of .* does not hold the values that were exported"):
-        check_values(folder, values)
+        read_by_us(folder, {"values": values})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_conv1d_of_gpt2_is_written_as_codes_that_only_transformers_cannot_read(t
     assert found["layers"] == 8
     assert "cannot load a Conv1D" in found["transformers"]
     assert any("are Conv1D: run the checkpoint with compress.load" in note for note in result.record.notes)
-    compress.export_dense(tmp_path / "out", tmp_path / "dense")
+    compress.export(tmp_path / "out", tmp_path / "dense")
     with torch.no_grad():
         packed = compress.load(tmp_path / "out")(tokens()).logits
         values = compress.load(tmp_path / "out", dequantize=True)(tokens()).logits

@@ -45,7 +45,7 @@ def made(model: object, name: str, out: Path) -> Path:
 def test_values_are_those_of_the_dequantized_model_bit_for_bit(name, tied, tmp_path):
     model = save(make_llama(tie_word_embeddings=tied).bfloat16(), tmp_path / "model")
     out, target = made(model, name, tmp_path / "out"), tmp_path / "dense"
-    result = compress.export_dense(out, target)
+    result = compress.export(out, target)
     assert result.output == target
     assert not result.lost
     assert {path.name for path in target.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json", RECORD}
@@ -93,7 +93,7 @@ def test_what_dense_weights_leave_out_is_said(passes, says, llama, tmp_path):
 
 
 def test_large_models_are_several_files_and_one_layer_is_dense_at_a_time(llama_w4, tmp_path, monkeypatch):
-    whole = compress.export_dense(llama_w4, tmp_path / "whole")
+    whole = compress.export(llama_w4, tmp_path / "whole")
     monkeypatch.setattr(place, "PART_BYTES", 1)
     with Largest() as largest:
         cut = compress.export(llama_w4, tmp_path / "cut", shard_size="100KB")
@@ -121,9 +121,9 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_ours(llama_
     foreign.mkdir()
     (foreign / "mine.txt").write_text("x")
     with pytest.raises(InputError, match="is not a checkpoint of this tool"):
-        compress.export_dense(llama_w4, foreign, overwrite=True)
+        compress.export(llama_w4, foreign, overwrite=True)
     with pytest.raises(InputError, match="is the model itself"):
-        compress.export_dense(llama_w4, llama_w4, overwrite=True)
+        compress.export(llama_w4, llama_w4, overwrite=True)
 
 
 def test_nothing_is_left_of_an_export_that_fails(llama_w4, copy_of, tmp_path, monkeypatch):
@@ -136,12 +136,12 @@ def test_nothing_is_left_of_an_export_that_fails(llama_w4, copy_of, tmp_path, mo
     tensors[scale][0, 0] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{scale.removesuffix('.weight_scale')}.weight_scale holds values"):
-        compress.export_dense(damaged, target)
+        compress.export(damaged, target)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(place, "save_file", full)
     with pytest.raises(CompressError, match=r"cannot write .*dense: .*No space left"):
-        compress.export_dense(llama_w4, target)
+        compress.export(llama_w4, target)
     assert [p.name for p in tmp_path.iterdir()] == ["copy"]

@@ -45,7 +45,7 @@ def test_the_same_values_in_less_room(name: str, model: Path, tmp_path: Path) ->
     passes, kind = RUNS[name]
     out, target = tmp_path / "out", tmp_path / "sparse"
     compress.quantize(model, passes, calibration=TOKENS, output=out, verify=False)
-    made = compress.export_sparse24(out, target)
+    made = compress.export(out, target, "sparse24")
     assert (made.output, made.layers, made.lost) == (target, LAYERS, ())
     assert json.loads((target / "config.json").read_text())["quantization_config"]["quant_method"] == "compress"
     smaller = sum(tensor.nbytes for tensor in load_file(target / OWN_WHOLE).values())
@@ -95,7 +95,7 @@ def test_what_is_not_2_4_stays_as_it_is_and_is_named(model: Path, tmp_path: Path
     again = command("export", target, "--to", "sparse24", "--output", tmp_path / "again")
     assert again.code == 2
     assert "no layer that is stored smaller as 2:4, like" in last_line(again)
-    dense = compress.export_dense(target, tmp_path / "dense")
+    dense = compress.export(target, tmp_path / "dense")
     assert dense.layers == LAYERS
     assert compress.verify(tmp_path / "dense")["transformers"] == "compared"
 
@@ -104,7 +104,7 @@ def test_4_bits_in_groups_of_128_take_at_most_3_3_bits(tmp_path: Path) -> None:
     model = save(make_llama(hidden_size=128, intermediate_size=256).bfloat16(), tmp_path / "model")
     out, target = tmp_path / "out", tmp_path / "sparse"
     compress.quantize(model, [TwoOfFour(), compress.RTN(scheme="w4a16", group_size=128)], output=out, verify=False)
-    compress.export_sparse24(out, target)
+    compress.export(out, target, "sparse24")
     source = find_source(str(target))
     layers = stored_in(source).layers.values()
     held = sum(part.nbytes for layer in layers for part in layer.read(source).values())
@@ -123,7 +123,7 @@ def test_there_is_nothing_to_store(passes: list, model: Path, tmp_path: Path) ->
 
 def test_a_damaged_checkpoint_names_the_part(model: Path, tmp_path: Path) -> None:
     compress.quantize(model, TwoOfFour(), output=tmp_path / "out", verify=False)
-    compress.export_sparse24(tmp_path / "out", tmp_path / "sparse")
+    compress.export(tmp_path / "out", tmp_path / "sparse", "sparse24")
     path = tmp_path / "sparse" / OWN_WHOLE
     held = load_file(path)
     held["model.layers.0.mlp.up_proj.position"][3, 1] = 0
@@ -147,7 +147,7 @@ def test_a_run_writes_what_an_export_of_its_output_would(name: str, model: Path,
     passes, _ = RUNS[name]
     out, store = tmp_path / "out", {"calibration": TOKENS, "store": "2:4"}
     compress.quantize(model, passes, calibration=TOKENS, output=out, verify=False)
-    compress.export_sparse24(out, tmp_path / "exported")
+    compress.export(out, tmp_path / "exported", "sparse24")
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(model, passes, output=tmp_path / "stored", reporter=StopAfterOne(), **store)
     made = compress.quantize(model, passes, output=tmp_path / "stored", resume=True, verify=False, **store)

@@ -12,7 +12,7 @@ from transcribed import awq_weight, gptq_weight, layers_of
 
 import compress
 from compress.base.errors import CheckpointError, InputError
-from compress.checkpoint.export.read_back import by_gptqmodel, check_values
+from compress.checkpoint.export.read_back import by_gptqmodel, read_by_us
 from compress.inference.layers.linear import QuantLinear
 from compress.passes.protocol.recipe import make_pass
 
@@ -104,7 +104,7 @@ def test_an_export_is_read_back_and_again_later(exported, copy_of):
     with pytest.raises(CheckpointError, match=r"up_proj\.qweight is not what the run wrote"):
         compress.verify(changed)
     with pytest.raises(CheckpointError, match=r"up_proj of .* does not hold the values that were exported"):
-        check_values(changed, json.loads((changed / "compress.json").read_text())["values"])
+        read_by_us(changed, {"values": json.loads((changed / "compress.json").read_text())["values"]})
 
 
 @pytest.mark.skipif(find_spec("gptqmodel") is None, reason="gptqmodel is not installed")

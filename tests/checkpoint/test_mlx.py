@@ -90,7 +90,10 @@ def test_biases_that_mlx_rounds_itself_are_refused(exported, copy_of):
     ("scheme", "says"),
     [
         ({"scheme": "w7a16", "group_size": 32}, "has codes of 7 bits; allowed: 2, 3, 4, 5, 6, 8"),
-        ({"scheme": "w4a16", "group_size": 16}, "has groups of 16; allowed: multiples of 32 (--group-size)"),
+        (
+            {"scheme": "w4a16", "group_size": 16},
+            "has groups of 16; allowed: multiples of 32; quantize with --group-size",
+        ),
         ({"scheme": "w4a16", "group_size": 32, "grid": "asymmetric"}, "quantize with --grid signed-scale"),
     ],
 )

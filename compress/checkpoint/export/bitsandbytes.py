@@ -4,19 +4,18 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.base.errors import CheckpointError
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import names_to_copy, note_losses, uncompressed, why_no_tables
+from compress.checkpoint.export.integers import uncompressed, why_no_linear_codes, write_layers
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.read_back import read_by_us, reader_of, summary
+from compress.checkpoint.export.read_back import read_by_package
 from compress.checkpoint.read.bitsandbytes import GROUP, KIND, METHOD, STATE, exchange_halves
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
@@ -37,77 +36,67 @@ class BitsandbytesLayout(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """NF4 in linear layers that are no experts, inputs not rounded."""
-        stored = stored_in(checkpoint)
-        if not stored.layers:
-            return ["it holds no codes"]
-        if reasons := why_no_tables(checkpoint):
+        if reasons := why_no_linear_codes(checkpoint):
             return reasons
-        for name, layer in stored.layers.items():
+        for name, layer in stored_in(checkpoint).layers.items():
             if not isinstance(layer.scheme.codes, NF4):
                 return [f"{name} is stored as {layer.scheme}; quantize with --scheme nf4a16"]
         if any(isinstance(module, Experts) for module in empty_model(checkpoint).modules()):
-            return [f"its experts are one tensor in transformers, which {METHOD} leaves as they are"]
+            return [
+                f"its experts are one tensor in transformers, which {METHOD} leaves as they are; `--to dense` takes it"
+            ]
         return []
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Repack the layers, one after the other, and write config.json."""
-        note_losses(checkpoint, place)
-        rest, layers = list(names_to_copy(checkpoint)), stored_in(checkpoint).layers
-        values: dict[str, str] = {}
-        place.tensors(_tensors(checkpoint, rest, values), len(rest) + len(PARTS) * len(layers))
-        dtype = _word(read_config(checkpoint).dtype)
+        dtype = read_config(checkpoint).dtype or torch.float32
+
+        def values(name: str) -> Tensor:
+            return weight_of(checkpoint, name, dtype).dequantize().to(dtype)
+
+        written = write_layers(checkpoint, place, partial(_parts, checkpoint, _word(dtype)), len(PARTS), values)
         quantization = {
             "quant_method": METHOD,
             "load_in_4bit": True,
             "load_in_8bit": False,
             "bnb_4bit_quant_type": KIND,
             "bnb_4bit_use_double_quant": False,
-            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_compute_dtype": _word(dtype),
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": uncompressed(checkpoint),
         }
         place.json("config.json", {**checkpoint.config, "quantization_config": quantization})
-        return Written(len(layers), {"values": values})
+        return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader, and by bitsandbytes where it is installed."""
-        source = read_by_us(folder, record)
-        layers = stored_in(source).layers
-        for name in layers if find_spec(METHOD) else ():
-            theirs, ours = _by_bitsandbytes(source, name), weight_of(source, name).dequantize()
-            if not torch.equal(theirs, ours.to(theirs.dtype)):
-                raise CheckpointError(f"{name} of {folder}, as {METHOD} reads it, is not what was decided")
-        return {"layers": len(layers), "reader": reader_of(METHOD)}
+        return read_by_package(folder, record, METHOD, _differs)
 
 
-def _tensors(source: Source, rest: list[str], values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
-    for name in rest:
-        yield name, source.weights.tensor(name)
-    model = read_config(source).dtype or torch.float32
-    for name, layer in stored_in(source).layers.items():
-        held = layer.read(source)
-        values[name] = summary(weight_of(source, name, model).dequantize().to(model))
-        state = {"quant_type": KIND, "blocksize": GROUP, "dtype": _word(model), "shape": list(layer.shape)}
-        parts = (
-            exchange_halves(held["weight_packed"]).view(-1, 1),
-            held["weight_scale"].to(torch.float32).flatten(),
-            torch.tensor(levels.NF4.values),
-            torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-        )
-        yield from ((f"{name}.weight{ending}", part) for ending, part in zip(PARTS, parts, strict=True))
+def _parts(source: Source, dtype: str, name: str) -> dict[str, Tensor]:
+    """The tensors of a layer. dtype: of the model."""
+    layer = stored_in(source).layers[name]
+    held = layer.read(source)
+    state = {"quant_type": KIND, "blocksize": GROUP, "dtype": dtype, "shape": list(layer.shape)}
+    parts = (
+        exchange_halves(held["weight_packed"]).view(-1, 1),
+        held["weight_scale"].to(torch.float32).flatten(),
+        torch.tensor(levels.NF4.values),
+        torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    )
+    return {f"weight{ending}": part for ending, part in zip(PARTS, parts, strict=True)}
 
 
-def _by_bitsandbytes(source: Source, name: str) -> Tensor:
-    """The weight of a layer of an export, as bitsandbytes computes it."""
+def _differs(source: Source, name: str) -> bool:
+    """True where bitsandbytes computes another weight for a layer of an export than we do."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     held = {ending: source.weights.stored_tensor(f"{name}.weight{ending}") for ending in PARTS}
     packed = held.pop("")
     state = QuantState.from_dict({f"weight{ending}": part for ending, part in held.items()}, device="cpu")
-    found: Tensor = dequantize_4bit(packed, state)
-    return found
+    found = dequantize_4bit(packed, state)
+    return not torch.equal(found, weight_of(source, name).dequantize().to(found.dtype))
 
 
-def _word(dtype: torch.dtype | None) -> str:
-    return str(dtype or torch.float32).removeprefix("torch.")
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

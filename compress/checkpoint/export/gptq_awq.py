@@ -16,7 +16,14 @@ from torch import Tensor
 
 from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import Integers, grid_of, uncompressed, why_not_integers, write_layers
+from compress.checkpoint.export.integers import (
+    Integers,
+    grid_of,
+    integers_of,
+    uncompressed,
+    why_not_integers,
+    write_layers,
+)
 from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_back
@@ -45,12 +52,15 @@ class GPTQLayout(Exporter):
         for name, layer in stored_in(checkpoint).layers.items():
             unit = WORD // gcd(WORD, grid_of(layer).bits)
             if layer.shape[0] % unit:
-                return [f"{name} has {layer.shape[0]} outputs; allowed: multiples of {unit}, which fill words"]
+                return [
+                    f"{name} has {layer.shape[0]} outputs; allowed: multiples of {unit}, which fill words; leave that "
+                    f"out, --ignore {name}"
+                ]
         return []
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Repack the layers, one after the other, and write config.json (of GPTQ also quantize_config.json)."""
-        written = write_layers(checkpoint, place, self.words, self.parts)
+        written = write_layers(checkpoint, place, lambda name: self.words(integers_of(checkpoint, name)), self.parts)
         grid = grid_of(next(iter(stored_in(checkpoint).layers.values())))
         numbers = {"bits": grid.bits, "group_size": grid.group_size or -1}
         quantization = {"quant_method": self.kind, **self.version, **numbers, **self.quantization(checkpoint)}
@@ -59,11 +69,11 @@ class GPTQLayout(Exporter):
             place.json("quantize_config.json", quantization)
         return written
 
-    def words(self, held: Integers, bits: int) -> dict[str, Tensor]:
+    def words(self, held: Integers) -> dict[str, Tensor]:
         """The tensors of a layer."""
         return {
-            "qweight": pack_rows(held.codes, bits, signed=False).t().contiguous(),
-            "qzeros": pack_rows((held.zero - LESS[FORMAT]).t().contiguous(), bits, signed=False),
+            "qweight": pack_rows(held.codes, held.bits, signed=False).t().contiguous(),
+            "qzeros": pack_rows((held.zero - LESS[FORMAT]).t().contiguous(), held.bits, signed=False),
             "scales": held.scale.to(torch.float16).t().contiguous(),
             "g_idx": groups_in_order(held.codes.shape[1], held.scale.shape[1]),
         }
@@ -94,7 +104,7 @@ class AWQLayout(GPTQLayout):
     parts = 3
     version: ClassVar[Mapping[str, str]] = {"version": "gemm"}
 
-    def words(self, held: Integers, bits: int) -> dict[str, Tensor]:
+    def words(self, held: Integers) -> dict[str, Tensor]:
         return {
             "qweight": to_words(held.codes.t()),
             "qzeros": to_words(held.zero.t()),

@@ -1,6 +1,6 @@
 """Layers that hold nothing but integer codes and scales, for layouts that store just these."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,26 +19,33 @@ from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import CodesFormat, Packed, WholeCodes
 from compress.weights.formats.levels import LevelCodes
 from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized
+from compress.weights.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight (codes - zero) scale. codes uint8 [N, K]; scale [N, G] as stored, and zero uint8 [N, G], of G groups of
-    consecutive inputs."""
+    """A weight (codes - zero) scale. codes uint8 [N, K], of so many bits; scale [N, G] as stored, and zero uint8
+    [N, G], of G groups of consecutive inputs."""
 
+    bits: int
     codes: Tensor
     scale: Tensor
     zero: Tensor
 
 
-# (Codes, their bits) -> the tensors of a layout, by their names in a layer.
-Pack = Callable[[Integers, int], dict[str, Tensor]]
+# A layer's name -> its tensors in a layout, by their names in the layer.
+Pack = Callable[[str], Mapping[str, Tensor]]
 
 
 def integers_of(source: Source, layer: str) -> Integers:
     """The codes of a layer against which `why_not_codes` has nothing: all of them, and the scales, exactly."""
     (codes,) = weight_of(source, layer).terms
     assert isinstance(codes, Quantized)
+    return unsigned(codes)
+
+
+def unsigned(codes: Quantized) -> Integers:
+    """Signed integer codes with 2^(bits - 1) added to them and to their zero points."""
     grid = codes.grid
     middle = 2 ** (grid.bits - 1)
     groups = 1 if grid.group_size is None else codes.codes.shape[1] // grid.group_size
@@ -46,38 +53,48 @@ def integers_of(source: Source, layer: str) -> Integers:
     scale = codes.scale.expand(shape)
     zero = torch.zeros(shape, dtype=torch.int16) if codes.zero_point is None else codes.zero_point.expand(shape)
     return Integers(
-        (codes.codes.to(torch.int16) + middle).to(torch.uint8), scale, (zero.to(torch.int16) + middle).to(torch.uint8)
+        grid.bits,
+        (codes.codes.to(torch.int16) + middle).to(torch.uint8),
+        scale,
+        (zero.to(torch.int16) + middle).to(torch.uint8),
     )
 
 
-def write_layers(source: Source, place: Place, pack: Pack, parts: int) -> Written:
-    """Write every layer in words, one after the other, behind the tensors that are no part of one. pack: makes so many
-    tensors of a layer's codes. Notes what the layouts of integers leave out."""
-    note_losses(source, place)
-    layers, rest = stored_in(source).layers, list(names_to_copy(source))
-    values: dict[str, str] = {}
-    place.tensors(_tensors(source, rest, pack, values), len(rest) + parts * len(layers))
+def write_layers(
+    source: Source,
+    place: Place,
+    pack: Pack,
+    parts: int | None = None,
+    values_of: Callable[[str], Tensor] | None = None,
+    caches: Mapping[str, Tensor] | None = None,
+) -> Written:
+    """Write every layer, one after the other, behind the tensors that are no part of one. pack: makes so many tensors
+    of a layer, by default as many as it has. values_of: makes the values that they stand for, by default those of the
+    checkpoint. caches: the scales of key-value caches; None where the layout has none, which is noted."""
+    if caches is None:
+        note_losses(source, place)
+    layers = {name: layer for name, layer in stored_in(source).layers.items() if layer.shares is None}
+    rest, values = list(names_to_copy(source)), dict[str, str]()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, source.weights.tensor(name)) for name in rest)
+        yield from (caches or {}).items()
+        for name in layers:
+            values[name] = summary(values_of(name) if values_of else weight_of(source, name).dequantize())
+            yield from ((f"{name}.{part}", tensor) for part, tensor in pack(name).items())
+
+    count = sum(len(layer.parts) if parts is None else parts for layer in layers.values())
+    place.tensors(tensors(), len(rest) + len(caches or {}) + count)
     return Written(len(layers), {"values": values})
-
-
-def _tensors(source: Source, rest: list[str], pack: Pack, values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
-    for name in rest:
-        yield name, source.weights.tensor(name)
-    for name, layer in stored_in(source).layers.items():
-        values[name] = summary(weight_of(source, name).dequantize())
-        packed = pack(integers_of(source, name), grid_of(layer).bits)
-        yield from ((f"{name}.{part}", tensor) for part, tensor in packed.items())
 
 
 def why_not_integers(source: Source, limits: Limits) -> list[str]:
     """Reasons why a layout of integer codes with one width and one group size cannot hold a checkpoint exactly, each
     the end of a sentence about it."""
     groups, unit = limits.groups or (), limits.inputs
-    stored = stored_in(source)
+    stored, reasons = stored_in(source), why_no_linear_codes(source)
     if not stored.layers:
-        return ["it holds no codes"]
-    reasons = why_no_tables(source)
+        return reasons
     for name, layer in stored.layers.items():
         if (why := why_not_codes(layer)) is not None:
             return [*reasons, f"{name} {why}"]
@@ -99,19 +116,26 @@ def why_not_integers(source: Source, limits: Limits) -> list[str]:
         reasons.append(f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize with {advice}")
         return reasons
     (grid, name), *_ = grids.items()
-    size = grid.group_size or -1
-    if grid.bits not in limits.bits:
-        reasons.append(f"{name} has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}")
-    if (sizes := limits.why_not_group(size)) is not None:
-        reasons.append(f"{name} has groups of {size}; allowed: {sizes}; quantize with --group-size")
+    reasons += [f"{name} {why}" for why in why_not_grid(grid, grid.group_size or -1, limits)]
     if not reasons and not grid.symmetric and not limits.asymmetric:
         reasons.append("its codes are asymmetric; `--to awq` takes those of 4 bits")
     return reasons or why_not_float16(source)
 
 
-def why_no_tables(source: Source) -> list[str]:
-    """The reason why a layout of linear layers alone cannot hold a checkpoint; empty where no embedding is
-    compressed."""
+def why_not_grid(grid: Grid, size: int, limits: Limits) -> Iterator[str]:
+    """Reasons why a layout has no such codes in groups of this size, the ends of sentences about a layer."""
+    if grid.bits not in limits.bits:
+        bits = ", ".join(map(str, limits.bits))
+        yield f"has codes of {grid.bits} bits; allowed: {bits}; quantize with --bits {max(limits.bits)}"
+    if (sizes := limits.why_not_group(size)) is not None:
+        yield f"has groups of {size}; allowed: {sizes}; quantize with --group-size"
+
+
+def why_no_linear_codes(source: Source) -> list[str]:
+    """The reason why a layout of quantized linear layers alone cannot hold a checkpoint: that it has none, or a
+    compressed embedding, too."""
+    if not stored_in(source).layers:
+        return ["it holds no codes; quantize it first"]
     tables = sorted(embeddings_of(source) & stored_in(source).layers.keys())
     return [f"its embedding {tables[0]} is compressed; quantize without --embeddings"] if tables else []
 
@@ -150,6 +174,13 @@ def note_losses(source: Source, place: Place) -> None:
 def why_not_codes(layer: StoredLayer) -> str | None:
     """The reason why a layer is no integer codes alone, the end of a sentence about it; None where it is."""
     scheme = layer.scheme
+    if (why := why_not_integer(scheme)) is None and scheme.inputs is not None:
+        return f"rounds its input ({scheme}); quantize weights alone, like --scheme w{grid_of(layer).bits}a16"
+    return why
+
+
+def why_not_integer(scheme: Scheme) -> str | None:
+    """The reason why weights of a scheme are not integer codes, the end of a sentence about their layer."""
     if len(scheme.terms) > 1:
         return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
     (form,) = scheme.terms
@@ -157,8 +188,6 @@ def why_not_codes(layer: StoredLayer) -> str | None:
         return "has inputs that belong to groups in any order; `--to dense` takes it"
     if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
         return f"is stored as {scheme}, not as integers; `--to dense` takes it"
-    if scheme.inputs is not None:
-        return f"rounds its input ({scheme}); quantize weights alone, like --scheme w{form.grid.bits}a16"
     return None
 
 

@@ -5,20 +5,26 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.base.errors import CheckpointError
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import grid_of, integers_of, names_to_copy, note_losses, why_not_codes
+from compress.checkpoint.export.integers import (
+    grid_of,
+    integers_of,
+    why_no_linear_codes,
+    why_not_codes,
+    why_not_grid,
+    write_layers,
+)
 from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.read_back import read_by_us, reader_of, summary
+from compress.checkpoint.export.read_back import read_by_package
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.mlx import METHOD, PARTS
 from compress.checkpoint.read.pretrained import empty_model
@@ -38,56 +44,39 @@ class MLXLayout(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """Weight-only symmetric codes, in layers that mlx-lm finds under the names of the checkpoint."""
-        layers = _layers(checkpoint)
+        layers = stored_in(checkpoint).layers
         if not layers:
-            return ["it holds no codes"]
+            return why_no_linear_codes(checkpoint)
         for name, layer in layers.items():
-            if (why := why_not_codes(layer) or _why_not(layer)) is not None:
+            if (why := why_not_codes(layer)) is not None:
                 return [f"{name} {why}"]
+            grid = grid_of(layer)
+            if found := [*why_not_grid(grid, grid.group_size or layer.shape[1], LIMITS[METHOD])]:
+                return [f"{name} {found[0]}"]
+            if not grid.symmetric:
+                return [f"{name} has asymmetric codes, whose minima MLX would round; quantize with --grid signed-scale"]
         if any(isinstance(module, Experts) for module in empty_model(checkpoint).modules()):
-            return ["mlx-lm joins the experts of a block as it loads, dense ones alone"]
+            return ["mlx-lm joins the experts of a block as it loads, dense ones alone; `--to gguf` takes it"]
         return []
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the layers, one after the other, and config.json."""
-        note_losses(checkpoint, place)
-        layers, rest = _layers(checkpoint), list(names_to_copy(checkpoint))
-        values: dict[str, str] = {}
-        place.tensors(_tensors(checkpoint, rest, values), len(rest) + len(PARTS) * len(layers))
-        kinds = {name: {"group_size": _group(layer), "bits": grid_of(layer).bits} for name, layer in layers.items()}
+        layers = stored_in(checkpoint).layers
+        written = write_layers(checkpoint, place, partial(_parts, checkpoint), len(PARTS))
+        kinds = {
+            name: {"group_size": _group(layer), "bits": grid_of(layer).bits}
+            for name, layer in layers.items()
+            if layer.shares is None
+        }
         usual = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0]
         others = {name: kind for name, kind in kinds.items() if tuple(kind.items()) != usual}
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
         place.json("config.json", {**config, "quantization": {**dict(usual), **others}})
-        return Written(len(layers), {"values": values})
+        return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader, and by MLX where it is installed."""
-        source = read_by_us(folder, record)
-        layers = stored_in(source).layers
-        for name, layer in layers.items() if find_spec(METHOD) else ():
-            ours = weight_of(source, name, torch.float32).dequantize()
-            if bool((_by_mlx(source, name, layer) - ours).abs().amax() > _rounding(source, name, grid_of(layer).bits)):
-                raise CheckpointError(f"{name} of {folder}, as {METHOD} reads it, is not what was exported")
-        return {"layers": len(layers), "reader": reader_of(METHOD)}
-
-
-def _layers(source: Source) -> dict[str, StoredLayer]:
-    """The layers with codes of their own; a head that is tied to the embedding has none."""
-    return {name: layer for name, layer in stored_in(source).layers.items() if layer.shares is None}
-
-
-def _why_not(layer: StoredLayer) -> str | None:
-    """The reason why MLX does not run these integer codes, the end of a sentence about the layer."""
-    grid, limits = grid_of(layer), LIMITS[METHOD]
-    if grid.bits not in limits.bits:
-        return f"has codes of {grid.bits} bits; allowed: {', '.join(map(str, limits.bits))}"
-    if not grid.symmetric:
-        return "has asymmetric codes, whose minima MLX would round; quantize with --grid signed-scale"
-    size = grid.group_size or layer.shape[1]
-    if (sizes := limits.why_not_group(size)) is not None:
-        return f"has groups of {size}; allowed: {sizes} (--group-size)"
-    return None
+        return read_by_package(folder, record, METHOD, _differs)
 
 
 def _group(layer: StoredLayer) -> int:
@@ -96,33 +85,24 @@ def _group(layer: StoredLayer) -> int:
     return next(group for group in GROUPS if size % group == 0)
 
 
-def _tensors(source: Source, rest: list[str], values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
-    for name in rest:
-        yield name, source.weights.tensor(name)
-    for name, layer in _layers(source).items():
-        values[name] = summary(weight_of(source, name).dequantize())
-        held, bits = integers_of(source, name), grid_of(layer).bits
-        groups = layer.shape[1] // _group(layer)
-        scale = held.scale.repeat_interleave(groups // held.scale.shape[1], dim=1)
-        parts = (pack_rows(held.codes, bits, signed=False).view(torch.uint32), scale, scale * -(2 ** (bits - 1)))
-        yield from ((f"{name}.{part}", tensor) for part, tensor in zip(PARTS, parts, strict=True))
+def _parts(source: Source, name: str) -> dict[str, Tensor]:
+    """The tensors of a layer."""
+    held, layer = integers_of(source, name), stored_in(source).layers[name]
+    scale = held.scale.repeat_interleave(layer.shape[1] // _group(layer) // held.scale.shape[1], dim=1)
+    words = pack_rows(held.codes, held.bits, signed=False).view(torch.uint32)
+    return dict(zip(PARTS, (words, scale, scale * -(2 ** (held.bits - 1))), strict=True))
 
 
-def _by_mlx(source: Source, name: str, layer: StoredLayer) -> Tensor:
-    """The weight of a layer of an export, as MLX computes it in float32."""
+def _differs(source: Source, name: str) -> bool:
+    """True where MLX computes another weight for a layer of an export than we do. In float32 its sum of a product and a
+    bias may be rounded, with scales of 16 bits never."""
     import mlx.core as mx
     import numpy as np
 
     weight, *rest = (source.weights.stored_tensor(f"{name}.{part}") for part in PARTS)
     words = mx.array(weight.view(torch.int32).numpy().view(np.uint32))
     scales = (mx.array(each.float().numpy()) for each in rest)
-    grid = grid_of(layer)
+    grid = grid_of(stored_in(source).layers[name])
     found = mx.dequantize(words, *scales, group_size=grid.group_size, bits=grid.bits)
-    return torch.from_numpy(np.array(found))
-
-
-def _rounding(source: Source, name: str, bits: int) -> float:
-    """The error that MLX's sum of a product and a bias may have in float32: none with scales of 16 bits."""
-    scales = source.weights.stored_tensor(f"{name}.scales")
-    return 0 if scales.element_size() == 2 else 2.0 ** (bits - 22) * float(scales.abs().max())
+    off = (torch.from_numpy(np.array(found)) - weight_of(source, name, torch.float32).dequantize()).abs().amax()
+    return bool(off > (0 if rest[0].element_size() == 2 else 2.0 ** (grid.bits - 22) * float(rest[0].abs().max())))

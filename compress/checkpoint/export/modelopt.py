@@ -10,8 +10,9 @@ Codes stay as they are; numbers of one element are float32 []. Sources: Model-Op
 (modelopt/torch/export/quant_utils.py, convert_hf_config.py), vLLM 0.32.0 (layers/quantization/modelopt.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.integers import names_to_copy, uncompressed, why_no_tables
+from compress.checkpoint.export.integers import uncompressed, why_no_linear_codes, write_layers
 from compress.checkpoint.export.place import Place
-from compress.checkpoint.export.read_back import read_by_us, summary
+from compress.checkpoint.export.read_back import read_by_us
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.fused import LOADING, fusing, mixed_groups, naming, unlike_numbers
 from compress.checkpoint.read.modelopt import BESIDE, GROUP, METHOD, MIXED, algorithm_of
@@ -46,9 +47,9 @@ class ModelOptLayout(Exporter):
         """Layers of schemes that ModelOpt has, alike where engines fuse them, and caches of float8 per tensor."""
         if (checkpoint.quantization or {}).get("quant_method") == METHOD:
             return [f"it is in {METHOD}'s layout already"]
+        if reasons := why_no_linear_codes(checkpoint):
+            return reasons
         stored = stored_in(checkpoint)
-        if not stored.layers:
-            return ["it holds no codes"]
         for name, layer in stored.layers.items():
             if algorithm_of(layer.scheme) is None:
                 return [
@@ -56,7 +57,7 @@ class ModelOptLayout(Exporter):
                     "per_tensor and activations=static"
                 ]
         if (kind := checkpoint.config.get("model_type")) in LOADING["vLLM"].joined:
-            return [f"readers pass over single experts of {kind}"]
+            return [f"readers pass over single experts of {kind}; `--to dense` takes it"]
         schemes = {name: layer.scheme for name, layer in stored.layers.items()}
         if groups := mixed_groups({**dict.fromkeys(uncompressed(checkpoint)), **schemes}):
             return [f"{fusing()} make one layer of {naming(groups[0])}, which differ; give all of them one scheme"]
@@ -65,16 +66,19 @@ class ModelOptLayout(Exporter):
             return [
                 f"keys and values are rounded ({caches.scheme}); {METHOD} has fp8 per tensor: --kv-cache fp8:tensor"
             ]
-        return why_no_tables(checkpoint)
+        return []
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the layers, one after the other, config.json and hf_quant_config.json."""
         for line in unlike_numbers(checkpoint):
             place.note(line)
-        stored, rest, values = stored_in(checkpoint), list(names_to_copy(checkpoint)), dict[str, str]()
-        caches = {} if stored.caches is None else stored.caches.scales
-        count = len(rest) + sum(len(_parts(layer)) for layer in stored.layers.values())
-        place.tensors(_tensors(checkpoint, rest, values), count + sum(map(len, caches.values())))
+        stored, parts, values = stored_in(checkpoint), partial(_parts, checkpoint), partial(_values, checkpoint)
+        caches = {
+            f"{attention}.{part[0]}_proj.{part}": checkpoint.weights.tensor(name).float().reshape(())
+            for attention, held in ({} if stored.caches is None else stored.caches.scales).items()
+            for part, (name, _) in held.items()
+        }
+        written = write_layers(checkpoint, place, parts, values_of=values, caches=caches)
         kinds = {name: _words(algorithm_of(layer.scheme) or "") for name, layer in stored.layers.items()}
         several = len({str(kind) for kind in kinds.values()}) > 1
         usual = {"quant_algo": MIXED, "quantized_layers": kinds} if several else next(iter(kinds.values()))
@@ -84,7 +88,7 @@ class ModelOptLayout(Exporter):
         cache = {"kv_cache_scheme": FIXED8} if caches else {}
         told = {"quant_method": METHOD, **usual, **cache, "ignore": dense, **producer}
         place.json("config.json", {**checkpoint.config, "quantization_config": told})
-        return Written(len(stored.layers), {"values": values})
+        return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader of ModelOpt's checkpoints."""
@@ -96,28 +100,21 @@ def _words(algorithm: str) -> dict[str, Any]:
     return {"quant_algo": algorithm, **({"group_size": GROUP} if "NVFP4" in algorithm else {})}
 
 
-def _parts(layer: StoredLayer) -> dict[str, str]:
-    """{name in ModelOpt: name of the stored tensor} of a layer."""
-    return {NAMES.get(part, part): name for part, name in layer.parts.items()}
+def _parts(source: Source, name: str) -> dict[str, Tensor]:
+    """The tensors of a layer."""
+    layer = stored_in(source).layers[name]
+    held = {NAMES.get(part, part): source.weights.tensor(each) for part, each in layer.parts.items()}
+    return {part: _converted(part, tensor, layer) for part, tensor in held.items()}
 
 
-def _tensors(source: Source, rest: list[str], values: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of everything to write. values: takes a summary of each layer's."""
-    for name in rest:
-        yield name, source.weights.tensor(name)
-    stored = stored_in(source)
-    for attention, held in ({} if stored.caches is None else stored.caches.scales).items():
-        for part, (name, _) in held.items():
-            yield f"{attention}.{part[0]}_proj.{part}", source.weights.tensor(name).float().reshape(())
-    for layer, of in stored.layers.items():
-        parts = {part: _converted(part, source.weights.tensor(name), of) for part, name in _parts(of).items()}
-        (term,) = weight_of(source, layer).terms
-        assert isinstance(term, Quantized)
-        if isinstance(of.scheme.codes, NVFP4):
-            known = ModelOptNVFP4(grid=ModelOptNVFP4.on)
-            term = known.read({part: parts[part] for part in known.parts(*of.shape)}, *of.shape)
-        values[layer] = summary(replace(term, scale=term.scale.float()).dequantize())
-        yield from ((f"{layer}.{part}", tensor) for part, tensor in parts.items())
+def _values(source: Source, name: str) -> Tensor:
+    """The values that the tensors of a layer stand for."""
+    (term,), layer = weight_of(source, name).terms, stored_in(source).layers[name]
+    assert isinstance(term, Quantized)
+    if isinstance(layer.scheme.codes, NVFP4):
+        known, parts = ModelOptNVFP4(grid=ModelOptNVFP4.on), _parts(source, name)
+        term = known.read({part: parts[part] for part in known.parts(*layer.shape)}, *layer.shape)
+    return replace(term, scale=term.scale.float()).dequantize()
 
 
 def _converted(part: str, tensor: Tensor, layer: StoredLayer) -> Tensor:

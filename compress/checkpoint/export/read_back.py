@@ -1,15 +1,13 @@
-"""Reads exports of GPTQ's and AWQ's layouts back: by our reader, and by GPTQModel, which prints, in another process.
+"""Reads exports back: by our reader, and by the package of the layout, where it is installed.
 
-    decision --export--> files --our reader--> values, with the checksums of the decision
-                               --GPTQModel---> the same values, rounded to the dtype in which it computes
-
-GPTQModel is no requirement: without it, only our reader reads.
+decision --export--> files --our reader--> values, with the checksums of the decision
+                           --GPTQModel---> the same values, rounded to the dtype in which it computes
 """
 
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 import torch
 
 from compress.base.errors import CheckpointError, CompressError, first_line
-from compress.base.fresh_process import fresh
-from compress.checkpoint.files import checksum, read_json, write_json
+from compress.checkpoint.files import checksum
 from compress.checkpoint.read.checksums import check_tensors
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.pretrained import read_config
@@ -30,34 +27,47 @@ AT_A_TIME = 2048  # inputs of a layer whose weights are asked for together
 
 
 def read_back(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """{layers, reader} of an export in either layout, as `Exporter.read_back` returns it. Raises CheckpointError for a
-    layer with other values than were exported, CompressError where GPTQModel does not read them."""
-    layers = len(stored_in(read_by_us(folder, record)).layers)
-    if find_spec(PACKAGE) is None:
-        return {"layers": layers, "reader": reader_of(PACKAGE)}
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result.json"
-        _, environment = fresh()
-        line = [sys.executable, "-P", "-m", __name__, str(folder), str(result)]
-        done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environment, check=False)
-        if not result.exists():
-            said = done.stderr.strip().splitlines()
-            raise CompressError(f"{PACKAGE} does not read {folder}: {said[-1] if said else 'it said nothing'}")
-        report = read_json(result)
-    if report["differ"]:
-        raise CheckpointError(
-            f"{report['differ'][0]} of {folder}, as {report['reader']} reads it, is not what was decided "
-            f"({len(report['differ'])} layers differ in all); write it again"
-        )
-    return {"layers": layers, "reader": report["reader"]}
+    """`read_by_package` of an export in GPTQ's or AWQ's layout, by GPTQModel."""
+
+    @cache
+    def differing() -> list[str]:
+        return list(by_gptqmodel(folder)["differ"])
+
+    with redirect_stdout(sys.stderr):  # on which GPTQModel prints
+        return read_by_package(folder, record, PACKAGE, lambda _, name: name in differing())
 
 
 def read_by_us(folder: Path, record: Mapping[str, Any]) -> Source:
     """An export whose tensors and values, as our reader reads them, are those of its record. Raises CheckpointError."""
-    source = find_source(str(folder))
+    source, values = find_source(str(folder)), record.get("values") or {}
     check_tensors(source, record.get("tensors"))
-    check_values(folder, record.get("values") or {})
+    if missing := sorted(values.keys() - stored_in(source).layers.keys()):
+        raise CheckpointError(f"{missing[0]} was exported and is not in {folder}")
+    for name, expected in values.items():
+        dtype = getattr(torch, expected.partition(" ")[0])
+        if summary(weight_of(source, name, dtype).dequantize().to(dtype)) != expected:
+            raise CheckpointError(f"{name} of {folder} does not hold the values that were exported; write it again")
     return source
+
+
+def read_by_package(
+    folder: Path, record: Mapping[str, Any], package: str, differs: Callable[[Source, str], bool]
+) -> dict[str, Any]:
+    """{layers, reader} of an export, read by us, and by a package where that is installed. differs: (source, layer) ->
+    True where the package reads other values than we do. Raises CheckpointError for such a layer, CompressError where
+    the package does not read them."""
+    source = read_by_us(folder, record)
+    layers = stored_in(source).layers
+    for name in layers if find_spec(package) else ():
+        try:
+            other = differs(source, name)
+        except Exception as error:  # noqa: BLE001 - a package of others: one line, whatever it raises
+            raise CompressError(f"{package} does not read {folder}: {first_line(error)}") from None
+        if other:
+            raise CheckpointError(
+                f"{name} of {folder}, as {package} reads it, is not what was exported; write it again"
+            )
+    return {"layers": len(layers), "reader": reader_of(package)}
 
 
 def reader_of(package: str) -> str:
@@ -65,17 +75,6 @@ def reader_of(package: str) -> str:
     if find_spec(package) is None:
         return f"compress alone, as {package} is not installed"
     return f"{package} {version(package)}"
-
-
-def check_values(folder: Path, values: Mapping[str, str]) -> None:
-    """Hold the values of layers, as our reader reads them, to their summaries. Raises CheckpointError."""
-    source = find_source(str(folder))
-    if missing := sorted(values.keys() - stored_in(source).layers.keys()):
-        raise CheckpointError(f"{missing[0]} was exported and is not in {folder}")
-    for name, expected in values.items():
-        dtype = getattr(torch, expected.partition(" ")[0])
-        if summary(weight_of(source, name, dtype).dequantize().to(dtype)) != expected:
-            raise CheckpointError(f"{name} of {folder} does not hold the values that were exported; write it again")
 
 
 def summary(values: torch.Tensor) -> str:
@@ -105,16 +104,3 @@ def by_gptqmodel(folder: Path) -> dict[str, Any]:
                 differ.append(name)
                 break
     return {"reader": f"{PACKAGE} {version(PACKAGE)}", "layers": len(modules), "differ": differ}
-
-
-def main(folder: str, result: str) -> None:
-    """Write what `by_gptqmodel` returns."""
-    try:
-        found = by_gptqmodel(Path(folder))
-    except Exception as error:  # noqa: BLE001 - a package of others: one line, whatever it raises
-        sys.exit(f"{type(error).__name__}: {first_line(error)}")
-    write_json(Path(result), found)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,6 +6,8 @@ DIR appears when it is complete, like the output of a run (`checkpoint.write.dir
 kind: `--overwrite` recognises it, and a reader of the layout can be tested against it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.source import OF_TENSORS, Source, find_source, tensors_of
 from compress.checkpoint.seal import rewrite
-from compress.checkpoint.write.directory import claim
+from compress.checkpoint.write.directory import Directory, claim
 from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 
@@ -84,7 +86,7 @@ def export(
     how: dict[str, Any] = {"overwrite": overwrite, "model": source.path, "shard_bytes": shard_bytes}
     with claim(output, Comm(), resume=False, **how) as directory:
         assert directory is not None
-        try:
+        with in_one_line(directory):
             place = Place(directory, reporter)
             if verify and exporter.reads_back:
                 tell(reporter, "verifies")
@@ -95,51 +97,30 @@ def export(
             record = {**_record(source, exporter, place), **written.record}
             size = place.finish(companions, record)
             if verify and exporter.reads_back:
-                tell(reporter, "phase", "verify", "nothing", "the output, read back in a fresh process")
-                found = in_own_process(directory.model)
-                rewrite(directory.model, {"verification": found})
-                for line in found.get("remarks", ()):
-                    reporter.note(line)
-        except OSError as error:
-            raise CompressError(
-                f"cannot write {error.filename or directory.output}: {why_not_written(error)}"
-            ) from None
-        except SafetensorError as error:
-            raise CompressError(f"cannot write {directory.output}: {error}") from None
+                verify_written(directory, reporter)
         directory.take_name(overwrite)
     before = sum(path.stat().st_size for path in source.weights.paths)
     return Exported(directory.output, written.layers, size, tuple(place.lost), before)
 
 
-def export_dense(
-    model: str | Path,
-    output: str | Path,
-    *,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    reporter: Reporter | None = None,
-) -> Exported:
-    """Write a compressed checkpoint as a plain one of transformers, with the dense weights that its codes stand for:
-    bit for bit those of `load(model, dequantize=True)`. `export` to "dense": arguments and errors are its."""
-    how = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
-    return export(model, output, "dense", **how, reporter=reporter)
+@contextmanager
+def in_one_line(directory: Directory) -> Iterator[None]:
+    """Makes what a system says of files that are written a CompressError, which names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CompressError(f"cannot write {error.filename or directory.output}: {why_not_written(error)}") from None
+    except SafetensorError as error:
+        raise CompressError(f"cannot write {directory.output}: {error}") from None
 
 
-def export_sparse24(
-    model: str | Path,
-    output: str | Path,
-    *,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    reporter: Reporter | None = None,
-) -> Exported:
-    """Write a checkpoint of this tool with its 2:4 layers stored as such: of every four weights two, and where they
-    are. The values are the same; only `compress.load` reads them so.
-
-    `export` to "sparse24": arguments and errors are its. model: with the record of its run, which names the layers.
-    """
-    how = {"overwrite": overwrite, "trust_remote_code": trust_remote_code}
-    return export(model, output, "sparse24", **how, reporter=reporter)
+def verify_written(directory: Directory, reporter: Reporter) -> None:
+    """Read an output back in a process of its own, and put the findings into its record."""
+    tell(reporter, "phase", "verify", "nothing", "the output, read back in a fresh process")
+    found = in_own_process(directory.model)
+    rewrite(directory.model, {"verification": found})
+    for line in found.get("remarks", ()):
+        reporter.note(line)
 
 
 def offers(model: str | Path, trust_remote_code: bool = False) -> list[Offer]:

@@ -52,7 +52,7 @@ class Block:
         """Inverse of `pack`: (codes int8 [N, K], scale float16 [N, B]) of uint8 [N, bytes of a row]."""
         assert self.unpack is not None
         codes, scale = self.unpack(rows.unflatten(-1, (-1, self.bytes)))
-        return codes.flatten(1), scale
+        return codes.flatten(-2), scale
 
 
 def pack_q4_0(codes_NK: Tensor, scale_NB: Tensor) -> Tensor:
@@ -139,8 +139,10 @@ Q8_0 = Block("Q8_0", 32, 34, -128, 127, pack_q8_0, unpack_q8_0)
 Q2_0 = Block("Q2_0", 64, 18, -2, 1, pack_q2_0, unpack_q2_0)
 TQ2_0 = Block("TQ2_0", 256, 66, -1, 1, pack_tq2_0)
 Q1_0 = Block("Q1_0", 128, 18, -1, 1, pack_q1_0)
-# Codes of tables of levels: packed by `pack_mxfp4`, `pack_nvfp4`, `pack_iq4_nl`. (Elements, bytes) of a block.
-MX_BLOCK, NV_BLOCK, IQ_BLOCK = (32, 17), (64, 36), (32, 18)
+# Codes of tables of levels.
+MXFP4 = Block("MXFP4", 32, 17, 0, 15, pack_mxfp4)
+NVFP4 = Block("NVFP4", 64, 36, 0, 15, pack_nvfp4)
+IQ4_NL = Block("IQ4_NL", 32, 18, 0, 15, pack_iq4_nl)
 # Codes of a scale and a minimum: packed by `pack_q4_1`, which takes both.
 Q4_1_NAME, Q4_1_SIZE, Q4_1_BYTES = "Q4_1", 32, 20
 

@@ -50,7 +50,8 @@ def config_of(kind: str, family: Architecture, keys: Keys, tensors: Mapping[str,
     """The configuration of a model of this class. keys: of the family, without its prefix. tensors: of the file, by
     their names. Raises CheckpointError for a key that is missing, InputError for one that says what transformers does
     not compute."""
-    default, cls = _default(kind)
+    cls = getattr(transformers, kind).config_class
+    default = cls()
     keys = {"vocab_size": len(tensors["token_embd.weight"]), **keys} if "token_embd.weight" in tensors else keys
     if missing := [key for key in (*SIZES, "feed_forward_length", family.epsilon) if key not in keys]:
         raise CheckpointError(f"lacks the key {family.name}.{missing[0]}")
@@ -74,12 +75,6 @@ def config_of(kind: str, family: Architecture, keys: Keys, tensors: Mapping[str,
         raise CheckpointError(f"describes no {kind} ({error})") from None
     _check(family, config, keys, tensors)
     return config
-
-
-def _default(kind: str) -> tuple[Any, Any]:
-    """(A configuration as its class has it, the class) of a class of models."""
-    cls = getattr(transformers, kind).config_class
-    return cls(), cls
 
 
 def _attention(family: Architecture, keys: Keys, default: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

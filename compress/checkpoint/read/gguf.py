@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,13 +55,15 @@ HALF_STEP = 2**-23  # of numbers near 1, in float32: what shifting a norm may co
 
 class GGUFFiles(WeightFiles):
     """The tensors of one file, mapped, by their names there: floats, or blocks as bytes (`U8`). metadata: {key: value}.
-    kinds: {tensor: its type in ggml}. Raises CheckpointError for a file that cannot be read."""
+    kinds: {tensor: its type in ggml}. types: of a key's value, and of its elements. Raises CheckpointError for a file
+    that cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.stamps = path, {path: stamp_of(path)}
         try:
             file = read_file(path)
             self.metadata = {name: field.contents() for name, field in file.fields.items()}
+            self.types = {name: field.types for name, field in file.fields.items()}
             held = {each.name: each for each in file.tensors}
             self.kinds = {name: each.tensor_type.name for name, each in held.items()}
             self._tensors = {name: _mapped(each) for name, each in held.items()}
@@ -69,35 +71,22 @@ class GGUFFiles(WeightFiles):
             raise CheckpointError(
                 f"{path} cannot be read by {reader()} ({first_line(error)}); fetch it again"
             ) from None
+        self._holders, self._open = dict.fromkeys(self._tensors, path), {path: None}
         names = {dtype: name for name, dtype in FLOATS.items()}
         self.headers = {n: (tuple(t.shape), names.get(t.dtype, "U8")) for n, t in self._tensors.items()}
-
-    def __getitem__(self, name: str) -> Path:
-        if name not in self._tensors:
-            raise KeyError(name)
-        return self.path
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    @property
-    def of_variant(self) -> bool:
-        return False
-
-    @property
-    def paths(self) -> list[Path]:
-        return [self.path]
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
     def dequantized(self, name: str) -> Tensor:
         """The values of a tensor, float32."""
-        kind = gguf().GGMLQuantizationType[self.kinds[name]]
-        return torch.from_numpy(gguf().quants.dequantize(self._tensors[name].numpy(), kind))
+        held, kind = self._tensors[name], self.kinds[name]
+        if kind in FLOATS:
+            return held.float()
+        if kind == Q2_0.name:  # gguf-py 0.19.0 has no reader of it
+            codes, scale = Q2_0.codes(held)
+            return codes * scale.float().repeat_interleave(Q2_0.size, -1) + 0.0  # no zero has a sign
+        return torch.from_numpy(gguf().quants.dequantize(held.numpy(), gguf().GGMLQuantizationType[kind]))
 
 
 def _mapped(tensor: Any) -> Tensor:
@@ -241,8 +230,7 @@ class _Placed:
 
     def _values(self, place: FilePlace, transposed: bool, held: Tensor) -> Tensor:
         """A tensor of floats, or one that is dequantized."""
-        if self.files.kinds[place.name] not in FLOATS:
-            held = self.files.dequantized(place.name)
+        held = held if self.files.kinds[place.name] in FLOATS else self.files.dequantized(place.name)
         found = self._in_order(place, held)
         found = found - place.shift if place.shift else found
         return found.t().contiguous() if transposed else found

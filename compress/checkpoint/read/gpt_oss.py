@@ -16,6 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from compress.base.errors import CheckpointError
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.views import View, ViewedFiles
@@ -24,6 +26,7 @@ from compress.model.split_experts import JOINED, LEAVES
 from compress.weights.compressed_tensors import group_entry
 from compress.weights.formats.levels import MXFP4
 from compress.weights.scheme import Scheme
+from compress.weights.terms import FLOATS
 
 METHOD = "mxfp4"
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
@@ -62,19 +65,16 @@ def _views(files: WeightFiles, module: str, projection: str) -> Iterator[tuple[s
     if len(shape) != 4 or shape[3] != BLOCK_BYTES or 0 in shape or dtype != "U8":
         raise CheckpointError(f"{stem}{BLOCKS} is {dtype} {list(shape)}; it must be U8 [experts, rows, blocks, 16]")
     experts, rows, groups, _ = shape
-    wanted = {SCALES: shape[:3]} | ({BIAS: shape[:2]} if f"{stem}{BIAS}" in files else {})
-    for ending, size in wanted.items():
-        found = files.headers.get(f"{stem}{ending}")
-        if found is None:
-            raise CheckpointError(f"{stem}{ending} is missing from the checkpoint")
-        if found[0] != size or (ending == SCALES and found[1] != "U8"):
-            raise CheckpointError(f"{stem}{ending} is {found[1]} {list(found[0])}; its blocks need {list(size)}")
+    biased = f"{stem}{BIAS}" in files
+    files.expect(f"{stem}{SCALES}", shape[:3], (torch.uint8,))
+    if biased:
+        files.expect(f"{stem}{BIAS}", shape[:2], FLOATS)
     for i in range(experts):
         for leaf, first, step in ROWS[projection]:
             own, count = f"{module}.{i}.{leaf}", len(range(first, rows, step))
             pick = itemgetter((i, slice(first, None, step)))
             yield f"{own}.weight_packed", View(((count, groups * BLOCK_BYTES), "U8"), (f"{stem}{BLOCKS}",), pick)
             yield f"{own}.weight_scale", View(((count, groups), "U8"), (f"{stem}{SCALES}",), pick)
-            if BIAS in wanted:
+            if biased:
                 kind = files.headers[f"{stem}{BIAS}"][1]
                 yield f"{own}.bias", View(((count,), kind), (f"{stem}{BIAS}",), pick)

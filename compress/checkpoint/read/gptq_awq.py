@@ -33,7 +33,7 @@ from compress.base.errors import CheckpointError, InputError
 from compress.base.sandbox import check_expressions
 from compress.checkpoint.read.configuration import AWQ, GPTQ
 from compress.checkpoint.read.views import View, ViewedFiles
-from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
+from compress.checkpoint.read.weight_files import WeightFiles
 from compress.kernels.layouts.words import WORD, pack_rows, unpack_rows, words_of
 from compress.weights.formats.act_order import INDEX, ActOrder
 from compress.weights.formats.codes import Packed
@@ -131,7 +131,7 @@ def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed
         raise CheckpointError(f"{layer} has {columns} inputs; codes of {bits} bits do not fill words of {WORD}")
     groups = _groups(files, layer, grid, rows, columns)
     if index in files:
-        _check(files, index, (columns,), INTS)
+        files.expect(index, (columns,), INTS)
     in_order = index not in files or torch.equal(files.tensor(index), groups_in_order(columns, groups))
 
     def stored(held: Tensor) -> Tensor:
@@ -210,11 +210,9 @@ def _size(files: WeightFiles, layer: str) -> tuple[int, int]:
     """The shape of a layer's words. Raises CheckpointError where it has not two dimensions, or nothing is in it."""
     name = f"{layer}.{MARK}"
     shape, _ = files.headers[name]
-    if len(shape) != 2:
-        raise CheckpointError(f"{name} has shape {shape}; it must have two dimensions")
-    if 0 in shape:
-        raise CheckpointError(f"{name} has shape {shape}; there is nothing in it")
-    _check(files, name, shape, INTS)
+    if len(shape) != 2 or 0 in shape:
+        raise CheckpointError(f"{name} has shape {shape}; it must have two dimensions, and something in it")
+    files.expect(name, shape, INTS)
     return shape[0], shape[1]
 
 
@@ -223,21 +221,9 @@ def _groups(files: WeightFiles, layer: str, grid: Grid, rows: int, columns: int)
     if (problem := Packed(grid=grid).problem(rows, columns)) is not None:
         raise CheckpointError(f"{layer} {problem}")
     groups = Packed(grid=grid).groups(columns)
-    _check(files, f"{layer}.qzeros", (groups, words_of(rows, grid.bits)), INTS)
-    _check(files, f"{layer}.scales", (groups, rows), FLOATS)
+    files.expect(f"{layer}.qzeros", (groups, words_of(rows, grid.bits)), INTS)
+    files.expect(f"{layer}.scales", (groups, rows), FLOATS)
     return groups
-
-
-def _check(files: WeightFiles, name: str, size: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> None:
-    """Raises CheckpointError for a tensor that is missing or of another shape or dtype."""
-    if name not in files:
-        raise CheckpointError(f"{name} is missing from the checkpoint")
-    shape, dtype = files.headers[name]
-    if shape != size:
-        raise CheckpointError(f"{name} has shape {shape}; its layer needs {size}")
-    if DTYPES.get(dtype) not in dtypes:
-        allowed = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
-        raise CheckpointError(f"{name} is {dtype}; it must be {allowed}")
 
 
 def groups_in_order(columns: int, groups: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.views import View, ViewedFiles
-from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
+from compress.checkpoint.read.weight_files import WeightFiles
 from compress.kernels.layouts.words import words_of
 from compress.weights.formats.codes import Packed
 from compress.weights.grid import Grid
@@ -70,17 +70,12 @@ def _grid(given: Mapping[str, Any], layer: str, where: Path) -> Grid:
 
 def _layer(files: WeightFiles, layer: str, grid: Grid) -> dict[str, View]:
     """The views of a layer's tensors."""
-    weight, scales, biases = names = [f"{layer}.{part}" for part in PARTS]
-    for name in names:
-        if name not in files:
-            raise CheckpointError(f"{name} is missing from the checkpoint")
+    weight, scales, biases = (f"{layer}.{part}" for part in PARTS)
     (rows, groups), dtype = files.headers[scales]
     columns, size = groups * (grid.group_size or 0), (rows, groups)
     words = (rows, words_of(columns, grid.bits))
     for name, shape, kinds in ((weight, words, (torch.uint32,)), (scales, size, FLOATS), (biases, size, FLOATS)):
-        found, kind = files.headers[name]
-        if found != shape or DTYPES.get(kind) not in kinds:
-            raise CheckpointError(f"{name} is {kind} {list(found)}; {grid.bits} bits in groups need {list(shape)}")
+        files.expect(name, shape, kinds)
 
     def scale(held: Tensor, bias: Tensor) -> Tensor:
         if not torch.equal(held * -(2 ** (grid.bits - 1)), bias):

@@ -94,6 +94,15 @@ class WeightFiles(Mapping[str, Path]):
         """The files."""
         return sorted(self._open)
 
+    def expect(self, name: str, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        """Raises CheckpointError for a tensor that is missing, or has not this shape and one of these dtypes."""
+        if name not in self:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+        found, dtype = self.headers[name]
+        if found != tuple(shape) or DTYPES.get(dtype) not in dtypes:
+            allowed = " or ".join(each for each, kind in DTYPES.items() if kind in dtypes)
+            raise CheckpointError(f"{name} is {dtype} {list(found)}; its layer needs {allowed} {list(shape)}")
+
     def tensor(self, name: str) -> Tensor:
         """One tensor, mapped: its values are read on first access."""
         return self._open[self._holders[name]].get_tensor(name)

@@ -66,15 +66,12 @@ def export(
     """Write a checkpoint of compress in another layout, with exactly the same values.
 
     \b
-    dense     dequantized weights, as a plain transformers checkpoint, for any
-              reader; as large as the original
-    gptq      GPTQ's layout, for GPTQModel, ExLlama and vLLM: symmetric codes
-    awq       AWQ's layout (gemm), for vLLM, SGLang and TGI: codes of 4 bits
+    dense     a plain transformers checkpoint, as large as the original
+    gptq, awq, bitsandbytes, mlx, modelopt    the layouts of these names
     gguf      one GGUF file, for llama.cpp, Ollama and LM Studio
     onnx      an ONNX graph for ONNX Runtime, which rounds inputs to int8
               (onnx-exact: it does not; onnx-qdq: standard operators alone)
-    sparse24  2:4 layers without their zeros, for `compress.load` alone: 9 bits
-              per weight instead of 16, or 3 instead of 4; others stay
+    sparse24  2:4 layers without their zeros, for `compress.load` alone
 
     \b
     compress export OUT --list

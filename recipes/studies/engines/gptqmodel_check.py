@@ -21,7 +21,6 @@ from typing import Any
 
 import compress
 from compress.base.fresh_process import fresh
-from compress.checkpoint.export import read_back
 from compress.checkpoint.files import read_json, write_json
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import asked, made_by
@@ -63,10 +62,18 @@ def row_of(model: str, case: LayoutCase, python: str, scratch: Path) -> dict[str
     return {**row, "group_size": config["group_size"], **read(python, made.output, scratch / "result.json")}
 
 
+READ = """
+import json, sys
+from pathlib import Path
+from compress.checkpoint.export.read_back import by_gptqmodel
+Path(sys.argv[2]).write_text(json.dumps(by_gptqmodel(Path(sys.argv[1]))))
+"""
+
+
 def read(python: str, folder: Path, result: Path) -> dict[str, Any]:
     """{reader, layers, differ (how many)}, or {error: the last line that it said}."""
     _, environment = fresh()
-    line = [python, "-P", "-m", read_back.__name__, str(folder), str(result)]
+    line = [python, "-P", "-c", READ, str(folder), str(result)]
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environment, check=False)
     if not result.exists():
         return {"error": (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]}

@@ -23,25 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.checkpoint.gguf.blocks import (
-    IQ_BLOCK,
-    MX_BLOCK,
-    NV_BLOCK,
-    Q1_0,
-    Q2_0,
-    Q4_0,
-    Q4_1_BYTES,
-    Q4_1_NAME,
-    Q4_1_SIZE,
-    Q5_0,
-    Q8_0,
-    TQ2_0,
-    Block,
-    pack_iq4_nl,
-    pack_mxfp4,
-    pack_nvfp4,
-    pack_q4_1,
-)
+from compress.checkpoint.gguf import blocks
+from compress.checkpoint.gguf.blocks import Q1_0, Q2_0, Q4_0, Q5_0, Q8_0, TQ2_0, Block
 from compress.weights.formats.codes import Codes, CodesFormat, Int8Table, Packed
 from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.formats.levels import IQ4NL, MXFP4, NVFP4
@@ -51,6 +34,7 @@ from compress.weights.scheme import Scheme
 from compress.weights.terms import Format, StoredTerm
 
 INTEGERS = (Q4_0, Q5_0, Q8_0)
+LEVELS = {MXFP4.kind: blocks.MXFP4, NVFP4.kind: blocks.NVFP4, IQ4NL.kind: blocks.IQ4_NL}
 SMALLEST = 32  # inputs that share a scale in any block of integers
 
 
@@ -106,7 +90,7 @@ def _codes_why_not(form: Format, columns: int) -> str | None:
     if block is None:
         return f"has asymmetric codes of {form.grid.bits} bits, which no block holds; quantize with symmetric ones"
     if columns % block.size:
-        return f"has {columns} inputs; {block.name} takes multiples of {block.size}; leave it out, or use `--to dense`"
+        return _unfilled(block, columns)
     group = form.grid.group_size
     if group is not None and group % block.size:
         return (
@@ -128,16 +112,13 @@ def _codes_blocks(held: StoredTerm) -> Blocks:
         return found if zero is None else found - _by_block(zero.to(torch.int16), rows, columns, 1)
 
     if zero is not None and held.grid.bits == 4:
-        scale = _by_block(held.scale, rows, columns, Q4_1_SIZE).to(torch.float16)
-        lowest = _by_block(zero.to(torch.float32), rows, columns, Q4_1_SIZE) - held.grid.qmin
+        scale = _by_block(held.scale, rows, columns, blocks.Q4_1_SIZE).to(torch.float16)
+        lowest = _by_block(zero.to(torch.float32), rows, columns, blocks.Q4_1_SIZE) - held.grid.qmin
         least = -scale.to(torch.float32) * lowest
         if torch.equal(least.to(torch.float16).to(torch.float32), least):
             unsigned = held.codes.to(torch.int16) - held.grid.qmin
-            return Blocks(
-                Q4_1_NAME,
-                columns // Q4_1_SIZE * Q4_1_BYTES,
-                lambda: pack_q4_1(unsigned, scale, least.to(torch.float16)),
-            )
+            row = columns // blocks.Q4_1_SIZE * blocks.Q4_1_BYTES
+            return Blocks(blocks.Q4_1_NAME, row, lambda: blocks.pack_q4_1(unsigned, scale, least.to(torch.float16)))
     scale = _by_block(held.scale, rows, columns, block.size)
     return Blocks(block.name, block.row(columns), lambda: block.pack(codes(), scale.to(torch.float16)))
 
@@ -147,32 +128,20 @@ def _by_block(numbers: Tensor, rows: int, columns: int, size: int) -> Tensor:
     return numbers.expand(rows, -1).repeat_interleave(columns // size // numbers.shape[-1], 1)
 
 
+def _unfilled(block: Block, columns: int) -> str:
+    return f"has {columns} inputs; {block.name} takes multiples of {block.size}; leave it out, or use `--to dense`"
+
+
 def _levels_why_not(form: Format, columns: int) -> str | None:
-    name, (size, _) = _block_of_levels(form)
-    if columns % size:
-        return f"has {columns} inputs; {name} takes multiples of {size}; leave it out, or use `--to dense`"
-    return None
+    block = LEVELS[form.kind]
+    return _unfilled(block, columns) if columns % block.size else None
 
 
 def _levels_blocks(held: StoredTerm) -> Blocks:
     assert isinstance(held, Codes)
-    (name, (size, bytes_)), columns = _block_of_levels(held.format), held.codes.shape[1]
-    row, stored = columns // size * bytes_, held.parts()["weight_scale"]
-    if name == "IQ4_NL":
-        return Blocks(name, row, lambda: pack_iq4_nl(held.codes, stored.to(torch.float16)))
-    pack = pack_mxfp4 if name == "MXFP4" else pack_nvfp4
-    return Blocks(name, row, lambda: pack(held.codes, stored.view(torch.uint8)))
-
-
-def _block_of_levels(form: Format) -> tuple[str, tuple[int, int]]:
-    """(The name in ggml of a block of a table of levels, its elements and bytes.)"""
-    if isinstance(form, IQ4NL):
-        return "IQ4_NL", IQ_BLOCK
-    return ("MXFP4", MX_BLOCK) if isinstance(form, MXFP4) else ("NVFP4", NV_BLOCK)
-
-
-def _super_blocks_why_not(form: Format, columns: int) -> str | None:
-    return form.problem(0, columns)
+    block, stored = LEVELS[held.format.kind], held.parts()["weight_scale"]
+    scale = stored.to(torch.float16) if block is blocks.IQ4_NL else stored.view(torch.uint8)
+    return Blocks(block.name, block.row(held.codes.shape[1]), lambda: block.pack(held.codes, scale))
 
 
 def _super_blocks(held: StoredTerm) -> Blocks:
@@ -184,6 +153,6 @@ _CODES = Holder(_codes_why_not, _codes_blocks)
 # By the kind of the format. A format whose tensor is made of blocks already hands them over as they are.
 HOLDERS: Mapping[str, Holder] = {
     **dict.fromkeys((Packed.kind, Int8Table.kind, TernaryCodes.kind, BinaryCodes.kind), _CODES),
-    **dict.fromkeys((MXFP4.kind, NVFP4.kind, IQ4NL.kind), Holder(_levels_why_not, _levels_blocks)),
-    KQuant.kind: Holder(_super_blocks_why_not, _super_blocks),
+    **dict.fromkeys(LEVELS, Holder(_levels_why_not, _levels_blocks)),
+    KQuant.kind: Holder(lambda form, columns: form.problem(0, columns), _super_blocks),
 }

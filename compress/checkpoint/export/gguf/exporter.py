@@ -10,12 +10,10 @@ in a process of its own after writing, and by `compress verify` whenever asked.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from compress.base.version import VERSION
 from compress.checkpoint.export.exporter import Exporter, Written
@@ -36,6 +34,7 @@ from compress.checkpoint.read.compressed_layers import stored_in
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.unplaced_tensors import beside, totals
+from compress.checkpoint.read.weight_files import tensor_bytes
 from compress.checkpoint.write.directory import is_checkpoint
 from compress.checkpoint.write.manifest import read_record
 
@@ -70,13 +69,11 @@ class GGUFLayout(Exporter):
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """A family, tokenizer and codes that can be written exactly; and the package gguf."""
-        return self.why_not_model(checkpoint) or self._why_fused(checkpoint) or _why_no_blocks(checkpoint)
-
-    def _why_fused(self, checkpoint: Source) -> list[str]:
-        held = fused(checkpoint) if self.template is None else []
-        return (
-            [f"{held[0]} holds all experts; quantize them, which takes them apart, or give --template"] if held else []
-        )
+        if reasons := self.why_not_model(checkpoint):
+            return reasons
+        if self.template is None and (held := fused(checkpoint)):
+            return [f"{held[0]} holds all experts; quantize them, which takes them apart, or give --template"]
+        return _why_no_blocks(checkpoint)
 
     def why_not_model(self, model: Source) -> list[str]:
         """A family and tokenizer that are known here; and the package gguf."""
@@ -87,11 +84,19 @@ class GGUFLayout(Exporter):
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the file, one tensor after the other."""
         note_losses(checkpoint, place)
-        own = {} if self.name is None else {NAME: self.name}
+        fill: Callable[[Any, Mapping[str, Any]], None]
         if self.template is not None:
-            held = _grafted(checkpoint, place, Template(Path(self.template)), own)
+            template = Template(Path(self.template))
+            family, entries, fill = template.family, entries_of(checkpoint, template), template.fill
         else:
-            held = _built(checkpoint, place, own)
+            own = FAMILIES[checkpoint.config["architectures"][0]]
+            family, entries = own.name, _entries(checkpoint, own, place)
+            metadata = _metadata(checkpoint, own)
+            fill = lambda writer, keys: add_all(writer, {**metadata, **keys})  # noqa: E731
+        for line in _spread(entries, checkpoint):
+            place.note(line)
+        keys = {**_file_type(entries), **({} if self.name is None else {NAME: self.name})}
+        held = write_file(place, family, lambda writer: fill(writer, keys), entries)
         place.text("Modelfile", MODELFILE)
         layers = sum(1 for layer in stored_in(checkpoint).layers.values() if layer.shares is None)
         return Written(layers, {"gguf": {"file": FILE, "layers": layers, "tensors": held}})
@@ -101,27 +106,13 @@ class GGUFLayout(Exporter):
         return read_back(folder, record.get("gguf") or {})
 
 
-def _built(source: Source, place: Place, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Write the file of a family that is known here. own: keys of the caller. Returns what `write_file` does."""
-    family, config = FAMILIES[source.config["architectures"][0]], read_config(source)
+def _entries(source: Source, family: Architecture, place: Place) -> list[Entry]:
+    """The tensors of a file of a family that is known here; with notes of what it lacks."""
+    config = read_config(source)
     lost = [f"not written: {words}" for words in totals(beside(source))]
     for line in (*family.notes(config), *tokenizer.notes_of(source.path), *lost):
         place.note(line)
-    names = names_of(family, config)
-    entries = tensor_entries(planned(source, family, names), source)
-    for line in _spread(entries, source):
-        place.note(line)
-    metadata = {**_metadata(source, family), **_file_type(entries), **own}
-    return write_file(place, family.name, lambda writer: add_all(writer, metadata), entries)
-
-
-def _grafted(source: Source, place: Place, template: Template, own: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Write the template with the layers' blocks in it. own: keys of the caller. Returns what `write_file` does."""
-    entries = entries_of(source, template)
-    for line in _spread(entries, source):
-        place.note(line)
-    metadata: dict[str, int | str] = {**_file_type(entries), **own}
-    return write_file(place, template.family, lambda writer: template.fill(writer, metadata), entries)
+    return tensor_entries(planned(source, family, names_of(family, config)), source)
 
 
 def _why_no_family(source: Source) -> list[str]:
@@ -132,10 +123,10 @@ def _why_no_family(source: Source) -> list[str]:
         return [f"it is a {kind}; written without --template FILE: {known}"]
     family, config = FAMILIES[kind], read_config(source)
     if found := family.why_not(config):
-        return found
+        return [f"{'; '.join(found)}; `--to dense` takes it"]
     names = names_of(family, config)
     if strangers := unnamed(source, names):
-        return [f"llama.cpp's {family.name} has no tensor for {strangers[0]}"]
+        return [f"llama.cpp's {family.name} has no tensor for {strangers[0]}; `--to dense` takes it"]
     return [why for why in (tokenizer.why_not(source.path, config.vocab_size), floats_why_not(source)) if why]
 
 
@@ -156,17 +147,13 @@ def _spread(entries: Sequence[Entry], source: Source) -> Iterator[str]:
         if entry.of not in layers_of:
             continue
         layer = layers_of[entry.of]
-        sizes = [source.headers[name] for part, name in layer.parts.items() if part != "weight_shape"]
-        before = sum(int(np.prod(shape)) * BYTES[dtype] for shape, dtype in sizes)
-        if entry.nbytes > before:
+        sizes = (tensor_bytes(n, *source.headers[n]) for part, n in layer.parts.items() if part != "weight_shape")
+        if entry.nbytes > sum(sizes):
             larger.setdefault((str(layer.scheme), entry.type), []).append(entry.of)
     for (scheme, kind), layers in larger.items():
         yield f"{len(layers)} layers of {scheme}, like {layers[0]}, take more bytes as blocks of {kind}"
     for kind in {entry.type for entry in entries} & NEWER.keys():
         yield f"{kind} is read by llama.cpp that has #24448; for an older one quantize with --group-size 32"
-
-
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
 
 
 def _file_type(entries: Sequence[Entry]) -> dict[str, int]:

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.base.errors import InputError, first_line
+from compress.base.errors import CheckpointError, InputError, first_line
 from compress.base.regular_files import special
 from compress.checkpoint.export.gguf.file import Entry, add_all
 from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of, stack_of
-from compress.checkpoint.gguf.library import gguf, read_file, reader
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
+from compress.checkpoint.read.gguf import FLOATS, GGUFFiles
 from compress.checkpoint.read.source import Source
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HOW = (
     "make it from the dense weights: `compress export OUT --to dense --output DENSE`, then llama.cpp's "
     "convert_hf_to_gguf.py DENSE --outtype bf16 (or f16, f32)"
@@ -51,49 +50,33 @@ class Template:
         if kind is not None or not path.is_file():
             raise InputError(f"template {str(path)!r} is {kind or 'no file'}; {HOW}")
         try:
-            self._reader = read_file(path)
-            self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-            self.family: str = self._reader.fields["general.architecture"].contents()
-        except Exception as error:  # noqa: BLE001 - gguf-py raises whatever a damaged file leads it to
-            raise InputError(
-                f"template {str(path)!r} cannot be read by {reader()} ({first_line(error)}); {HOW}"
-            ) from None
+            self.files = GGUFFiles(path)
+            self.family: str = self.files.metadata["general.architecture"]
+        except (CheckpointError, KeyError) as error:
+            raise InputError(f"template {str(path)!r} cannot be used ({first_line(error)}); {HOW}") from None
 
-    def fill(self, writer: Any, own: Mapping[str, int | str]) -> None:
+    def fill(self, writer: Any, own: Mapping[str, Any]) -> None:
         """Add the template's metadata to a file, and keys of our own in the place of some."""
         add_all(writer, own)
-        for key, field in self._reader.fields.items():
+        for key, kinds in self.files.types.items():
             if not key.startswith(OF_HEADER) and key not in REPLACED and key not in own:
-                kinds = field.types
-                writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+                writer.add_key_value(key, self.files.metadata[key], kinds[0], kinds[-1] if len(kinds) > 1 else None)
 
     def values(self, name: str, expert: int | None = None) -> Tensor:
         """The numbers of a tensor, or of an expert's matrix in it, float32."""
-        tensor = self.tensors[name]
-        data = tensor.data if expert is None else tensor.data[expert]
-        return torch.from_numpy(gguf().quants.dequantize(data, tensor.tensor_type).copy())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of a tensor, rows before inputs."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        return self.files.dequantized(name) if expert is None else self.files.tensor(name)[expert].float()
 
     def slots(self, name: str) -> list[Slot]:
         """The matrices of a tensor that holds floats; none of another."""
-        shape = self.shape(name)
-        if self.tensors[name].tensor_type.name not in DTYPES or len(shape) not in (MATRIX, STACK):
+        shape, kind = self.files.headers[name]
+        if kind not in FLOATS or len(shape) not in (MATRIX, STACK):
             return []
         return [Slot(name)] if len(shape) == MATRIX else [Slot(name, i) for i in range(shape[0])]
 
     def copied(self, name: str) -> Entry:
         """A tensor as it lies in the template."""
-        tensor = self.tensors[name]
-        kind = tensor.tensor_type.name
-        shape = tuple(int(size) for size in reversed(tensor.shape)) if kind in DTYPES else tensor.data.shape
-
-        def data() -> Tensor:
-            return torch.from_numpy(tensor.data.copy())
-
-        return Entry(name, kind, tuple(shape), int(tensor.n_bytes), name, data, lambda: self.values(name))
+        held, kind = self.files.tensor(name), self.files.kinds[name]
+        return Entry(name, kind, tuple(held.shape), held.nbytes, name, held.clone, lambda: self.values(name))
 
 
 def _rows(values: Tensor) -> list[bytes]:
@@ -104,10 +87,9 @@ def _candidates(template: Template) -> dict[tuple[str, int], list[Slot]]:
     """{(type, hash of a first row): matrices of the template}, for finding a layer's. A row is among those of a matrix
     wherever it lies."""
     candidates: dict[tuple[str, int], list[Slot]] = {}
-    for name, tensor in template.tensors.items():
-        kind = tensor.tensor_type.name
+    for name, kind in template.files.kinds.items():
         for slot in template.slots(name):
-            for row in set(_rows(template.values(*slot).to(DTYPES[kind]))):
+            for row in set(_rows(template.values(*slot).to(FLOATS[kind]))):
                 candidates.setdefault((kind, hash(row)), []).append(slot)
     return candidates
 
@@ -134,16 +116,17 @@ def matched(source: Source, template: Template) -> dict[Slot, tuple[str, Tensor]
 
 def _of(values: Tensor, candidates: Mapping[tuple[str, int], list[Slot]]) -> Iterator[Slot]:
     """The matrices of the template that have the first row of a layer."""
-    for kind, dtype in DTYPES.items():
+    for kind, dtype in FLOATS.items():
         (row,) = _rows(values[:1].to(dtype))
         yield from candidates.get((kind, hash(row)), ())
 
 
 def _order(values: Tensor, template: Template, slot: Slot) -> Tensor | None:
     """The row of a layer that is each row of a template's matrix; None where they do not hold the same rows."""
-    if template.shape(slot.name)[-MATRIX:] != tuple(values.shape):
+    shape, kind = template.files.headers[slot.name]
+    if shape[-MATRIX:] != tuple(values.shape):
         return None
-    dtype = DTYPES[template.tensors[slot.name].tensor_type.name]
+    dtype = FLOATS[kind]
     places: dict[bytes, list[int]] = {}
     for place, row in enumerate(_rows(values.to(dtype))):
         places.setdefault(row, []).append(place)
@@ -161,8 +144,7 @@ def entries_of(source: Source, template: Template) -> list[Entry]:
     layers = matched(source, template)
     names = {slot.name for slot in layers}
     entries = [
-        _grafted(source, name, template, layers) if name in names else template.copied(name)
-        for name in template.tensors
+        _grafted(source, name, template, layers) if name in names else template.copied(name) for name in template.files
     ]
     factors = (factor for slot, (layer, _) in layers.items() for factor in factors_of(source, layer, slot.name))
     return [*entries, *(entry_of(factor, source) for factor in factors)]

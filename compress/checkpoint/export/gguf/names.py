@@ -127,16 +127,14 @@ def floats_why_not(source: Source) -> str | None:
 
 def entry_of(tensor: FileTensor, source: Source) -> Entry:
     """A tensor as it is written: a layer in blocks, others as numbers."""
+    reader = partial(tensor.values, source)
     if tensor.layer is not None:
         blocks = tensor.blocks(source)
-        rows = stored_in(source).layers[tensor.layer].shape[0]
-        shape, pack = (rows, blocks.row), partial(_packed, tensor, source)
-        return Entry(
-            tensor.name, blocks.type, shape, rows * blocks.row, tensor.layer, pack, partial(tensor.values, source)
-        )
-    values = tensor.values(source)
-    made = partial(tensor.values, source)
-    return Entry(tensor.name, FLOATS[values.dtype], tuple(values.shape), values.nbytes, tensor.tensor, made, made)
+        shape = (stored_in(source).layers[tensor.layer].shape[0], blocks.row)
+        pack = lambda: tensor.blocks(source).pack()  # noqa: E731 - read again then, not kept
+        return Entry(tensor.name, blocks.type, shape, shape[0] * shape[1], tensor.layer, pack, reader)
+    values = reader()
+    return Entry(tensor.name, FLOATS[values.dtype], tuple(values.shape), values.nbytes, tensor.tensor, reader, reader)
 
 
 def entries_of(tensors: Iterable[FileTensor], source: Source) -> list[Entry]:
@@ -173,7 +171,3 @@ def stack_of(name: str, experts: Sequence[FileTensor], source: Source) -> Entry:
         lambda: torch.stack([entry.data() for entry in entries]),
         lambda: torch.stack([entry.values() for entry in entries]),
     )
-
-
-def _packed(tensor: FileTensor, source: Source) -> Tensor:
-    return tensor.blocks(source).pack()
