@@ -139,7 +139,7 @@ def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Seq
     if to is None:
         return
     if reasons := exporter_named(to).why_not_model(source):
-        raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}")
+        raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}; or leave --for out")
     check_shapes(empty_model(source), engine, passes, ignore)
 
 

@@ -283,8 +283,8 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
 
 
 def _has_groups(engine: Engine, scheme: str) -> bool:
-    """True for a scheme that an engine runs in groups of any size, or in none."""
-    return scheme in engine.schemes and not SCHEMES[scheme].of_levels
+    """True for a scheme that an engine runs in groups of any size."""
+    return scheme in engine.schemes and SCHEMES[scheme].has_groups
 
 
 def _why_not_own(name: str, unit: int, method: str, given: Mapping[str, Any]) -> str | None:

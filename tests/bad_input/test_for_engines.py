@@ -1,6 +1,7 @@
 """What an engine cannot run, or a layout cannot hold exactly: one line that names the alternative, before any work."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,13 @@ ASKED: dict[str, tuple[str, str]] = {
     "a cache": ("--for llama.cpp --kv-cache fp8", "holds no rounded key-value cache; drop --kv-cache"),
     "shards of a single file": ("--for llama.cpp --shard-size 1GB", "writes a single weight file; drop --shard-size"),
     "2:4 without zeros": ("--for llama.cpp --store 2:4", "drop store, or export later"),
+    "levels on Macs": (
+        "--for mlx --scheme mxfp4a16",
+        "it runs w2a16, w3a16, w4a16, w5a16, w6a16, w8a16: give --scheme",
+    ),
+    "groups of 16 on Macs": ("--for mlx --group-size 16", "allowed: multiples of 32: give --group-size 128"),
+    "zero points on Macs": ("--for mlx --grid asymmetric", "runs symmetric codes; drop --grid asymmetric"),
+    "2 bits of a builder": ("--for ort-genai --scheme w2a16", "it runs w4a16, w8a16: give --scheme w4a16"),
 }
 
 
@@ -99,6 +107,38 @@ def test_what_an_engine_does_not_run_is_one_line(what: str, desk: Desk) -> None:
     assert outcome.err.count("\n") == 1, outcome.err
     assert says in outcome.err
     assert not list(desk.here.glob("output*"))
+
+
+W4 = {"group_size": 32}
+# (What is quantized by RTN's options, or left as it is, --to, what the line says)
+EXPORTED: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, object] | None, str, str]] = {
+    "nothing": (make_llama, None, "awq", "it holds no codes; quantize it first"),
+    "a width": (make_llama, {**W4, "scheme": "w5a16"}, "gptq", "allowed: 2, 3, 4, 8; quantize with --bits 8"),
+    "a width on Macs": (
+        make_llama,
+        {**W4, "scheme": "w7a16"},
+        "mlx",
+        "allowed: 2, 3, 4, 5, 6, 8; quantize with --bits",
+    ),
+    "zero points on Macs": (make_llama, {**W4, "grid": "asymmetric"}, "mlx", "quantize with --grid signed-scale"),
+    "groups on Macs": (make_llama, {"group_size": 16}, "mlx", "allowed: multiples of 32; quantize with --group-size"),
+    "rounded inputs": (make_llama, {"scheme": "w8a8"}, "mlx", "quantize weights alone, like --scheme w8a16"),
+    "integers for TensorRT": (make_llama, W4, "modelopt", "modelopt has nvfp4, nvfp4a16, mxfp8, fp8, and fp8 with"),
+    "an activation": (partial(make_llama, hidden_act="relu"), W4, "gguf", "its activation is relu; llama.cpp computes"),
+}
+
+
+@pytest.mark.parametrize("what", EXPORTED)
+def test_what_a_layout_does_not_hold_is_one_line(what: str, tmp_path: Path) -> None:
+    build, options, to, says = EXPORTED[what]
+    model = save(build().half(), tmp_path / "model")
+    if options is not None:
+        compress.quantize(model, make_pass("rtn", options), output=tmp_path / "out", verify=False)
+        model = tmp_path / "out"
+    refused = command("export", model, "--to", to, "--output", tmp_path / "there")
+    assert (refused.code, refused.err.count("\n")) == (2, 1), refused
+    assert says in refused.err
+    assert not list(tmp_path.glob("there*"))
 
 
 def test_inputs_that_fill_no_block_are_refused_before_the_run(tmp_path: Path) -> None:
@@ -119,6 +159,7 @@ def test_groups_are_chosen_that_an_engine_and_a_layout_have(tmp_path: Path) -> N
     model = save(make_llama(intermediate_size=80).half(), tmp_path / "model")
     planned = command("plan", model, "--method", "rtn", "--for", "ort", "--json", tmp_path / "plan.json")
     assert planned.code == 0, planned
+    assert command("plan", model, "--method", "rtn", "--for", "ort", "--scheme", "w8a8").code == 0
     schemes = {each["scheme"] for each in json.loads((tmp_path / "plan.json").read_text())["layers"]}
     assert schemes == {"w4a16 g32 symmetric", "w4a16 channel symmetric"}
     compress.quantize(model, make_pass("rtn", {}), output=tmp_path / "usual", verify=False)
