@@ -18,6 +18,7 @@ from compress.data.processor_batches import Pictures, process
 from compress.data.teacher_file import read_cached
 from compress.data.text import batches_of, load_tokens
 from compress.data.tokens import Tokens
+from compress.engine.learn.on_policy import check_on_policy
 from compress.engine.plan.batches import named_batches
 from compress.jobs.model_source import FoundModel
 from compress.jobs.own_text import OWN, own_tokens
@@ -81,6 +82,8 @@ def read_data(request: Request, found: FoundModel, ranks: int) -> RunData:
     calibrated = _calibration(request, found)
     learning = training_options(passes)
     rows = training_rows(request, found) if learning else None
+    if rows is not None and any(o.on_policy for o in learning):
+        check_on_policy(rows)
     cached = {} if rows is None else {o.teacher: read_cached(o.teacher, rows, o) for o in learning if o.offline}
     if len(calibrated.batches) < ranks and any(p.calibrated for p in passes):
         raise InputError(

@@ -77,6 +77,10 @@ class TrainingOptions(LossOptions):
     save_every: int = 100
     """0 or more: steps between checkpoints that a stopped run resumes from; 0: none but the last."""
 
+    on_policy: float = 0.0
+    """0 to 1: share of the steps on samples whose second half the student writes itself (GKD, on-policy distillation);
+    divergence=reverse or jensen-shannon suit it."""
+
     seed: int = 0
     """0 or more: of the order of the samples."""
 
@@ -96,6 +100,12 @@ class TrainingOptions(LossOptions):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("warmup", 0 <= self.warmup <= 1, "0 to 1")
         self._check("held_out", 0 <= self.held_out <= 0.5, "0 to 0.5")
+        self._check("on_policy", 0 <= self.on_policy <= 1, "0 to 1")
+        if self.on_policy and (self.offline or self.task or not self.logits):
+            raise InputError(
+                "on_policy asks the teacher about what the student writes; give a model as teacher, logits=1 and "
+                "task=0, or on_policy=0"
+            )
         if self.contrastive and self.rows < 2 and not self.memory:
             raise InputError("contrastive tells a sample from the others of a step; give rows=2 or more, or memory")
         if 0 < self.memory < self.rows:

@@ -13,6 +13,7 @@ from torch import nn
 
 from compress.base.errors import InputError
 from compress.checkpoint.write.writer import InMemory
+from compress.engine.learn.on_policy import written_by
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
 from compress.engine.plan.existing_zeros import decisions_on_zeros
 from compress.engine.residency import widened
@@ -176,6 +177,7 @@ def _training(
         resume=lessons.resume,
         before=before,
         after=after,
+        written=lambda batch, step: written_by(run.model, batch, options.seed + step, run.comm),
         best_since=_best_since(learn),
     )
 

@@ -19,7 +19,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.base.progress import Reporter, tell
 from compress.train.inputs.fsdp_shards import reshard
-from compress.train.inputs.samples import Rows, SampleOrder, is_text, micro_batches
+from compress.train.inputs.samples import Batch, Rows, SampleOrder, is_text, micro_batches
 from compress.train.loop import train_checkpoints
 from compress.train.loop.best import Best, interval
 from compress.train.loop.metrics import Log, ends
@@ -38,6 +38,11 @@ def unchanged(step: int) -> Mapping[str, float]:
     return {}
 
 
+def as_given(batch: Batch, step: int) -> Batch:
+    """The default `written`: changes nothing."""
+    return batch
+
+
 def untouched(rate: float) -> None:
     """The default `after`: changes nothing."""
 
@@ -48,7 +53,8 @@ class Training:
 
     learned: the trained parameters. fixed: other tensors that a checkpoint stores. micro: samples per micro-batch.
     resume: whether to continue from a checkpoint. before: called before each step, with its number counted from 0;
-    returns values to log. after: called after each step with the learning rate of the weights; may change them. first:
+    returns values to log. after: called after each step with the learning rate of the weights; may change them.
+    written: takes the samples of a step and its number, returns them with words of the student's (`on_policy`). first:
     the step to begin with, of all that the schedule of rates knows. best_since: the step from which on the parameters
     of least held-out loss are kept and restored at the end; None: the last parameters stay. seconds: the most that the
     steps may take; None for as long as they take.
@@ -66,6 +72,7 @@ class Training:
     resume: bool = False
     before: Callable[[int], Mapping[str, float]] = unchanged
     after: Callable[[float], None] = untouched
+    written: Callable[[Batch, int], Batch] = as_given
     first: int = 0
     best_since: int | None = None
     seconds: float | None = None
@@ -118,7 +125,8 @@ def train(this: Training) -> History:
         this.reporter.step(history.resumed, options.steps, "")
         for step in range(history.resumed, options.steps):
             said = this.before(step)
-            history.steps.append({**take_step(this, adamw, seen, order.of_step(step), step), **said})
+            samples = samples_of_step(this, seen, order.of_step(step), step)
+            history.steps.append({**take_step(this, adamw, *samples, step), **said})
             done = step + 1
             last = done == options.steps or _is_over(this, started)
             line = history.steps[-1]
@@ -144,6 +152,14 @@ def train(this: Training) -> History:
         best.put_back()
     history.seconds = time.monotonic() - started
     return history
+
+
+def samples_of_step(this: Training, rows: Rows, indices: Sequence[int], step: int) -> tuple[Rows, Sequence[int]]:
+    """(Samples, the ones of a step among them): on the share `on_policy` of the steps, words of the student's."""
+    share = this.options.on_policy
+    if int((step + 1) * share) == int(step * share):
+        return rows, indices
+    return Rows(this.written(rows.take(indices), step)), range(len(indices))
 
 
 def _is_over(this: Training, started: float) -> bool:

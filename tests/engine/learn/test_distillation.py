@@ -10,6 +10,8 @@ from models import strong, tokens
 from torch.nn.functional import cosine_similarity
 
 import compress
+from compress.base.collectives import Comm
+from compress.engine.learn.on_policy import written_by
 
 
 def distill(desk: Desk, model: object, *more: object, output: str = "out"):
@@ -137,3 +139,36 @@ def test_an_encoder_of_no_logits_is_distilled(desk):
     with torch.no_grad():
         own, theirs = (model(input_ids=tokens(4, seed=7)).last_hidden_state.mean(1) for model in (student, teacher))
     assert cosine_similarity(own, theirs).mean() > 0.8
+
+
+def test_words_of_the_student_are_taught_on_a_share_of_the_steps(desk):
+    common = ["--student-layers", 1, "--calibration", desk.tokens, "--steps", 2, "--train", "divergence=reverse"]
+    for output, more in (("given", []), ("own", ["--train", "on_policy=0.5"])):
+        done = distill(desk, desk.model, *common, *more, output=output)
+        assert done.code == 0, done.err
+    given, own = (history(desk.here / output)["steps"] for output in ("given", "own"))
+    assert own[0]["logits"] == given[0]["logits"]
+    assert own[1]["logits"] != pytest.approx(given[1]["logits"], rel=1e-3)
+
+
+def test_the_students_words_stand_behind_the_first_half_and_are_those_of_one_seed(desk):
+    student, batch = make_llama().eval(), {"input_ids": torch.load(desk.tokens)}
+    once, again, other = (written_by(student, batch, seed, Comm())["input_ids"] for seed in (1, 1, 2))
+    assert once.shape == batch["input_ids"].shape
+    assert torch.equal(once[:, :8], batch["input_ids"][:, :8])
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+
+
+def test_words_of_the_student_need_a_teacher_that_can_be_asked_and_rows_without_padding(desk):
+    padded = desk.here / "padded.pt"
+    mask = torch.ones(12, 16, dtype=torch.int64)
+    mask[0, 8:] = 0
+    torch.save([{"input_ids": torch.load(desk.tokens), "attention_mask": mask}], padded)
+    words = ["--student-layers", 1, "--steps", 1, "--train", "on_policy=1"]
+    for more, says in (
+        (["--train", "task=1", "--calibration", desk.tokens], "give a model as teacher, logits=1 and task=0"),
+        (["--calibration", padded], "on_policy continues rows of token ids without padding; these samples have"),
+    ):
+        done = distill(desk, desk.model, *words, *more)
+        assert (done.code, says in done.err) == (2, True), done.err

@@ -39,7 +39,7 @@ TABLES = [
     compress.KVCache(granularity="head"),
 ]
 # Nothing runs before it: FSDP has not seen the layers yet when they begin to prune.
-FIRST = [Train(steps=2, rows=4, learning_rate=1e-4, sparsity=0.5)]
+FIRST = [Train(steps=2, rows=4, learning_rate=1e-4, sparsity=0.5, on_policy=0.5)]
 # A rate that is chosen, and one that does harm, of which nothing is kept.
 CHOSEN = [
     compress.RTN(scheme="w2a16", group_size=16),
