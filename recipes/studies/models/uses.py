@@ -1,20 +1,24 @@
 """The cost of quantization by use: positions in long texts, the original's own answers, facts to recall, tool calls.
 
-    python recipes/studies/models/uses.py MODEL --calibration TEXT --text TEXT --json OUT.json
+    python recipes/studies/models/uses.py MODEL --calibration DATA ... --text TEXT ... --json OUT.json
         [--ways "w4a16" ...] [--length N] [--windows N] [--answers N] [--recall N]
 
     w8a16             rounded to nearest, a scale per output channel
-    w4a16 ... w2a16   GPTQ, groups of 64, on 32 x 512 tokens of the calibration text
+    w4a16 ... w2a16   GPTQ, groups of 64, on 32 x 512 tokens of each DATA
     cache int4, int3  weights as they are, keys and values in few bits
     rotary x 0.9      damaged: the base of the rotary embedding is changed by 10 %
 
-Evaluated in float32. Rows are added to those of the file, which a way that is named again replaces.
+DATA: a text, self (what the model writes), code (every second module of Python's standard library), or a blend:
+24:self,8:code. TEXT: a text, or code (the other modules). Evaluated in float32. Rows are added to those of the file,
+which a way that is named again on the same data replaces.
 """
 
 import argparse
 import json
+import sysconfig
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -24,16 +28,44 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress.data.text import load_tokens
 from compress.evaluation.document import Evaluation
+from compress.jobs.model_source import find_model
+from compress.jobs.own_text import OWN, own_tokens
 from compress.recipes.studies.figures import asked, made_by, stored
 
 DAMAGED = "rotary x 0.9"
 BY_GPTQ = ("w4a16", "w3a16", "w2a16")
+CODE = "code"
+SAMPLES = 32
 WAYS = ("w8a16", *BY_GPTQ, "cache int4", "cache int3", DAMAGED)
 OF_A_TEXT = ("kl_mean", "perplexity", "reference_perplexity", "log_perplexity_ratio", "same_top")
 PARTS = ("role", "windows", "length", "tokens", "by_position", "by_part", "agreement")
 
 
-def made(way: str, model: Any, calibration: Tensor) -> Any:
+def code(folder: str, first: int) -> str:
+    """A text file of every second module of Python's standard library."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[first::2]
+    target = Path(folder) / CODE
+    target.write_text("\n\n".join(module.read_text(encoding="utf-8") for module in modules), encoding="utf-8")
+    return str(target)
+
+
+def calibration_data(data: str, model: str) -> Tensor:
+    """Token ids [32, 512] of the calibration data named in an argument."""
+    tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    parts = []
+    for part in data.split(","):
+        count, colon, source = part.partition(":")
+        samples, source = (int(count), source) if colon else (SAMPLES, part)
+        if source == OWN:
+            parts.append(own_tokens(find_model(model, None, False), SAMPLES, 512, None).ids[:samples])
+            continue
+        with TemporaryDirectory() as folder:
+            text = code(folder, 0) if source == CODE else source
+            parts.append(load_tokens(text, tokenizer, config, what="calibration", length=512, samples=samples).ids)
+    return torch.cat(parts)
+
+
+def made(way: str, model: Any, calibration: Tensor | None) -> Any:
     """The model, changed in that way."""
     if way == DAMAGED:
         config = model.config
@@ -45,7 +77,7 @@ def made(way: str, model: Any, calibration: Tensor) -> Any:
         passes = [compress.GPTQ(scheme=cast(Any, way), group_size=64)]
     else:
         passes = [compress.RTN(scheme=cast(Any, way), group_size=-1)]
-    return compress.quantize(model, passes, calibration=calibration if way in BY_GPTQ else None).model
+    return compress.quantize(model, passes, calibration=calibration).model
 
 
 def row_of(way: str, found: Evaluation) -> dict[str, Any]:
@@ -60,8 +92,8 @@ def row_of(way: str, found: Evaluation) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration", nargs="+", required=True)
+    parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=4, help="of the text")
@@ -72,31 +104,33 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    config = AutoConfig.from_pretrained(arguments.model)
-    shown = load_tokens(arguments.calibration, tokenizer, config, what="calibration", length=512, samples=32).ids
     asks = {"answers": arguments.answers, "answer_tokens": arguments.answer_tokens, "recall": arguments.recall}
     probes = compress.Probes(**asks, tools=not arguments.no_tools)
-    for way in arguments.ways:
+    ways = [(way, data) for way in arguments.ways for data in (arguments.calibration if way in BY_GPTQ else [None])]
+    for way, data in ways:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
         weights = model.state_dict()
-        ours = made(way, model, shown)
+        ours = made(way, model, None if data is None else calibration_data(data, arguments.model))
         if way == DAMAGED:
             ours.load_state_dict(weights)
-        found = compress.evaluate(
-            ours,
-            reference=arguments.model,
-            text=arguments.text,
-            length=arguments.length,
-            samples=arguments.windows,
-            probes=probes,
-            tokenizer=tokenizer,
-        )
-        rows = [row for row in stored(arguments.json) if row["way"] != way]
-        rows.append({**row_of(way, found), "commit": made_by()["commit"]})
+        with TemporaryDirectory() as folder:
+            found = compress.evaluate(
+                ours,
+                reference=arguments.model,
+                text=[code(folder, 1) if text == CODE else text for text in arguments.text],
+                length=arguments.length,
+                samples=arguments.windows,
+                probes=probes,
+                tokenizer=tokenizer,
+            )
+        name = data and ",".join(Path(part).name for part in data.split(","))
+        rows = [row for row in stored(arguments.json) if (row["way"], row.get("calibration")) != (way, name)]
+        made_with = {"commit": made_by()["commit"], "command": asked(__file__)}
+        rows.append({"calibration": name, **row_of(way, found), **made_with})
         rows.sort(key=lambda row: WAYS.index(row["way"]))
-        about = {"model": Path(arguments.model).name, "command": asked(__file__), **made_by()}
+        about = {"model": Path(arguments.model).name, **made_by()}
         arguments.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        print(f"| {way} | " + " | ".join(f"{text.figures['kl_mean'].value:.5f}" for text in found.texts), flush=True)
+        print(f"| {way} {name} | " + " | ".join(f"{t.figures['kl_mean'].value:.5f}" for t in found.texts), flush=True)
 
 
 if __name__ == "__main__":
