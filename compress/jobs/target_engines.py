@@ -289,8 +289,6 @@ def _has_groups(engine: Engine, scheme: str) -> bool:
 
 def _why_not_own(name: str, unit: int, method: str, given: Mapping[str, Any]) -> str | None:
     """The reason why an engine does not run codes of a method with a format of its own. given: its options."""
-    if given.get("salient"):
-        return f"{name} runs one binary term; drop salient, or leave --for out"
     size = given.get("group_size", 0)
     if size > -1 and unit and (not size or size % unit):
         return f"{name} runs {method} codes in groups of multiples of {unit}; give --group-size {unit}"

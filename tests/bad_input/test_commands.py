@@ -718,14 +718,6 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.gptq(d.tokens, "--method", "ternary", "--set", "packing=1.6"),
         ("packing '1.6'", "bytes, words"),
     ),
-    "more salient columns than a group has": (
-        lambda d: d.gptq(d.tokens, "--method", "binary", "--set", "salient=33"),
-        ("salient 33", "0 to 32, the columns of a group"),
-    ),
-    "more salient columns than a layer has": (
-        lambda d: d.gptq(d.tokens, "--method", "binary", "--group-size", -1, "--set", "salient=80"),
-        ("salient 80", "q_proj has 64 columns"),
-    ),
     "best effort for small floats": (
         lambda d: command("quantize", d.model, "--effort", "best", "--scheme", "fp8", "--output", d.output),
         ("--effort best", "fp8 has float8 weights", "leave it out"),

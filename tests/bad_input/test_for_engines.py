@@ -61,10 +61,6 @@ ASKED: dict[str, tuple[str, str]] = {
         "--for llama.cpp --method ternary --calibration demo",
         "blocks of llama.cpp take multiples of 256: use --method gptq",
     ),
-    "two binary terms": (
-        "--for llama.cpp --method binary --set salient=2 --calibration demo",
-        "runs one binary term; drop salient",
-    ),
     "low rank": ("--for vllm --method low-rank --calibration demo", "leave --for out"),
     "ternary codes": ("--for ort --method ternary --calibration demo", "the format of ternary; use --method gptq"),
     "super-blocks": ("--for vllm --scheme q4_k", "vllm does not run q4_k"),

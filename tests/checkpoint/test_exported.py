@@ -26,7 +26,7 @@ RUNS = {
     "embeddings of 4 bits": [("rtn", {"scheme": "w4a16", **GROUPS}), ("embeddings", {"scheme": "w4a16"})],
     "embeddings of 8 bits": [("embeddings", {"scheme": "w8a16"})],
     "ternary": [("ternary", FAST)],
-    "a sum": [("binary", {**FAST, "salient": 2})],
+    "a sum": [("lqs", {"scheme": "w2a16", "rank": 2, **FAST})],
     "a plugin's sum": [("compress.recipes.low_rank:LowRankAndCodes", {"rank": 4, **GROUPS})],
 }
 

@@ -25,7 +25,6 @@ from compress.weights.formats.codes import (
     Int8Table,
     Packed,
 )
-from compress.weights.formats.columns import Columns
 from compress.weights.formats.dense import dense
 from compress.weights.formats.k_quants import KBlocks, KQuant
 from compress.weights.formats.levels import IQ4NL, MXFP4, MXFP6, MXFP6E3M2, MXFP8, NF4, NVFP4, ModelOptNVFP4, NF4Float32
@@ -121,13 +120,6 @@ def trellis(dtype: torch.dtype) -> Term:
     return Trellised(states, torch.rand(ROWS, generator=draw).to(dtype), format_)
 
 
-def binary_columns(dtype: torch.dtype) -> Term:
-    grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
-    values = torch.randn(ROWS, COLUMNS // 4, generator=torch.Generator().manual_seed(5))
-    column = torch.arange(1, COLUMNS, 4, dtype=torch.int16)
-    return Columns(column, BinaryCodes(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
-
-
 def act_order(dtype: torch.dtype) -> Term:
     format_ = ActOrder(grid=Grid(bits=4, **GROUPS))
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(7))
@@ -164,7 +156,6 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "ternary": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
     "ternary, a scale per channel": lambda dtype: codes(TernaryCodes(grid=Grid(bits=2, narrow=True)), dtype),
     "binary": lambda dtype: codes(BinaryCodes(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
-    "binary columns": binary_columns,
     "low rank": low_rank,
     "low rank, 8 bits": low_rank_codes,
     "low rank, nothing": lambda dtype: low_rank_of(
@@ -189,7 +180,6 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
         (TERMS["packed"](dtype), low_rank_codes(dtype), sparse_rows(dtype))
     ),
     "binary + ternary": lambda dtype: Weight((TERMS["binary"](dtype), TERMS["ternary"](dtype))),
-    "binary + binary columns": lambda dtype: Weight((TERMS["binary"](dtype), binary_columns(dtype))),
     "2:4, packed + sparse rows": lambda dtype: Weight((TERMS["2:4, packed"](dtype), sparse_rows(dtype))),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(

@@ -1,10 +1,8 @@
-"""Two and three levels: scales that nothing beats, GPTQ in loops, the second binary term, and checkpoints of them."""
+"""Two and three levels: scales that nothing beats, GPTQ in loops, and checkpoints of them."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from threading import Barrier
 
 import pytest
 import torch
@@ -12,8 +10,7 @@ from combinations import every
 from commands import StopAfterOne, command, make_llama, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import make_site, mean_square, realistic_layer
-from thread_ranks import ThreadComm
+from published import mean_square, realistic_layer
 from torch import Tensor
 
 import compress
@@ -21,16 +18,13 @@ from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
 from compress.inference.layers.compressed_layers import compressed_layers
-from compress.inference.layers.linear import QuantLinear, SumLinear
+from compress.inference.layers.linear import QuantLinear
 from compress.inference.layers.ternary import FewLevelsLinear
-from compress.solvers.binary import choose_columns, saliency, second_problem, signs
+from compress.solvers.binary import signs
 from compress.solvers.gptq import gptq
-from compress.solvers.hessian_with_drift import Problem
 from compress.weights.formats.codes import Codes, Packed
-from compress.weights.formats.columns import BinaryColumns, Columns
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
 from compress.weights.grid import Grid, Quantized, fit, quantize
-from compress.weights.matrix import Weight
 from compress.weights.scheme import parts_of, scheme_of
 from compress.weights.ternary_scale import sign_scale, ternary_scale
 
@@ -132,84 +126,11 @@ def test_the_sweep_is_gptq_with_the_best_scale_of_each_group(grid):
     assert better.loss_N.sum() < solved.loss_N.sum()
 
 
-# --- the second term -------------------------------------------------------------------------------------------------
-
-
-def test_what_the_second_term_aims_at_leaves_its_error_alone_to_count():
-    weight, x = realistic_layer(3, 24, seed=5)
-    hessian = mean_square(x)
-    column = torch.tensor([1, 4, 5, 20])
-    _, target = second_problem(Problem.of(hessian, damp=1e-12), weight, column, signs(None))
-    differences = []
-    for seed in (0, 1):
-        second = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=weight.dtype)
-        rest = weight.clone()
-        rest[:, column] -= second
-        error = target - second
-        inside = ((error @ hessian[column][:, column]) * error).sum()
-        differences.append(float(((rest @ hessian) * rest).sum() - inside))
-    assert differences[0] == pytest.approx(differences[1], rel=1e-9)
-
-
-def test_columns_are_the_salient_ones_of_every_group():
-    scores = torch.tensor([1.0, 9.0, 3.0, 4.0, 0.0, 0.5, 0.2, 0.1])
-    assert choose_columns(scores, 4, 2).tolist() == [1, 3, 5, 6]
-    weight, inverse = torch.tensor([[1.0, 2.0], [2.0, 0.0]]), torch.tensor([1.0, 1 / 3])
-    assert saliency(weight, inverse).tolist() == pytest.approx([5.0, 36.0], rel=1e-6)
-
-
-@every("salient", [1, 4, 16])
-def test_a_second_term_lowers_the_loss_and_is_in_few_columns(salient):
-    weight, x = realistic_layer(8, 64, seed=7)
-    one = compress.Binary(group_size=16, statistics="float64", drift=0.0)
-    first, second = (p.apply(make_site({"a": weight}, x)) for p in (one, replace(one, salient=salient)))
-    name = "a"
-    assert second[name].figures["loss"] < first[name].figures["loss"] < first[name].figures["rtn_loss"]
-    found = second[name].weight
-    assert isinstance(found, Weight)
-    _, term = found.terms
-    assert isinstance(term, Columns)
-    assert len(term.column) == 4 * salient
-    assert torch.equal(term.dequantize().any(0).nonzero()[:, 0], term.column.long())
-    # With few tokens, and plain rounding for them, there is one still.
-    few = replace(one, salient=salient, shrink=True)
-    assert isinstance(few.apply(make_site({"a": weight}, x[:4]))[name].weight, Weight)
-
-
-class Rank(ThreadComm):
-    """One of two ranks, which exchange rows, too."""
-
-    def __init__(self, rank: int, board: dict, barrier: Barrier) -> None:
-        super().__init__(rank, 2, board, barrier)
-        self.active = True
-
-    def gather_rows(self, part: Tensor, lengths: list[int]) -> Tensor:
-        self.board[self.rank] = part
-        self.meet.wait()
-        whole = torch.cat([self.board[rank] for rank in (0, 1)])
-        self.meet.wait()
-        assert len(whole) == sum(lengths)
-        return whole
-
-
-def test_two_ranks_decide_the_second_term_that_one_decides():
-    weight, x = realistic_layer(9, 64, seed=7)
-    one = compress.Binary(group_size=16, salient=2, statistics="float64", drift=0.0)
-    site, board, barrier = make_site({"a": weight}, x), {}, Barrier(2, timeout=60)
-    with ThreadPoolExecutor(2) as threads:
-        work = [threads.submit(one.apply, replace(site, comm=Rank(rank, board, barrier))) for rank in (0, 1)]
-        ranks = [each.result()["a"] for each in work]
-    alone = one.apply(site)["a"]
-    for decided in ranks:
-        assert torch.equal(decided.weight.dequantize(), alone.weight.dequantize())
-        assert decided.figures["loss"] == pytest.approx(alone.figures["loss"], rel=1e-9)
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 METHODS = {
     "ternary": ({"refit": 0, "sweeps": 0, "drift": 0.0, "group_size": 32}, "ternary g32"),
-    "binary": ({"salient": 2, "refit": 0, "sweeps": 0, "drift": 0.0, "group_size": 32}, "binary g32 + binary in "),
+    "binary": ({"refit": 0, "sweeps": 0, "drift": 0.0, "group_size": 32}, "binary g32"),
 }
 
 
@@ -236,7 +157,7 @@ def test_a_run_is_stopped_resumed_verified_and_loaded(name, tmp_path):
 
     model = compress.load(out)
     kinds = {type(layer) for _, layer in compressed_layers(model)}
-    assert kinds == {FewLevelsLinear if name == "ternary" else SumLinear}
+    assert kinds == {FewLevelsLinear}
     state = model.state_dict()
     source = find_source(str(out))
     assert all(torch.equal(state[key], source.weights.tensor(key)) for key in source.weights)
@@ -283,25 +204,13 @@ def test_bytes_that_are_no_five_codes_are_refused():
             scheme.check(parts, 4, columns)
 
 
-def test_groups_that_do_not_divide_and_columns_that_are_not_there_are_refused():
+def test_groups_that_do_not_divide_are_refused():
     assert "groups of 16 do not fit" in str(TernaryCodes(grid=THREE).problem(4, 40))
     assert "groups of 16 do not fit" in str(BinaryCodes(grid=TWO).problem(4, 40))
-    columns = BinaryColumns(grid=signs(2), chosen=6)
-    assert columns.problem(4, 16) is None
-    assert "6 of them cannot be chosen" in str(columns.problem(4, 5))
-    assert "groups of 2 do not fit" in str(replace(columns, chosen=5).problem(4, 16))
     with pytest.raises(InputError, match="ternary codes are on the narrow"):
         TernaryCodes(grid=Grid(bits=2))
     with pytest.raises(InputError, match="binary codes are on the grid of signs"):
         BinaryCodes(grid=Grid(bits=2, narrow=True))
-
-
-def test_columns_rise_within_the_inputs():
-    codes = BinaryCodes(grid=signs(None)).term(quantize(torch.randn(4, 3), signs(None)))
-    for column in ([2, 1, 5], [1, 1, 5], [-1, 1, 5], [1, 5, 16]):
-        term = Columns(torch.tensor(column, dtype=torch.int16), codes, 16)
-        with pytest.raises(CheckpointError, match="column does not rise within the 16 inputs"):
-            term.format.check(term.parts(), 4, 16)
 
 
 def test_a_layer_holds_four_bits_a_weight_and_no_dense_copy():

@@ -86,8 +86,8 @@ def ternary() -> tuple[Tensor, Pass]:
 
 
 def of_signs() -> tuple[Tensor, Pass]:
-    one = compress.Binary(group_size=16, salient=2, **AS_IS)
-    found = binary(WEIGHT, H, group_size=16, salient=2, refit=2, sweeps=2, scale_dtype=STORED, **DAMPED)
+    one = compress.Binary(group_size=16, **AS_IS)
+    found = binary(WEIGHT, H, group_size=16, refit=2, sweeps=2, scale_dtype=STORED, **DAMPED)
     return found.dequantize(), one
 
 

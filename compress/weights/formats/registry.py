@@ -14,7 +14,6 @@ from compress.base.errors import CheckpointError, CompressError, InputError
 from compress.base.schema import fits
 from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
-from compress.weights.formats.columns import BinaryColumns
 from compress.weights.formats.dense import Dense
 from compress.weights.formats.k_quants import KQuant
 from compress.weights.formats.levels import LEVEL_FORMATS, ModelOptNVFP4, NF4Float32
@@ -29,7 +28,7 @@ from compress.weights.terms import Format
 FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
-        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes, BinaryColumns),
+        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, TernaryCodes, BinaryCodes),
         *(ActOrder, ModelOptNVFP4, NF4Float32),
         *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, KQuant, TrellisCodes, LowRankFactors),
     )

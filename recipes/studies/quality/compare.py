@@ -36,7 +36,6 @@ def recipes(group_size: int) -> Recipes:
     found["ternary"] = [{"ternary": {**few}}]
     found["ternary, a scale per channel"] = [{"ternary": {"group_size": -1}}]
     found["binary"] = [{"binary": {**few}}]
-    found["binary, an eighth of the columns twice"] = [{"binary": {**few, "salient": group_size // 8}}]
     found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
     found["w8a8 dynamic gptq"] = [{"gptq": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
