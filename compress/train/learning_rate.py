@@ -13,7 +13,7 @@ no harm to a run whose rate falls in the end. A few steps bear more than many, h
 how large a part is measured (`recipes/studies/quality/rates.py`). The steepest fall, the other usual rule, says nothing
 here: a student that is far from its teacher falls fastest in the first steps, whatever their rate.
 
-Parameters, gradients, memory and random state are restored afterwards: a run begins as if its rate had been given.
+Parameters, gradients and random state are restored afterwards: a run begins as if its rate had been given.
 """
 
 import json
@@ -133,7 +133,7 @@ def range_test_once(this: Training) -> RangeTest:
 
 @contextmanager
 def _as_before(this: Training) -> Iterator[None]:
-    """Puts parameters, the objective's memory and random state back after a training."""
+    """Puts parameters and random state back after a training."""
     parameters = list(this.learned.all.values())
     changed = [*parameters, *this.objective.buffers()]
     before = [tensor.detach().clone() for tensor in changed]

@@ -106,10 +106,8 @@ class TrainingOptions(LossOptions):
                 "on_policy asks the teacher about what the student writes; give a model as teacher, logits=1 and "
                 "task=0, or on_policy=0"
             )
-        if self.contrastive and self.rows < 2 and not self.memory:
-            raise InputError("contrastive tells a sample from the others of a step; give rows=2 or more, or memory")
-        if 0 < self.memory < self.rows:
-            raise InputError(f"memory {self.memory} holds no whole step of {self.rows} rows; give more, or 0")
+        if self.contrastive and self.rows < 2:
+            raise InputError("contrastive tells a sample from the others of a step; give rows=2 or more")
         if self.relations and self.compile:
             raise InputError(
                 "relations reads what attention is called with, which compiled blocks hide; give one of the two"

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.int8_tma_gemm import persistent_gemm, why_not_persistent
 from compress.kernels.triton.split_k import arrives_last, collect, partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape, cdiv
@@ -226,13 +225,9 @@ def w8a8_gemm(
     out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
     if M == 0 or N == 0:
         return out_MN
-    device = device_of(x_MK.device)
     if shape is None:
-        shape = choose_shape(kind_of("w8a8", 8, -1, x_zero_M is not None, dtype), M, N, K, device)
-    if shape.persistent and not why_not_persistent(x_MK, weight_NK, device.hopper):
-        operands = (x_MK, x_scale_M, x_zero_M, weight_NK, weight_scale_N, row_sum_N, bias_N)
-        persistent_gemm(*operands, out_MN, shape, device.processors)
-        return out_MN
+        kind = kind_of("w8a8", 8, -1, x_zero_M is not None, dtype)
+        shape = choose_shape(kind, M, N, K, device_of(x_MK.device))
     partial, counters = partials(out_MN, shape, torch.int32)
     w8a8_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         x_MK,

@@ -55,7 +55,7 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        """True for a device with wgmma and the tensor memory accelerator that `int8_tma_gemm` is compiled for."""
+        """True for a device with wgmma."""
         return self.capability // 10 == 9
 
     @property
@@ -134,7 +134,7 @@ def grouped(shape: Shape, pairs: int, experts: int, N: int, steps: int, device: 
     """A configuration for the mean tokens of an expert, its K split for the tiles of all of them."""
     tiles = most_tiles(pairs, experts, shape.block_m) * cdiv(N, shape.block_n)
     split = splits(tiles, steps, device.processors) if shape.block_m <= 64 else 1
-    return replace(shape, split_k=split, persistent=False)
+    return replace(shape, split_k=split)
 
 
 def most_tiles(pairs: int, experts: int, block_m: int) -> int:

@@ -46,15 +46,13 @@ LARGEST_TILE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """One compiled configuration: tokens, rows and programs per tile, warps, depth of the load pipeline; persistent:
-    `int8_tma_gemm` instead of the kernel with a program per tile (w8a8 only)."""
+    """One compiled configuration: tokens, rows and programs per tile, warps, depth of the load pipeline."""
 
     block_m: int
     block_n: int
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    persistent: bool = False
 
     def scales_sums(self, group_size: int, bits: int = 4) -> bool:
         """True where scaling the sums takes fewer instructions than scaling the weights.
@@ -180,13 +178,7 @@ def _problem(given: object) -> str | None:
     names = {f.name for f in fields(Shape)}
     if not isinstance(run, dict) or not {"block_m", "block_n"} <= run.keys() <= names:
         return f"run {run!r}; allowed: {DEQUANTIZE!r} or an object with {', '.join(sorted(names))}"
-    if run.get("persistent", False) and run.get("split_k", 1) != 1:
-        return "a persistent kernel does not split K"
-    if run.get("persistent", False) not in ((False, True) if given["op"] == "w8a8" else (False,)):
-        return f"persistent {run['persistent']!r}; allowed: false, and true for w8a8"
     for name, value in run.items():
-        if name == "persistent":
-            continue
         power = _whole(value) and 0 < value <= LARGEST_TILE and value == bucket(value)
         if not (power or (name == "num_stages" and _whole(value) and 0 < value < LARGEST_TILE)):
             return f"{name} {value!r}; allowed: a power of two to {LARGEST_TILE}"

@@ -1348,9 +1348,6 @@ TAUGHT: dict[str, Case] = {
     "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "values, all")),
     "maps and relations": (lambda d: distill(d, "attention=1", "relations=1"), ("eager", "fused", "one of the two")),
     "nobody to be told from": (lambda d: distill(d, "contrastive=1", "rows=1"), ("contrastive", "rows=2 or more")),
-    "a memory of nothing": (lambda d: distill(d, "memory=64"), ("memory is the contrastive loss's", "contrastive=1")),
-    "a short memory": (lambda d: distill(d, "contrastive=1", "rows=8", "memory=4"), ("memory 4 holds no", "8 rows")),
-    "projector": (lambda d: distill(d, "projector=fitted"), ("a projector is for hidden states", "features=1")),
     "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),
     "file that is missing": (
         lambda d: distill(d, "teacher=no.safetensors"),

@@ -9,11 +9,9 @@ from combinations import every
 from compress.base.errors import InputError
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import crd, empty_memory, info_nce
-from compress.train.losses.exits import exits_loss
+from compress.train.losses.contrastive import info_nce
 from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.logits import LogitsLoss, logits_loss
-from compress.train.losses.projector import ProjectorFit
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.top_k import top_k
 
@@ -66,11 +64,6 @@ CASES = {
         lambda: features_loss(Z(3, 7), Z(3, 7), distance="cos"),
         "unknown distance 'cos'; did you mean 'cosine'",
     ),
-    "no exits": (lambda: exits_loss([], Z(3, 4), HEAD), "0 exits with 0 weights and 0 heads; give at least one exit"),
-    "weights": (
-        lambda: exits_loss([Z(3, 4)], Z(3, 4), HEAD, weights=[0.5, 0.5]),
-        "1 exits with 2 weights and 1 heads; give at least one exit, and a weight and a head for each",
-    ),
     "deeper student": (
         lambda: layer_pairs(12, 6),
         "the student has 12 layers, the teacher 6; 'uniform' takes no more layers than the teacher has: name pairs",
@@ -84,10 +77,6 @@ CASES = {
         "pair (0, 1) is given twice; a weight says what counts more",
     ),
     "no pairs": (lambda: layer_pairs(3, 6, []), "no pairs of layers; give at least one"),
-    "nothing to fit": (
-        lambda: ProjectorFit(4, 5, Z(1)).projector(),
-        "a projector cannot be fitted to no tokens; give some whose mask is not 0",
-    ),
     "maps": (
         lambda: attention_loss(Z(2, 4, 3, 3), Z(2, 4, 3, 5)),
         "attention maps: [2, 4, 3, 3] of the student, [2, 4, 3, 5] of the teacher differ beyond heads",
@@ -117,7 +106,6 @@ CASES = {
     "embeddings": (lambda: info_nce(Z(3, 4), Z(3, 5)), "widths: 4 of the student, 5 of the teacher; a projector"),
     "samples of embeddings": (lambda: info_nce(Z(3, 4), Z(2, 4)), "3 samples of the student, 2 of the teacher; "),
     "cold": (lambda: info_nce(Z(3, 4), Z(3, 4), temperature=-1.0), "temperature -1.0; allowed: above 0"),
-    "set": (lambda: crd(Z(3, 4), Z(3, 4), IDS, empty_memory(1, 4, Z(1)), 0), "a set of 0 samples; allowed: 1 or more"),
     "mask of samples": (lambda: info_nce(Z(3, 4), Z(3, 4), mask_N=Z(4)), "mask of shape [4] for 3 samples"),
 }
 

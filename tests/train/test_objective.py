@@ -13,7 +13,7 @@ from compress.train.inputs.samples import Rows
 from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.losses import chunked_logits
 from compress.train.losses.attention import attention_loss
-from compress.train.losses.contrastive import Candidates, Memory, crd, info_nce
+from compress.train.losses.contrastive import Candidates, info_nce
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.top_k import top_k
@@ -242,30 +242,6 @@ def test_micro_batches_have_no_say_in_who_is_told_apart():
     torch.testing.assert_close(twice, info_nce(s[:1], Candidates(t, torch.tensor([0])), temperature=0.5).total)
 
 
-def test_a_memory_tells_a_sample_from_those_of_earlier_steps():
-    """By CRD's equation, whatever the micro-batches; samples that are measured are not remembered."""
-    student, teacher = exact("bert"), exact("bert", 1)
-    rows = Rows({"input_ids": IDS}).numbered()
-    with torch.no_grad():
-        s, t = (m(input_ids=IDS).last_hidden_state.mean(1) for m in (student, teacher))
-    for micro in (2, 1):
-        objective = Objective(Train(logits=0, contrastive=1.0, contrast=0.5, memory=3, rows=2), student, teacher)
-        objective.begin(rows)
-        objective.begin_step(rows, [0, 1], micro, Comm())
-        objective.begin_step(rows, [2, 3], micro, Comm(), measuring=True)
-        assert objective.memory_ids.tolist() == [-1, 0, 1]
-        objective.begin_step(rows, [3, 0], micro, Comm())
-        assert objective.memory_ids.tolist() == [1, 0, 3]
-        parts = [[3, 0][i : i + micro] for i in range(0, 2, micro)]
-        with torch.no_grad():
-            total = sum(objective(rows.take(part))["contrastive"] for part in parts)
-        held = [1, 0, 3]
-        expected = crd(
-            s[[3, 0]], t[[3, 0]], torch.tensor([3, 0]), Memory(t[held], torch.tensor(held)), 4, temperature=0.5
-        )
-        torch.testing.assert_close(total, expected.total)
-
-
 def narrow() -> nn.Module:
     """An encoder of half the width."""
     import transformers
@@ -274,22 +250,6 @@ def narrow() -> nn.Module:
         vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
     )
     return transformers.BertModel(config).double().eval()
-
-
-def test_fitted_projectors_begin_where_training_them_alone_would_end():
-    """On the samples that they are fitted to, whatever the micro-batches, their gradient is nearly zero."""
-    student, teacher = narrow(), exact("bert")
-    given = batch(padding=3)
-    rows, slopes = Rows(given), []
-    for kind, micro in (("orthogonal", 1), ("fitted", 3), ("fitted", 2)):
-        objective = Objective(Train(logits=0, features=1.0, projector=kind, distance="mse"), student, teacher)
-        objective.begin(rows, [0, 3, 2], micro, Comm())
-        found(objective, rows.take([3, 2, 0]))
-        slopes.append(max(float(p.grad.abs().max()) for p in objective.parameters()))
-    assert all(slope < 1e-2 * slopes[0] for slope in slopes[1:])
-    objective = Objective(Train(features=1.0, projector="fitted"), exact("llama"), exact("llama", 1))
-    objective.begin(rows)
-    assert "no projector is fitted: the hidden states of both models have 32 channels" in objective.notes
 
 
 def test_widths_that_differ_learn_through_projectors():

@@ -21,7 +21,6 @@ from compress.engine.walk.state import Run
 from compress.model.layers import Layer
 from compress.passes.protocol.stages import Learn
 from compress.train.inputs.fsdp_shards import reshard
-from compress.train.inputs.samples import SampleOrder
 from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.learning_rate import RangeTest, range_test_once
 from compress.train.loop.loop import History, Training, little_gain, train, unchanged, untouched
@@ -156,7 +155,7 @@ def _training(
     rows, micro = lessons.rows.numbered(), min(lessons.micro, -(-options.rows // run.comm.world))
     objective = Objective(options, run.model, teacher)
     seen, _ = rows.split(options.held_out)
-    objective.begin(seen, SampleOrder(len(seen), options.rows, options.seed).of_step(0), micro, run.comm)
+    objective.begin(seen)
     reshard(run.model)  # a root that has run would not see what a checkpoint brings
     for note in objective.notes:
         run.record.note(run.reporter, note)
@@ -168,7 +167,7 @@ def _training(
         options=options,
         objective=objective,
         learned=Learned(weights, scales),
-        fixed=fixed_of(quantizers) | {f"objective.{name}": tensor for name, tensor in objective.named_buffers()},
+        fixed=fixed_of(quantizers),
         rows=rows,
         micro=micro,
         comm=run.comm,

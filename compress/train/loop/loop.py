@@ -240,7 +240,7 @@ def measure_held_out(this: Training, rows: Rows, step: int) -> Line:
     indices = range(len(rows))
     counts = this.objective.counts(rows.take(indices))
     sums = dict.fromkeys(counts, 0.0)
-    this.objective.begin_step(rows, indices, this.micro, this.comm, measuring=True)
+    this.objective.begin_step(rows, indices, this.micro, this.comm)
     for part, counting in micro_batches(indices, this.micro, this.comm):
         for name, total in this.objective(rows.take(part)).items():
             sums[name] += float(total) * counting

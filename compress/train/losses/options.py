@@ -13,7 +13,6 @@ ORIGINAL = "original"
 NONE = "none"
 CACHED = ".safetensors"  # suffix of a file of a teacher's cached logits
 Related = Literal["values", "all"]
-Projector = Literal["orthogonal", "fitted"]
 # Names of losses' weights, by what the losses need: a teacher that is called, any teacher, labels.
 OF_A_MODEL = ("features", "attention", "relations", "contrastive")
 OF_A_TEACHER = ("logits", *OF_A_MODEL)
@@ -49,10 +48,6 @@ class LossOptions:
     distance: Distance = "relative"
     """Distance between hidden states, token by token."""
 
-    projector: Projector = "orthogonal"
-    """First value of the linear map between hidden states of different widths: random, or the least-squares fit to the
-    samples of the first step."""
-
     attention: float = 0.0
     """0 or more: weight of the distance of attention maps from the teacher's; both compute eager attention for it."""
 
@@ -78,10 +73,6 @@ class LossOptions:
     contrast: float = 0.07
     """above 0: temperature of the contrastive loss; the smaller, the more the closest of the others count."""
 
-    memory: int = 0
-    """0 or more: number of the teacher's last embeddings that the contrastive loss keeps and tells a sample from (CRD);
-    0: it is told from the others of its step."""
-
     layer_map: Mapped = "uniform"
     """Layers whose states, maps and relations are compared where the teacher is deeper: spread evenly, its last ones,
     or the last one alone."""
@@ -89,9 +80,9 @@ class LossOptions:
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the pass that these are options of
         choices = {"divergence": Kind, "tail": Tail, "distance": Distance, "measure": Measure, "heads": Heads}
-        for name, allowed in {**choices, "related": Related, "layer_map": Mapped, "projector": Projector}.items():
+        for name, allowed in {**choices, "related": Related, "layer_map": Mapped}.items():
             one_of(name, getattr(self, name), get_args(allowed))
-        for name in (*LOSSES, "relation_heads", "memory"):
+        for name in (*LOSSES, "relation_heads"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("temperature", "contrast"):
             self._check(name, getattr(self, name) > 0, "above 0")
@@ -114,10 +105,6 @@ class LossOptions:
                 "attention reads maps of eager attention, relations the vectors that fused attention is called with; "
                 "give one of the two"
             )
-        if self.memory and not self.contrastive:
-            raise InputError("memory is the contrastive loss's; give contrastive=1 with it")
-        if self.projector != "orthogonal" and not (self.features or self.contrastive):
-            raise InputError("a projector is for hidden states; give features=1 or contrastive=1 with it")
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

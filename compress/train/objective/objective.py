@@ -30,9 +30,9 @@ from compress.train.inputs.samples import (
 )
 from compress.train.inputs.teacher_predictions import TopKRows, check_offline
 from compress.train.losses.chunked_logits import HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import Memory, crd, empty_memory, info_nce, remember
+from compress.train.losses.contrastive import info_nce
 from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
-from compress.train.losses.loss_sum import IGNORED, Summed, wide
+from compress.train.losses.loss_sum import IGNORED, Summed
 from compress.train.objective import states
 from compress.train.objective.heads import OutputHead, output_head
 from compress.train.objective.outputs import ModelOutputs, look
@@ -46,11 +46,7 @@ Of = Callable[..., Summed]  # a loss on logits that lacks a teacher and labels
 class Objective(nn.Module):
     """options: the losses and their weights. student, teacher: models that are called with a batch's inputs, or, for
     the teacher, its cached top k; the teacher is not changed. Its own parameters are projectors, where widths of hidden
-    states differ; its buffers are the memory of the contrastive loss. notes: remarks for the user, filled by
-    `begin`."""
-
-    memory: Tensor
-    memory_ids: Tensor
+    states differ. notes: remarks for the user, filled by `begin`."""
 
     def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | TopKRows | None) -> None:
         super().__init__()
@@ -63,8 +59,6 @@ class Objective(nn.Module):
         self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
         self.vocabulary: int | None = None  # the student's, where the teacher's is padded to another length
         self.step: StepEmbeddings | None = None
-        self.negatives: Memory | None = None
-        self.samples = 0
         self.notes: list[str] = []
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -147,17 +141,11 @@ class Objective(nn.Module):
         if "relations" in self.weights:
             totals["relations"] = states.relations(own, theirs, mask, options)
         if "contrastive" in self.weights:
-            totals["contrastive"] = self._contrasted(self.embedder(pool(own.hidden[-1], batch)), batch).total
+            assert self.step is not None
+            embedding_ND = self.embedder(pool(own.hidden[-1], batch))
+            candidates = self.step.candidates(batch)
+            totals["contrastive"] = info_nce(embedding_ND, candidates, temperature=options.contrast).total
         return totals
-
-    def _contrasted(self, embedding_ND: Tensor, batch: Batch) -> Summed:
-        """The contrastive loss: InfoNCE, or CRD where there is a memory."""
-        assert self.step is not None
-        candidates, temperature = self.step.candidates(batch), self.options.contrast
-        if self.negatives is None:
-            return info_nce(embedding_ND, candidates, temperature=temperature)
-        teacher_ND, ids_N = (each[candidates.own_N] for each in (candidates.rows_CD, self.step.numbers_C))
-        return crd(embedding_ND, teacher_ND, ids_N, self.negatives, self.samples, temperature=temperature)
 
     def total(self, losses: Mapping[str, float | int]) -> float:
         """The weighted sum of the mean of each loss."""
@@ -169,13 +157,8 @@ class Objective(nn.Module):
         return math.fsum(weight * losses[name] for name, weight in (outputs or self.weights).items())
 
     @torch.no_grad()
-    def begin_step(
-        self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm, *, measuring: bool = False
-    ) -> None:
-        """Compute the teacher's embeddings of a whole step, where the contrastive loss needs them. A collective.
-
-        measuring: the samples are not trained on, and not remembered.
-        """
+    def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:
+        """Compute the teacher's embeddings of a whole step, where the contrastive loss needs them. A collective."""
         teacher = self.models[1]
         if "contrastive" in self.weights:
             assert teacher is not None
@@ -184,22 +167,13 @@ class Objective(nn.Module):
                 return pool(look(teacher, batch, self.options).hidden[-1], batch)
 
             self.step = embeddings_of_step(embedding, rows, indices, micro, comm)
-            if self.options.memory:
-                found = remember(Memory(self.memory, self.memory_ids), self.step.rows_CD, self.step.numbers_C)
-                self.negatives = found
-                if not measuring:
-                    self.memory.copy_(found.rows_CD)
-                    self.memory_ids.copy_(found.ids_C)
 
     @torch.no_grad()
-    def begin(self, rows: Rows, indices: Sequence[int] = (0,), micro: int = 1, comm: Comm | None = None) -> None:
-        """Look at a sample: find heads, and make the memory, and projectors where the widths of hidden states differ.
-        A collective.
-
-        rows: all that are trained on. indices: those that projectors are fitted to, `micro` at a time.
-        """
+    def begin(self, rows: Rows) -> None:
+        """Look at a sample: find heads, and make projectors where the widths of hidden states differ. rows: all that
+        are trained on. A collective."""
         student, teacher = self.models
-        self.samples, batch = len(rows), rows.take([0])
+        batch = rows.take([0])
         device = next(student.parameters()).device
         if ("attention" in self.weights or "relations" in self.weights) and not is_text(batch):
             raise InputError("attention and relations are of tokens of text; leave them out")
@@ -207,21 +181,11 @@ class Objective(nn.Module):
             self._find_heads(inputs_of(batch, device))
         if teacher is None or not {"features", "contrastive"} & self.weights.keys():
             return
-
-        def outputs(batch: Batch) -> tuple[ModelOutputs, ModelOutputs]:
-            return look(student, batch, self.options), look(teacher, batch, self.options)
-
-        own, theirs = (each.hidden[-1] for each in outputs(batch))
-        if self.options.memory:
-            empty = empty_memory(self.options.memory, theirs.shape[-1], wide(own[:0]))
-            self.register_buffer("memory", empty.rows_CD)
-            self.register_buffer("memory_ids", empty.ids_C)
-        if own.shape[-1] != theirs.shape[-1]:
-            made = states.make_projectors(self.options, outputs, rows, indices, micro, comm or Comm())
+        own, theirs = (look(model, batch, self.options) for model in (student, teacher))
+        if own.hidden[-1].shape[-1] != theirs.hidden[-1].shape[-1]:
+            made = states.make_projectors(self.options, own, theirs)
             self.embedder = made.pop() if self.options.contrastive else self.embedder
             self.projectors = nn.ModuleList(made)
-        elif self.options.projector != "orthogonal":
-            self.notes.append(f"no projector is fitted: the hidden states of both models have {own.shape[-1]} channels")
 
     def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
         """Find the heads of both models, whose logits then need not be computed. Raises InputError for other

@@ -1,19 +1,17 @@
 """Losses on the hidden layers of two models, a mean over pairs of layers of sums over tokens; and projectors from the
 student's hidden states to the teacher's, where their widths differ."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compress.base.collectives import Comm
-from compress.train.inputs.samples import Batch, Rows, micro_batches, token_mask
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.loss_sum import Summed
 from compress.train.losses.options import LossOptions
-from compress.train.losses.projector import ProjectorFit, projector
+from compress.train.losses.projector import projector
 from compress.train.losses.relations import relations_loss
 from compress.train.objective.outputs import ModelOutputs, Vectors
 from compress.train.options import TrainingOptions
@@ -67,35 +65,13 @@ def _mean(found: Iterable[Summed]) -> Tensor:
     return torch.stack([each.total for each in found]).mean()
 
 
-def make_projectors(
-    options: TrainingOptions,
-    outputs: Callable[[Batch], Both],
-    rows: Rows,
-    indices: Sequence[int],
-    micro: int,
-    comm: Comm,
-) -> list[nn.Linear]:
-    """A projector for each pair of layers that the features loss compares, then one for embeddings. A collective.
-
-    outputs: of both models on a batch. rows, indices: the samples that fitted projectors are fitted to.
-    """
-    own, theirs = outputs(rows.take([0]))
+def make_projectors(options: TrainingOptions, own: ModelOutputs, theirs: ModelOutputs) -> list[nn.Linear]:
+    """A projector for each pair of layers that the features loss compares, then one for embeddings. own, theirs: the
+    models' outputs on a batch."""
     last = own.hidden[-1]
     layers = range(1, len(own.hidden)), range(1, len(theirs.hidden))
-    pairs = pairs_of(*layers, options) if options.features else []
-    # An embedding is a mean over tokens: a linear map of it is the mean of the mapped tokens.
-    pairs += [(-1, -1)] if options.contrastive else []
+    count = (len(pairs_of(*layers, options)) if options.features else 0) + bool(options.contrastive)
     widths = last.shape[-1], theirs.hidden[-1].shape[-1]
-    if options.projector == "orthogonal":
-        generator = torch.Generator().manual_seed(options.seed)
-        projectors = [projector(*widths, generator=generator) for _ in pairs]
-    else:
-        sums = [ProjectorFit(*widths, last) for _ in pairs]
-        for part, counting in micro_batches(indices, micro, comm):
-            batch = rows.take(part)
-            own, theirs = outputs(batch)
-            mask = token_mask(batch).to(last.device) * counting
-            for each, (s, t) in zip(sums, pairs, strict=True):
-                each.add(own.hidden[s], theirs.hidden[t], mask)
-        projectors = [each.projector(comm=comm) for each in sums]
+    generator = torch.Generator().manual_seed(options.seed)
+    projectors = [projector(*widths, generator=generator) for _ in range(count)]
     return [each.to(last.device, last.dtype) for each in projectors]

@@ -103,9 +103,6 @@ def candidates(problem: TunedProduct, device: Device, shared: int) -> list[Choic
                 shape = Shape(block_m, block_n, split, warps, derived.num_stages)
                 if not why_not(problem, shape, device, shared):
                     found.append(shape)
-    if problem.op == "w8a8" and problem.M > 64 and device.hopper:
-        whole = (shape for shape in found if isinstance(shape, Shape) and shape.split_k == 1)
-        found += [replace(shape, persistent=True) for shape in whole]
     if problem.op == "weight_only" and problem.M >= DEQUANTIZE_FROM:
         found.append(DEQUANTIZE)
     return list(dict.fromkeys(found))

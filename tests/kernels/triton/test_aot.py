@@ -53,7 +53,7 @@ def test_shared_memory_fits(reports):
 
 
 def test_products_use_the_matrix_instruction(reports):
-    kinds = ("w", "int8 inputs", "sparse24", "persistent", "tiles", "128 experts", "fp8 blocks", "levels", "signed")
+    kinds = ("w", "int8 inputs", "sparse24", "tiles", "128 experts", "fp8 blocks", "levels", "signed")
     for r in (report for kind in kinds for report in pick(reports, kind)):
         used = {name for name in ("wgmma", "mma", "tcgen05") if r["cost"][name]}
         assert used in INSTRUCTIONS[r["arch"]], (r["arch"], r["name"])
@@ -212,19 +212,10 @@ def test_what_sums_need_takes_what_it_says(reports):
         assert r["per_weight"] <= 3 * r["budget"], r["name"]
 
 
-def test_the_persistent_product_loads_by_descriptor(reports):
-    """Both operands of a step by one instruction each, and no copy by the threads."""
-    for report in pick(reports, "persistent w8a8"):
-        opcodes = report["cost"]["loop_opcodes"]
-        assert opcodes["UTMALDG"] >= 2
-        assert opcodes["IGMMA"] == report["cost"]["wgmma"]
-        assert "LDGSTS" not in opcodes
-
-
 def test_int8_outputs_are_rounded_alike_by_every_configuration(reports):
     """Their sums are exact, and the bias is added by the multiply-add of the scale wherever there is one: what a token
     gets does not depend on the configuration, nor so on how many tokens there are."""
-    for r in [*pick(reports, "w8a8"), *pick(reports, "persistent w8a8")]:
+    for r in pick(reports, "w8a8"):
         assert r["cost"]["float_adds"] == 0, (r["arch"], r["name"])
 
 

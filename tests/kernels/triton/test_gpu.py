@@ -345,23 +345,6 @@ def test_w8a8(M, N, K, symmetric):
     assert excess(out, expected, allowed) <= 1
 
 
-@pytest.mark.kernels("int8_tma_gemm.persistent_kernel")
-@pytest.mark.parametrize(("M", "N", "K"), [(17, 1100, 4112), (300, 2000, 256), (4096, 4096, 1024)])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_persistent_w8a8_equals_the_other(M, N, K, symmetric):
-    from compress.kernels.triton import int8_gemm
-
-    g = torch.Generator("cuda").manual_seed(M)
-    codes, scale, zero = reference.quantize_tokens(torch.randn(M, K, generator=g, device="cuda"), symmetric)
-    weight = torch.randint(-128, 128, (N, K), generator=g, device="cuda", dtype=torch.int8)
-    bias = torch.randn(N, generator=g, device="cuda")
-    operands = (codes, scale, zero, weight, bias.abs(), reference.row_sums(weight), bias, torch.bfloat16)
-    plain = int8_gemm.w8a8_gemm(*operands, table.Shape(128, 128, num_warps=8, num_stages=3))
-    for shape in ((128, 256), (128, 128), (64, 256)):
-        persistent = table.Shape(*shape, num_warps=8, num_stages=3, persistent=True)
-        assert torch.equal(int8_gemm.w8a8_gemm(*operands, persistent), plain)
-
-
 @pytest.mark.kernels("planar_gemm.planar_kernel")
 def test_compiles_with_graphs():
     arguments = operands(4, 4096, 4096, 4, 128, True, torch.bfloat16)

@@ -57,7 +57,7 @@ def test_a_measured_fused_kernel_beats_the_derived_dequantization():
 
 def test_int8_products_have_entries_too():
     kind = ProductKind("w8a8", 8, -1, True, "float16")
-    entry = TunedEntry(kind, "9.0", 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
+    entry = TunedEntry(kind, "9.0", 64, 4096, 4096, Shape(64, 256, num_warps=8))
     table.write(table.user_table(), [entry], "test")
     assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
 
@@ -121,13 +121,9 @@ MALFORMED = {
     "N '64' is not a size": changed(N="64"),
     "group_size -2 is not a size": changed(group_size=-2),
     "w8a8 cannot dequantize": changed(op="w8a8", run="dequantize"),
-    "persistent kernel does not split K": changed(
-        op="w8a8", run={"block_m": 64, "block_n": 64, "split_k": 2, "persistent": True}
-    ),
     "run 'fast'": changed(run="fast"),
     "block_m 24; allowed: a power of two": changed(run={"block_m": 24, "block_n": 64}),
     "block_n 8; at least 16": changed(run={"block_m": 16, "block_n": 8}),
-    "persistent True; allowed": changed(run={"block_m": 16, "block_n": 64, "persistent": True}),
     "zero 1; allowed": changed(zero=1),
     "dtype 'int8'; allowed": changed(dtype="int8"),
     "num_warps True": changed(run={"block_m": 16, "block_n": 64, "num_warps": True}),

@@ -44,7 +44,6 @@ from compress.kernels.triton.int8_quantize import (
     quantize_static_kernel,
     quantize_tokens_kernel,
 )
-from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
 from compress.kernels.triton.level_lookup import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
@@ -268,22 +267,6 @@ def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> C
     whose = f"{experts} experts " if experts else ""
     name = f"{whose}w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     return CompileReport(name, arch, read, per_weight, round(instruction_budget(8), 2))
-
-
-def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> CompileReport:
-    """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
-    are counted per weight of a tile that takes one step: only to be compared with themselves."""
-    types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
-    types |= {"weight_desc": f"tensordesc<i8[{block_n}, {W8A8_BLOCK_K}]>", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("M", "N", "K", "stride_sm"), "i32") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
-    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32")
-    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": W8A8_BLOCK_K, "BAND": BAND}
-    constants |= {"HAS_ZERO": zero, "HAS_BIAS": True}
-    warps = 8
-    read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
-    per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
-    name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
-    return CompileReport(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
 
 
 def quantize_rows(arch: int, symmetric: bool) -> CompileReport:
@@ -641,8 +624,6 @@ def selection() -> Iterator[CompileReport]:
         yield sparse24(AMPERE, 128, True, "bf16", M)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
         yield w8a8(arch, M)
-    yield w8a8_persistent(64, 256, 4, True)
-    yield w8a8_persistent(128, 128, 4, True)
     for arch, M in itertools.product((AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE), (1, 64, 256)):
         yield weight_only(arch, 4, 128, True, "bf16", M, 1536, 2048, experts=128)
         yield w8a8(arch, M, 1536, 2048, experts=128)
@@ -694,7 +675,6 @@ def quick() -> Iterator[CompileReport]:
     for arch, zero in ((HOPPER, False), (AMPERE, True)):
         yield sparse24(arch, 128, zero, "bf16", 1)
         yield w8a8(arch, 4096)
-    yield w8a8_persistent(128, 128, 4, True)
     yield weight_only(HOPPER, 4, 128, True, "bf16", 1, 1536, 2048, experts=128)
     yield w8a8(HOPPER, 16, 1536, 2048, experts=128)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 4096), (ADA, 1)):

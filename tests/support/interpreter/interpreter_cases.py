@@ -22,7 +22,7 @@ from compress.kernels.layouts import words24 as pack24
 from compress.kernels.operators import sparse24
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_rows import w8a8_linear
-from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, int8_tma_gemm, planar_gemm, sparse24_gemm
+from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, planar_gemm, sparse24_gemm
 from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning import choose as shapes
@@ -308,31 +308,6 @@ def test_w8a8(sizes, symmetric, static):
     # 4 splits of at most 2 steps leave some programs without work.
     assert torch.equal(int8_gemm.w8a8_gemm(*operands, Shape(32, 64, split_k=4)), expected)
     assert workspace.counters(torch.device("cpu")).count_nonzero() == 0
-
-
-@pytest.mark.parametrize(("M", "N", "K"), [(70, 100, 208), (300, 20, 128), (17, 130, 16)])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_persistent_w8a8(M, N, K, symmetric, monkeypatch):
-    """Two programs for several tiles each, bands of one and two tiles, columns that do not fill a step."""
-    monkeypatch.setattr(int8_tma_gemm, "BAND", 2)
-    monkeypatch.setattr(int8_gemm, "device_of", lambda device: shapes.Device(processors=2))
-    g = torch.Generator().manual_seed(M)
-    x, weight = (torch.randint(-128, 128, (rows, K), generator=g, dtype=torch.int8) for rows in (M, N))
-    x_scale, weight_scale, bias = torch.rand(M, generator=g), torch.randn(N, generator=g), torch.randn(N, generator=g)
-    x_zero = None if symmetric else torch.randint(-128, 128, (M,), generator=g, dtype=torch.int32)
-    operands = (x, x_scale, x_zero, weight, weight_scale, reference.row_sums(weight), bias, torch.float32)
-    assert int8_tma_gemm.why_not_persistent(x, weight, True) == []
-    out = int8_gemm.w8a8_gemm(*operands, Shape(64, 64, persistent=True))
-    assert torch.equal(out, reference.w8a8(x, x_scale, x_zero, weight, weight_scale, bias))
-
-
-def test_persistent_w8a8_reasons():
-    x = torch.zeros(4, 24, dtype=torch.int8)
-    reasons = int8_tma_gemm.why_not_persistent(x, x, False)
-    assert len(reasons) == 3
-    assert "rows of 24 bytes; 16 bytes" in reasons[1]
-    given = (x, torch.ones(1), None, x, torch.ones(4), None, None, torch.float32, Shape(64, 64, persistent=True))
-    assert (int8_gemm.w8a8_gemm(*given) == 0).all()
 
 
 def test_int8_sums_are_exact_at_the_extremes():

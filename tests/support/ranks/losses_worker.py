@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
 from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import everywhere, info_nce
+from compress.train.losses.contrastive import Candidates, info_nce
 from compress.train.losses.logits import LogitsLoss
 from compress.train.losses.loss_sum import Summed
 
@@ -49,7 +49,7 @@ def gradients(model: nn.ModuleDict, part: slice, ranks: int) -> dict[str, Tensor
     x, teacher, labels = batch()
     hidden = model["body"](x[part])
     found = model["head"](hidden, HiddenTeacher(teacher.hidden_TE[part], teacher.head), labels[part])
-    alike = info_nce(hidden, everywhere(Comm(), x[part]) if ranks > 1 else x[part])
+    alike = info_nce(hidden, Candidates(x, torch.arange(len(x))[part]))
     counts = torch.stack([found.count, alike.count])
     if ranks > 1:
         Comm().all_reduce(counts)

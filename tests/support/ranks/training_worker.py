@@ -28,8 +28,8 @@ PASSES = [
     compress.SparseGPT(pattern="2:4", statistics="float64"),
     Train(**OPTIONS, sparsity=0.7, prune_every=1, prune_from=0.2, prune_until=0.8),
     compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric"),
-    # The output head is the root's, and not whole outside of its forward; the memory holds samples of all ranks.
-    Train(**OPTIONS, **ZEROS, features=0.1, task=0.1, relations=0.1, contrastive=0.1, memory=16),
+    # The output head is the root's, and not whole outside of its forward; a step's embeddings are of all ranks.
+    Train(**OPTIONS, **ZEROS, features=0.1, task=0.1, relations=0.1, contrastive=0.1),
 ]
 # What is no layer of a block: the embedding, which is the root's, with its head, and keys and values.
 TABLES = [

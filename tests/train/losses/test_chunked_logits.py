@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
-from compress.train.losses.exits import exits_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.top_k import top_k
 
@@ -169,20 +168,3 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_head(teacher, dtype) -> None:
         logits = head.finish(head.product(hidden))
         logits_loss(logits, top_k(drawn(tokens, vocabulary), 8), labels_T=labels, how=how).total.backward()
     assert largest.values >= tokens * vocabulary
-
-
-def test_exits_learn_and_what_they_learn_from_does_not() -> None:
-    head, _ = heads()
-    first, second, final = (drawn(T, D, seed=seed).requires_grad_() for seed in (5, 6, 7))
-    found = exits_loss([first, second], final, head, weights=[0.25, 2.0], labels_T=LABELS, how=LogitsLoss(alpha=0.5))
-    logits = [head.finish(head.product(hidden)) for hidden in (first, second, final)]
-    each = [logits_loss(own, logits[2], labels_T=LABELS, how=LogitsLoss(alpha=0.5)) for own in logits[:2]]
-    assert found.count == each[0].count == 8
-    leaves = first, second, head.weight_VD
-    expected = 0.25 * each[0].total + 2 * each[1].total
-    torch.testing.assert_close(of(found.total, *leaves), of(expected, *leaves))
-    own_heads = exits_loss([first], final, head, exit_heads=[Head(drawn(V, D, seed=8))])
-    assert torch.autograd.grad(own_heads.total, (final, head.weight_VD), allow_unused=True) == (None, None)
-    even = exits_loss([first, second], final, head)
-    mean = sum(logits_loss(own, logits[2]).total for own in logits[:2]) / 2
-    assert even.total.item() == pytest.approx(mean.item())

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.chunked_logits import Head, HiddenTeacher, chunked_logits_loss
-from compress.train.losses.contrastive import Memory, crd, info_nce
-from compress.train.losses.exits import exits_loss
+from compress.train.losses.contrastive import Candidates, info_nce
 from compress.train.losses.features import features_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.loss_sum import Summed
@@ -48,12 +47,6 @@ def on_hidden(x: Tensor, mask: Tensor | None, part: slice) -> Summed:
     return chunked_logits_loss(x, head, teacher, labels_T=LABELS[part], mask_T=mask, how=MIXED, chunk_values=2 * V)
 
 
-def on_exits(x: Tensor, mask: Tensor | None, part: slice) -> Summed:
-    head = Head(HEAD.weight_VD.to(x.dtype))
-    final = THEIRS.hidden_TE[part].to(x.dtype)
-    return exits_loss([x, 2 * x], final, head, mask_T=mask, chunk_values=2 * V)
-
-
 def on_maps(x: Tensor, mask: Tensor | None, part: slice, measure: str) -> Summed:
     """Maps of two heads against four; padding excluded by zeros, as a model's softmax has it."""
     teacher = drawn(B, 4, T, T, seed=3)[part].softmax(-1).to(x.dtype)
@@ -68,18 +61,15 @@ def on_relations(x: Tensor, mask: Tensor | None, part: slice, causal: bool) -> S
 
 
 def on_samples(x: Tensor, mask: Tensor | None, part: slice) -> Summed:
-    rows = drawn(4 * D, seed=3).view(-1, D)
-    ids = torch.arange(len(x) * T).flatten() + part.start * T
-    teacher = drawn(B, T, D, seed=4)[part].flatten(0, 1).to(x.dtype)
-    memory = Memory(rows, torch.tensor([0, 5, 90, 91]))
-    return crd(x.flatten(0, 1), teacher, ids, memory, 50, mask_N=None if mask is None else mask.flatten())
+    teacher = drawn(B, T, D, seed=4).flatten(0, 1).to(x.dtype)
+    own = torch.arange(len(x) * T) + part.start * T
+    return info_nce(x.flatten(0, 1), Candidates(teacher, own), mask_N=None if mask is None else mask.flatten())
 
 
 LOSSES: dict[str, tuple[tuple[int, ...], Loss]] = {
     **{kind: ((T, V), partial(on_logits, kind=kind)) for kind in ("forward", "reverse", "jensen-shannon")},
     "top k": ((T, V), partial(on_logits, kind="forward", k=3)),
     "chunked": ((T, D), on_hidden),
-    "exits": ((T, D), on_exits),
     **{
         distance: (
             (T, D),
@@ -91,7 +81,7 @@ LOSSES: dict[str, tuple[tuple[int, ...], Loss]] = {
     },
     **{measure + " of maps": ((2, T, T), partial(on_maps, measure=measure)) for measure in ("kl", "mse")},
     **{f"relations, causal {causal}": ((T, D), partial(on_relations, causal=causal)) for causal in (True, False)},
-    "crd": ((T, D), on_samples),
+    "contrastive": ((T, D), on_samples),
 }
 EVERY = every(("shape", "loss"), LOSSES.values())
 

@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 from combinations import every
-from thread_ranks import synced
 from torch import Tensor
 
-from compress.base.collectives import Comm
 from compress.train.losses.features import features_loss, layer_pairs
-from compress.train.losses.projector import ProjectorFit, projector
+from compress.train.losses.projector import projector
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -54,52 +52,6 @@ def test_an_orthogonal_projector_keeps_lengths(widths) -> None:
     gram = weight.T @ weight if widths[0] <= widths[1] else weight @ weight.T
     torch.testing.assert_close(gram, torch.eye(min(widths)), atol=1e-5, rtol=0)
     assert made.bias.eq(0).all()
-
-
-def fitted(student: Tensor, teacher: Tensor, comm: Comm | None = None) -> torch.nn.Linear:
-    sums = ProjectorFit(student.shape[-1], teacher.shape[-1], teacher)
-    sums.add(student, teacher)
-    return sums.projector(comm=comm)
-
-
-def test_a_fitted_projector_is_the_least_squares_of_the_valid_tokens() -> None:
-    student, noise, mask = drawn(40, 3, seed=1), drawn(40, 5, seed=2), torch.arange(40) % 4
-    teacher = 2 + student @ drawn(3, 5, seed=3) + 0.1 * noise
-    left = torch.cat([student, torch.ones(40, 1)], 1)[mask != 0]
-    expected = torch.linalg.lstsq(left, teacher[mask != 0]).solution
-    damaged = student.masked_fill((mask == 0).unsqueeze(-1), math.nan)
-    sums = ProjectorFit(3, 5, teacher)
-    for part in (slice(0, 15), slice(15, 40)):
-        sums.add(damaged[part], teacher[part], mask[part])
-    found = sums.projector(ridge=0.0)
-    torch.testing.assert_close(found.weight.double(), expected[:3].T, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(found.bias.double(), expected[3], atol=1e-6, rtol=1e-5)
-
-
-def test_channels_that_are_copies_share_what_they_say() -> None:
-    student = drawn(40, 1).expand(40, 2)
-    found = fitted(student, 3 * student[:, :1])
-    torch.testing.assert_close(found.weight, torch.tensor([[1.5, 1.5]]), atol=1e-3, rtol=0)
-
-
-def test_ranks_fit_the_projector_of_one_process() -> None:
-    student, teacher = drawn(30, 3), drawn(30, 4, seed=1)
-    whole = fitted(student, teacher)
-
-    class Share:
-        """One rank's tokens; `sync` is what thread ranks call."""
-
-        def __init__(self, part: slice) -> None:
-            self.part = part
-
-        def sync(self, comm) -> None:
-            self.made = fitted(student[self.part], teacher[self.part], comm)
-
-    ranks = [Share(slice(0, 12)), Share(slice(12, 30)), Share(slice(30, 30))]
-    synced(ranks)
-    for rank in ranks:
-        torch.testing.assert_close(rank.made.weight, whole.weight)
-        torch.testing.assert_close(rank.made.bias, whole.bias)
 
 
 def test_layers_are_paired_as_the_papers_say() -> None:
