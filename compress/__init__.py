@@ -11,70 +11,82 @@ and transformers are imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from compress.base.errors import CheckpointError, CompressError, InputError
+from compress.base.errors import CheckpointError as CheckpointError
+from compress.base.errors import CompressError as CompressError
+from compress.base.errors import InputError as InputError
 from compress.base.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.checkpoint.export.write import Exported, export
-    from compress.evaluation.document import Evaluation
-    from compress.evaluation.evaluate import evaluate
-    from compress.evaluation.probes.asked import Probes
-    from compress.evaluation.quality.classifiers import evaluate_classifier
-    from compress.evaluation.quality.encoders import evaluate_encoder
-    from compress.evaluation.reporting import report
-    from compress.inference.layers.adapters import lora
-    from compress.inference.layers.linear import QuantLinear
-    from compress.inference.load.loading import load
-    from compress.inference.load.quantizer import register
-    from compress.inference.load.steps import compile_steps
-    from compress.jobs.cache_logits import Cached, cache_logits
-    from compress.jobs.forecast.forecast import Forecast, plan
-    from compress.jobs.job import Result
-    from compress.jobs.on_codes import on_codes
-    from compress.jobs.qat_loop import Prepared, prepare_qat
-    from compress.jobs.quantize import quantize
-    from compress.jobs.quantize_for import quantize_for
-    from compress.jobs.verify import verify
-    from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
-    from compress.model.split_experts import split_experts
-    from compress.model.splitting.split_layers import split_layers
-    from compress.onnx.in_memory import export_onnx
-    from compress.passes.awq import AWQ
-    from compress.passes.binary import Binary
-    from compress.passes.embeddings import Embeddings
-    from compress.passes.gptq import GPTQ
-    from compress.passes.k_quants import KQuants
-    from compress.passes.kv_cache import KVCache
-    from compress.passes.low_rank import LowRank
-    from compress.passes.lqs import LQS
-    from compress.passes.magnitude import Magnitude
-    from compress.passes.options.quantize import QuantizeWeights
-    from compress.passes.protocol.base import Pass, but, only
-    from compress.passes.protocol.recipe import load_recipe
-    from compress.passes.protocol.sites import Site
-    from compress.passes.reconstruct import Reconstruct
-    from compress.passes.rtn import RTN
-    from compress.passes.smoothquant import SmoothQuant
-    from compress.passes.sparsegpt import SparseGPT
-    from compress.passes.spqr import SpQR
-    from compress.passes.taylor import Taylor
-    from compress.passes.ternary import Ternary
-    from compress.passes.train import Train
-    from compress.passes.trellis import Trellis
-    from compress.passes.wanda import Wanda
-    from compress.passes.whole_model.rotate import Rotation
-    from compress.passes.whole_model.structure import Structure
-    from compress.search.fit import FitResult, fit
-    from compress.search.sweep import sweep
-    from compress.search.sweep_rows import Sweep
-    from compress.solvers.statistics.input_statistics import ChannelNorm
-    from compress.weights.decision import Decision
-    from compress.weights.grid import Grid, Quantized, fake_quantize
+    from compress.checkpoint.export.write import Exported as Exported
+    from compress.checkpoint.export.write import export as export
+    from compress.evaluation.document import Evaluation as Evaluation
+    from compress.evaluation.evaluate import evaluate as evaluate
+    from compress.evaluation.probes.asked import Probes as Probes
+    from compress.evaluation.quality.classifiers import evaluate_classifier as evaluate_classifier
+    from compress.evaluation.quality.encoders import evaluate_encoder as evaluate_encoder
+    from compress.evaluation.reporting import report as report
+    from compress.inference.layers.adapters import lora as lora
+    from compress.inference.layers.linear import QuantLinear as QuantLinear
+    from compress.inference.load.loading import load as load
+    from compress.inference.load.quantizer import register as register
+    from compress.inference.load.steps import compile_steps as compile_steps
+    from compress.jobs.cache_logits import Cached as Cached
+    from compress.jobs.cache_logits import cache_logits as cache_logits
+    from compress.jobs.forecast.forecast import Forecast as Forecast
+    from compress.jobs.forecast.forecast import plan as plan
+    from compress.jobs.job import Result as Result
+    from compress.jobs.on_codes import on_codes as on_codes
+    from compress.jobs.qat_loop import Prepared as Prepared
+    from compress.jobs.qat_loop import prepare_qat as prepare_qat
+    from compress.jobs.quantize import quantize as quantize
+    from compress.jobs.quantize_for import quantize_for as quantize_for
+    from compress.jobs.verify import verify as verify
+    from compress.model.batchnorm import BatchNormFolds as BatchNormFolds
+    from compress.model.batchnorm import fold_batch_norm as fold_batch_norm
+    from compress.model.split_experts import split_experts as split_experts
+    from compress.model.splitting.split_layers import split_layers as split_layers
+    from compress.onnx.in_memory import export_onnx as export_onnx
+    from compress.passes.awq import AWQ as AWQ
+    from compress.passes.binary import Binary as Binary
+    from compress.passes.embeddings import Embeddings as Embeddings
+    from compress.passes.gptq import GPTQ as GPTQ
+    from compress.passes.k_quants import KQuants as KQuants
+    from compress.passes.kv_cache import KVCache as KVCache
+    from compress.passes.low_rank import LowRank as LowRank
+    from compress.passes.lqs import LQS as LQS
+    from compress.passes.magnitude import Magnitude as Magnitude
+    from compress.passes.options.quantize import QuantizeWeights as QuantizeWeights
+    from compress.passes.protocol.base import Pass as Pass
+    from compress.passes.protocol.base import but as but
+    from compress.passes.protocol.base import only as only
+    from compress.passes.protocol.recipe import load_recipe as load_recipe
+    from compress.passes.protocol.sites import Site as Site
+    from compress.passes.reconstruct import Reconstruct as Reconstruct
+    from compress.passes.rtn import RTN as RTN
+    from compress.passes.smoothquant import SmoothQuant as SmoothQuant
+    from compress.passes.sparsegpt import SparseGPT as SparseGPT
+    from compress.passes.spqr import SpQR as SpQR
+    from compress.passes.taylor import Taylor as Taylor
+    from compress.passes.ternary import Ternary as Ternary
+    from compress.passes.train import Train as Train
+    from compress.passes.trellis import Trellis as Trellis
+    from compress.passes.wanda import Wanda as Wanda
+    from compress.passes.whole_model.rotate import Rotation as Rotation
+    from compress.passes.whole_model.structure import Structure as Structure
+    from compress.search.fit import FitResult as FitResult
+    from compress.search.fit import fit as fit
+    from compress.search.sweep import sweep as sweep
+    from compress.search.sweep_rows import Sweep as Sweep
+    from compress.solvers.statistics.input_statistics import ChannelNorm as ChannelNorm
+    from compress.weights.decision import Decision as Decision
+    from compress.weights.grid import Grid as Grid
+    from compress.weights.grid import Quantized as Quantized
+    from compress.weights.grid import fake_quantize as fake_quantize
 
 __version__ = VERSION
 
-# The module of each public name; the imports above say the same to type checkers. No module may have a public name's
-# name: importing it would replace the public name by the module.
+# The module of each public name; the imports above (`as`: they are public) say the same to type checkers. No module
+# may have a public name's name: importing it would replace the public name by the module.
 _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
@@ -143,77 +155,7 @@ _HOMES = {
     "verify": "compress.jobs.verify",
 }
 
-__all__ = [
-    "AWQ",
-    "GPTQ",
-    "LQS",
-    "RTN",
-    "BatchNormFolds",
-    "Binary",
-    "Cached",
-    "ChannelNorm",
-    "CheckpointError",
-    "CompressError",
-    "Decision",
-    "Embeddings",
-    "Evaluation",
-    "Exported",
-    "FitResult",
-    "Forecast",
-    "Grid",
-    "InputError",
-    "KQuants",
-    "KVCache",
-    "LowRank",
-    "Magnitude",
-    "Pass",
-    "Prepared",
-    "Probes",
-    "QuantLinear",
-    "QuantizeWeights",
-    "Quantized",
-    "Reconstruct",
-    "Result",
-    "Rotation",
-    "Site",
-    "SmoothQuant",
-    "SpQR",
-    "SparseGPT",
-    "Structure",
-    "Sweep",
-    "Taylor",
-    "Ternary",
-    "Train",
-    "Trellis",
-    "Wanda",
-    "__version__",
-    "but",
-    "cache_logits",
-    "compile_steps",
-    "evaluate",
-    "evaluate_classifier",
-    "evaluate_encoder",
-    "export",
-    "export_onnx",
-    "fake_quantize",
-    "fit",
-    "fold_batch_norm",
-    "load",
-    "load_recipe",
-    "lora",
-    "on_codes",
-    "only",
-    "plan",
-    "prepare_qat",
-    "quantize",
-    "quantize_for",
-    "register",
-    "report",
-    "split_experts",
-    "split_layers",
-    "sweep",
-    "verify",
-]
+__all__ = sorted({*_HOMES, "CheckpointError", "CompressError", "InputError", "__version__"})
 
 
 def __getattr__(name: str) -> Any:

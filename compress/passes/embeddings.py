@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from compress.base.errors import InputError
 from compress.passes.options.k_mixes import K_SCHEMES
-from compress.passes.options.weight_format import ScaleRule, WeightFormat
+from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Treats
 from compress.passes.protocol.round_to_nearest import round_to_nearest
 from compress.passes.protocol.sites import Site
@@ -23,7 +23,6 @@ class Embeddings(WeightFormat):
 
     name: ClassVar[str] = "embeddings"
     treats: ClassVar[Treats] = "embeddings"
-    scale_rule: ClassVar[ScaleRule] = "clip"  # type: ignore[misc]  # of small floats, which it does not take
 
     scheme: str = "w8a16"
     """w2a16 ... w8a16: bits of a weight."""

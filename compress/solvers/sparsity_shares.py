@@ -1,13 +1,6 @@
 """Shares of zeros for single layers, out of one budget: functions of what was found out about them.
 
-By outliers (OWL, Yin et al., arXiv 2310.05175). Of a block with the products A_ij = |W_ij| |X_j| of all its layers
-
-    D = the share of A_ij above M times their mean,     kept = (D - min D) / (max D - min D) 2 lambda + const
-
-where const makes the mean over blocks, by their weights (the authors count blocks alike), what the budget keeps; every
-layer of a block keeps that share. The least and the largest lie 2 lambda apart, and neither further from the mean.
-
-By losses. t_l(s) is what layer l loses of its output at the share s, in squares. Pruned alone by the budget's share s*,
+t_l(s) is what layer l loses of its output at the share s, in squares. Pruned alone by the budget's share s*,
 it costs the model KL_l; a loss is worth w_l = KL_l / t_l(s*) (`allocation.worths`).
 
     minimise  sum_l w_l t_l(s_l)    over shares s_l,    sum_l n_l s_l = the budget's zeros,    n_l the layer's weights
@@ -25,30 +18,10 @@ from torch import Tensor
 
 from compress.solvers.allocation import RankCurve, allocate
 from compress.weights.masks import pruned_before, share_of
-from compress.weights.ranking import ScoreHistogram
 
 LEVELS = tuple(eighth / 8 for eighth in range(1, 8))
 # Steps between nothing and all of a layer.
 STEPS = 256
-
-
-def widest(sparsity: float) -> float:
-    """The largest lambda with which no block can be asked for less than no zeros, or for more than it has weights."""
-    return min(sparsity, 1 - sparsity) / 2
-
-
-def by_outliers(
-    blocks: Mapping[str, ScoreHistogram], sparsity: float, outlier: float, deviation: float
-) -> dict[str, float]:
-    """{block: its share of zeros}; outliers lie in bins above that of so many means."""
-    share = {name: b.above(outlier * b.total / b.size) / b.size for name, b in blocks.items()}
-    spread = max(share.values()) - min(share.values())
-    if not spread:
-        return dict.fromkeys(blocks, sparsity)
-    kept = {name: (one - min(share.values())) / spread * 2 * deviation for name, one in share.items()}
-    weights = sum(b.size for b in blocks.values())
-    mean = sum(kept[name] * b.size for name, b in blocks.items()) / weights
-    return {name: sparsity + mean - one for name, one in kept.items()}
 
 
 def by_losses(

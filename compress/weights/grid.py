@@ -20,9 +20,6 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     powers of two as scales    s = the least above absmax / d     d halfway from the largest level to the next power of
                                                                   two (7 of E2M1, 7.75 of E2M3), but 448 of e4m3, as
                                                                   compressed-tensors computes it: up to 7 is taken for 6
-      floor                                                       d = that power (OCP Microscaling formats 1.0, 6.3)
-      ceil                                                        the least from absmax / 6 (7.5, 448) up: none is cut
-    four over six              s = absmax / 6 or absmax / 4       whichever has the smaller error (arXiv 2512.02010)
     sign                       s = mean |x|                       one bit: codes -1 and 1, and no 0; the s of least
                                                                   squared error (XNOR-Net, arXiv 1603.05279), which may
                                                                   be 0 as nothing is divided by it
@@ -66,13 +63,11 @@ from compress.weights.scale_numbers import (
 )
 from compress.weights.ternary_scale import scale_of_levels
 
-RangeChoice = Literal["minmax", "mse", "floor", "ceil", "4/6"]
+RangeChoice = Literal["minmax", "mse"]
 
 # {field of a grid: its words}.
 CHOICES = {"granularity": get_args(Granularity), "range_choice": get_args(RangeChoice)}
 CHOICES |= {"scales": get_args(ScaleNumbers), "type": get_args(NumberType)}
-# {range choice: the only numbers that its scales can be}; the others are for all.
-RULES: dict[str, ScaleNumbers] = {"floor": "e8m0", "ceil": "e8m0", "4/6": "e4m3"}
 MAX_BITS = WIDE
 # The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
@@ -91,8 +86,6 @@ FLOAT_STEPS = 16
 # Powers of two: a larger one has no level that the usual one lacks, and smaller ones clip absmax to an eighth.
 TABLE_FACTORS = (1.0, *(2.0 ** (step / FLOAT_STEPS) for step in range(-FLOAT_STEPS, FLOAT_STEPS + 1) if step))
 POWER_FACTORS = (1.0, 0.5, 0.25, 0.125)
-# Four over six: absmax becomes 6 or 4, the largest levels of E2M1.
-FOUR_OVER_SIX = (1.0, 6 / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +95,7 @@ class Grid:
     bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
     activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
     those at the edges may be smaller. range_choice: the full range (`minmax`) or the shrunken range of least error
-    (`mse`; widened where codes are floats, the best of all where they are ternary); `floor` and `ceil` of scales that
-    are powers of two; `4/6`, the better of two, of e4m3 scales. type: `float` codes are symmetric:
+    (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are symmetric:
     float8 e4m3 of 8 bits, the only ones with blocks, and in groups only by powers of two; E2M3 of 6, E2M1 of 4 bits;
     `normal` codes are NF4, `nonlinear` ones IQ4_NL; `sign` codes are -1 or 1. scales: the numbers that they can be
     (`weights.scale_numbers`). global_scale: the divisor of e4m3 scales, or 1 / the scale of a float per tensor;
@@ -157,8 +149,6 @@ class Grid:
             self._check_levels()
         elif self.scales in OWN_DTYPE:
             raise InputError(f"scales {self.scales!r} are for float codes; integers have stored or float16")
-        if (kind := RULES.get(self.range_choice, self.scales)) != self.scales:
-            raise InputError(f"range choice {self.range_choice!r} is for {kind} scales; these are {self.scales}")
 
     def _check_levels(self) -> None:
         plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
@@ -264,7 +254,7 @@ class Grid:
     @property
     def searches(self) -> bool:
         """True where several ranges are tried for the least error."""
-        return self.range_choice in ("mse", "4/6")
+        return self.range_choice == "mse"
 
     @property
     def plain(self) -> "Grid":
@@ -450,7 +440,7 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     if kind == "signed scale":
         span = torch.where(hi > -lo, -hi, -lo)
     if grid.scales == "e8m0":
-        return power_above(divide(span, divisor), inclusive=grid.range_choice == "ceil"), torch.zeros_like(span)
+        return power_above(divide(span, divisor)), torch.zeros_like(span)
     return stored_scale(divide(span, divisor), grid, scale_dtype), torch.zeros_like(span)
 
 
@@ -459,7 +449,7 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
     half = 2 ** (grid.bits - 1)
     if not grid.symmetric:
         return "asymmetric", grid.qmax - grid.qmin
-    if grid.scales == "e8m0" and grid.range_choice != "ceil":
+    if grid.scales == "e8m0":
         return "magnitude", _divisor_of_powers(grid)
     if grid.levels is not None and -grid.levels.least > grid.levels.largest:
         return "signed scale", -grid.levels.least
@@ -475,13 +465,11 @@ def steps_of_range(grid: Grid) -> tuple[Range, float]:
 
 
 def _divisor_of_powers(grid: Grid) -> float:
-    """The number by which absmax is divided where scales are powers of two. By default they are rounded as
-    compressed-tensors does (`generate_mx_scales`); floor: by the rule of OCP."""
-    largest = FLOAT8_MAX if grid.levels is None else grid.levels.largest
-    above = 2.0 ** math.frexp(largest)[1]
-    if grid.range_choice == "floor":
-        return above
-    return float(largest) if grid.levels is None else (largest + above) / 2
+    """The number by which absmax is divided where scales are powers of two: they are rounded as
+    compressed-tensors does (`generate_mx_scales`)."""
+    if grid.levels is None:
+        return FLOAT8_MAX
+    return (grid.levels.largest + 2.0 ** math.frexp(grid.levels.largest)[1]) / 2
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
@@ -529,8 +517,6 @@ class _StraightThrough(torch.autograd.Function):
 
 def range_factors(grid: Grid) -> list[float]:
     """The factors by which the range search multiplies the full range."""
-    if grid.range_choice == "4/6":
-        return [*FOUR_OVER_SIX]
     if grid.scales == "e8m0":
         return [*POWER_FACTORS]
     if grid.levels is not None:

@@ -21,21 +21,15 @@ BINS = 2 ** (31 - DROPPED)
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """A histogram of scores. bins [B], ascending, and counts [B], of the bins that are not empty, on the CPU. total:
-    the sum of the scores."""
+    """A histogram of scores. bins [B], ascending, and counts [B], of the bins that are not empty, on the CPU."""
 
     bins: Tensor
     counts: Tensor
-    total: float
 
     @property
     def size(self) -> int:
         """The number of scores."""
         return int(self.counts.sum())
-
-    def above(self, score: float) -> int:
-        """The number of scores in bins above that of `score`."""
-        return int(self.counts[self.bins > int(bin_of(torch.tensor(score)))].sum())
 
 
 @dataclass(frozen=True)
@@ -63,10 +57,9 @@ def edge(bin_: int) -> float:
 def histogram(score_NK: Tensor, comm: Comm) -> ScoreHistogram:
     """The histogram of a layer's scores. Each rank gives its own rows; the sum over ranks is returned. A collective."""
     counts = torch.bincount(bin_of(score_NK.flatten()), minlength=BINS)
-    total = score_NK.sum(dtype=torch.float64)
-    counts, total = comm.all_reduce(counts).cpu(), comm.all_reduce(total)
+    counts = comm.all_reduce(counts).cpu()
     bins = counts.nonzero().flatten()
-    return ScoreHistogram(bins, counts[bins], float(total))
+    return ScoreHistogram(bins, counts[bins])
 
 
 def added(parts: Sequence[ScoreHistogram]) -> ScoreHistogram:
@@ -74,7 +67,7 @@ def added(parts: Sequence[ScoreHistogram]) -> ScoreHistogram:
     bins, places = torch.cat([part.bins for part in parts]).unique(return_inverse=True)
     counts = torch.zeros(len(bins), dtype=torch.int64)
     counts.index_add_(0, places, torch.cat([part.counts for part in parts]))
-    return ScoreHistogram(bins, counts, sum(part.total for part in parts))
+    return ScoreHistogram(bins, counts)
 
 
 def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> tuple[dict[str, int], Boundary]:

@@ -93,13 +93,9 @@ def nearest_power(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(x), exponent - (part < 3 / 4).to(exponent.dtype))
 
 
-def power_above(x: Tensor, inclusive: bool = False) -> Tensor:
-    """The least power of two above each of x >= 0 (inclusive: x itself where it is one), and not beyond the limits of
-    e8m0."""
-    part, exponent = torch.frexp(x)
-    if inclusive:
-        exponent = exponent - (part == 1 / 2).to(exponent.dtype)
-    return torch.ldexp(torch.ones_like(x), exponent.clamp(E8M0_LEAST, E8M0_MOST))
+def power_above(x: Tensor) -> Tensor:
+    """The least power of two above each of x >= 0, and not beyond the limits of e8m0."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(E8M0_LEAST, E8M0_MOST))
 
 
 def global_scale_for(largest: float) -> float:

@@ -594,14 +594,6 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--grid", "asymmetric"),
         ("mxfp4a16 has levels and scales of its own", "leave grid, scales and per_tensor out"),
     ),
-    "a rule for scales that are no powers of two": (
-        lambda d: d.rtn(d.model, "--scheme", "nvfp4a16", "--set", "scale_rule=floor"),
-        ("scale_rule 'floor' is for mxfp4a16", "nvfp4a16 has no such scales: leave it out"),
-    ),
-    "a rule of scales beside clip": (
-        lambda d: d.rtn(d.model, "--scheme", "mxfp4a16", "--set", "scale_rule=ceil", "--set", "clip=true"),
-        ("scale_rule 'ceil' says how scales are chosen; leave clip out",),
-    ),
     "mxfp4 with fixed inputs": (
         lambda d: d.rtn(d.model, "--scheme", "mxfp4", "--set", "activations=static", "--calibration", "demo"),
         ("mxfp4 fits inputs to every group of a token", "leave activations out"),
@@ -901,15 +893,17 @@ MASKS: dict[str, Case] = {
         ("sparsities have no say in pattern 2:4",),
     ),
     "shares that are found and given": (
-        lambda d: d.recipe("passes: [wanda: {allocate: owl, sparsities: [[a, 0.5]]}]", "--calibration", d.tokens),
-        ("sparsities and allocate=owl both say how many zeros a layer has",),
+        lambda d: d.recipe(
+            "passes: [wanda: {allocate: layer-loss, sparsities: [[a, 0.5]]}]", "--calibration", d.tokens
+        ),
+        ("sparsities and allocate=layer-loss both say how many zeros a layer has",),
     ),
     "allocated how": (
         lambda d: prune(d, "wanda", "--allocate", "best"),
-        ("allocate 'best'; allowed: uniform, owl, layer-loss",),
+        ("allocate 'best'; allowed: uniform, layer-loss",),
     ),
     "allocated by what has no layers' losses": (
-        lambda d: prune(d, "magnitude", "--allocate", "owl"),
+        lambda d: prune(d, "magnitude", "--allocate", "layer-loss"),
         ("unknown option of magnitude 'allocate'",),
     ),
     "pattern and other shares": (
@@ -919,18 +913,6 @@ MASKS: dict[str, Case] = {
     "allocated twice": (
         lambda d: prune(d, "wanda", "--per", "model", "--allocate", "owl"),
         ("per=model and allocate=owl both say how many zeros a layer has",),
-    ),
-    "shares beyond everything": (
-        lambda d: prune(d, "wanda", "--sparsity", 0.9, "--allocate", "owl"),
-        ("deviation 0.08 around sparsity 0.9; allowed: above 0, at most 0.05",),
-    ),
-    "outliers that nobody counts": (
-        lambda d: prune(d, "wanda", "--set", "outlier=7"),
-        ("outlier and deviation are of allocate=owl, not uniform",),
-    ),
-    "outliers below the mean": (
-        lambda d: prune(d, "wanda", "--allocate", "owl", "--set", "outlier=0.5"),
-        ("outlier 0.5; allowed: 1 or more means",),
     ),
     "permuted without a pattern": (
         lambda d: prune(d, "wanda", "--set", "permute=9"),
@@ -977,7 +959,7 @@ MASKS: dict[str, Case] = {
     ),
     "option of a mask that another method has": (
         lambda d: prune(d, "wanda", "--set", "damp=0.1"),
-        ("unknown option of wanda 'damp'", "allocate, deviation, outlier, pattern, per, permute, sparsities, sparsity"),
+        ("unknown option of wanda 'damp'", "allocate, pattern, per, permute, sparsities, sparsity"),
     ),
     "mask without calibration data": (
         lambda d: command("prune", d.model, "--output", d.output),

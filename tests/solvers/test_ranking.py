@@ -59,10 +59,7 @@ def test_histograms_of_parts_add_up() -> None:
     parts = added([histogram(part, Comm()) for part in score.split(3)])
     assert torch.equal(whole.bins, parts.bins)
     assert torch.equal(whole.counts, parts.counts)
-    assert whole.total == pytest.approx(parts.total)
     assert whole.size == 400
-    threshold = float(score.median())
-    assert abs(whole.above(threshold) - int((score > threshold).sum())) <= 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,4 +165,3 @@ def test_two_ranks_count_what_one_counts() -> None:
     for one in found:
         assert torch.equal(one.bins, alone.bins)
         assert torch.equal(one.counts, alone.counts)
-        assert one.total == pytest.approx(alone.total, abs=1e-12)

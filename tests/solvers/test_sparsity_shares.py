@@ -14,51 +14,9 @@ from models import build, tokens
 from torch import Tensor
 
 import compress
-from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled
-from compress.solvers.sparsity_shares import LEVELS, STEPS, by_losses, by_outliers, by_rows, convex, steps, widest
-from compress.weights.ranking import histogram
-
-
-def published_owl(blocks: list[list[Tensor]], sparsity: float, m: float, lam: float) -> list[float]:
-    """What becomes zero of each block, arXiv 2310.05175 and the authors' code: D in percent, its range stretched to
-    2 lambda, its mean put where the budget is. blocks: the products |W_ij| |X_j| of each block's layers."""
-    ratio = []
-    for layers in blocks:
-        products = torch.cat([layer.flatten() for layer in layers]).tolist()
-        mean = sum(products) / len(products)
-        ratio.append(100 * sum(product > m * mean for product in products) / len(products))
-    low, high = min(ratio), max(ratio)
-    kept = [(one - low) * (1 / (high - low) * lam * 2) for one in ratio]
-    mean = sum(kept) / len(kept)
-    return [1 - (one - mean + (1 - sparsity)) for one in kept]
-
-
-def test_shares_by_outliers_are_the_published_ones() -> None:
-    generator = torch.Generator().manual_seed(1)
-    blocks = []
-    for tail in (0.5, 0.8, 1.1, 1.6):  # log-normal products, of ever heavier tails
-        layers = [torch.randn(n, 60, generator=generator, dtype=torch.float64).mul(tail).exp() for n in (40, 10)]
-        blocks.append([layer.half().double() for layer in layers])
-    for sparsity, m, lam in ((0.7, 5.0, 0.08), (0.5, 7.0, 0.2)):
-        found = by_outliers(
-            {str(i): histogram(torch.cat(layers), Comm()) for i, layers in enumerate(blocks)}, sparsity, m, lam
-        )
-        published = published_owl(blocks, sparsity, m, lam)
-        assert list(found.values()) == pytest.approx(published, abs=1e-3)  # of a threshold inside a bin
-        assert sum(found.values()) / 4 == pytest.approx(sparsity)
-        assert max(found.values()) - min(found.values()) == pytest.approx(2 * lam)
-
-
-def test_a_larger_block_weighs_more_in_the_budget_and_equal_blocks_lose_alike() -> None:
-    score = torch.randn(30, 30, generator=torch.Generator().manual_seed(2)).exp()
-    blocks = {"a": histogram(score, Comm()), "b": histogram(torch.cat([score.square()] * 3), Comm())}
-    found = by_outliers(blocks, 0.6, 5.0, 0.05)
-    assert (found["a"] * 900 + found["b"] * 2700) / 3600 == pytest.approx(0.6)
-    assert found["a"] != found["b"]
-    assert by_outliers({"a": blocks["a"], "b": blocks["a"]}, 0.6, 5.0, 0.05) == {"a": 0.6, "b": 0.6}
-    assert 0.9 + 2 * widest(0.9) == pytest.approx(1)
+from compress.solvers.sparsity_shares import LEVELS, STEPS, by_losses, by_rows, convex, steps
 
 
 def losses_of(power: float, scale: float) -> Tensor:
@@ -121,7 +79,7 @@ def test_whole_numbers_of_each_row_keep_the_budget(layers: list[tuple[int, int, 
 @pytest.mark.parametrize("method", [compress.Wanda, compress.SparseGPT], ids=lambda method: method.name)
 def test_a_run_gives_its_layers_shares_that_spend_the_budget(method: type) -> None:
     sparsities = {}
-    for options in ({"allocate": "owl"}, {"allocate": "layer-loss"}, {"allocate": "layer-loss", "per": "layer"}):
+    for options in ({"allocate": "layer-loss"}, {"allocate": "layer-loss", "per": "layer"}):
         model = build("llama")
         result = compress.quantize(model, method(sparsity=0.6, **options), calibration=tokens(16))
         found = {layer.name: layer.figures["sparsity"] for layer in result.record.layers}
@@ -133,18 +91,6 @@ def test_a_run_gives_its_layers_shares_that_spend_the_budget(method: type) -> No
         assert any(f"{method.name} makes {least:.1%} (" in note for note in result.record.notes), options
         assert any(f" to {most:.1%} (" in note for note in result.record.notes), options
         sparsities[tuple(options.values())] = found
-    blocks = {name.split(".")[2] for name in found}
-    for block in blocks:  # of owl all layers of a block have one share, as far as their rows have such a number
-        shares = [share for name, share in sparsities[("owl",)].items() if name.split(".")[2] == block]
-        assert max(shares) - min(shares) <= 1 / 32
-
-
-def test_a_model_of_one_block_shares_out_between_its_layers_and_says_so() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-    data = [{"input": torch.randn(40, 32, generator=torch.Generator().manual_seed(4)).exp()}]
-    result = compress.quantize(model, compress.Wanda(allocate="owl", outlier=2.0), calibration=data)
-    assert any("runs as one block: owl takes every layer for one" in note for note in result.record.notes)
-    assert len({layer.figures["sparsity"] for layer in result.record.layers}) == 2
 
 
 class Remembering(compress.Wanda):

@@ -51,7 +51,7 @@ class MaskMethod(click.Option):
 )
 @click.option(
     "--allocate",
-    help="Sparsity per layer, for wanda and sparsegpt: uniform, owl (by outliers) or layer-loss (by the KL that "
+    help="Sparsity per layer, for wanda and sparsegpt: uniform or layer-loss (by the KL that "
     "pruning the layer causes; slow for many layers).  [default: uniform]",
 )
 @setting_option

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from compress.passes.options.activation_format import ActivationGrid, Activations, InputRange, Outputs
 from compress.passes.options.fixed_ranges import PERCENTILE
-from compress.passes.options.weight_format import GridName, ScaleRule
+from compress.passes.options.weight_format import GridName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,6 @@ class FewLevels:
     per_tensor: ClassVar[bool] = False
     clip: ClassVar[bool] = True
     objective: ClassVar[str] = "layer"
-    scale_rule: ClassVar[ScaleRule] = "clip"
     activations: ClassVar[Activations] = "dynamic"
     activation_grid: ClassVar[ActivationGrid] = "symmetric"
     outputs: ClassVar[Outputs] = "none"

@@ -11,7 +11,6 @@ from compress.passes.protocol.base import Aspect, Pass
 from compress.weights.grid import (
     DEFAULT_GROUP,
     KERNEL_GROUPS,
-    RULES,
     Grid,
     RangeChoice,
     largest_group,
@@ -23,7 +22,6 @@ from compress.weights.number_formats import SCHEMES, Granularity, NumberFormat, 
 from compress.weights.scheme import Scheme, check_levels_group, check_scheme, format_of
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
-ScaleRule = Literal["clip", "floor", "ceil", "4/6"]
 FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
 
 
@@ -59,11 +57,6 @@ class WeightFormat(Pass):
     clip: bool = False
     """Search each group's range for the least squared error (fp8: also wider ones)."""
 
-    scale_rule: ScaleRule = "clip"
-    """Scales of small floats. clip: searched, or with clip=false as compressed-tensors chooses them; floor, ceil (mx
-    floats): from the largest weight of a group, by the OCP rule or so that none is clipped; 4/6 (nvfp4): the better of
-    mapping that weight to 6 or to 4."""
-
     scales: StoredNumbers = "stored"
     """Dtype of scales. stored: that of the model; float16: values that float16 holds too, for GGUF and GPTQ files."""
 
@@ -73,7 +66,6 @@ class WeightFormat(Pass):
         one_of("grid", self.grid, get_args(GridName))
         one_of("scales", self.scales, get_args(StoredNumbers))
         numbers = self.numbers
-        _check_rule(self)
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:
@@ -136,7 +128,7 @@ class WeightFormat(Pass):
             signed_scale=self.grid == "signed-scale",
             granularity=granularity,
             group_size=(self.group_size or self.group_up_to) if granularity == "group" else None,
-            range_choice=clipped if self.scale_rule == "clip" else self.scale_rule,
+            range_choice=clipped,
             type=self.numbers.type,
             block=WEIGHT_BLOCK if granularity == "block" else None,
             scales=self.numbers.scales if self.numbers.of_levels else self.scales,
@@ -215,20 +207,6 @@ class WeightFormat(Pass):
 
     def _of_groups(self, size: int) -> Pass:
         return replace(self, group_size=size, group_up_to=DEFAULT_GROUP)
-
-
-def _check_rule(of: WeightFormat) -> None:
-    one_of("scale_rule", of.scale_rule, get_args(ScaleRule))
-    if of.scale_rule == "clip":
-        return
-    kind = RULES[of.scale_rule]
-    fitting = [name for name, numbers in SCHEMES.items() if numbers.scales == kind]
-    if of.scheme not in fitting:
-        raise InputError(
-            f"scale_rule {of.scale_rule!r} is for {', '.join(fitting)}; {of.scheme} has no such scales: leave it out"
-        )
-    if of.clip != type(of).clip:
-        raise InputError(f"scale_rule {of.scale_rule!r} says how scales are chosen; leave clip out")
 
 
 def _check_usual(of: WeightFormat) -> None:

@@ -61,8 +61,7 @@ def recipes(group_size: int) -> Recipes:
     for method in ("magnitude", "wanda", "taylor"):
         found[f"{method} half, of the model"] = [{method: {"sparsity": 0.5, "per": "model"}}]
     for method in ("wanda", "sparsegpt"):
-        for how in ("owl", "layer-loss"):
-            found[f"{method} half, {how}"] = [{method: {"sparsity": 0.5, "allocate": how}}]
+        found[f"{method} half, layer-loss"] = [{method: {"sparsity": 0.5, "allocate": "layer-loss"}}]
     codes = {"scheme": "w4a16", "group_size": group_size}
     for method in ("rtn", "gptq"):
         found[f"w4a16 sparsegpt 2:4, {method}"] = [{"sparsegpt": {"pattern": "2:4"}}, {method: codes}]

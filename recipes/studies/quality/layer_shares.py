@@ -38,7 +38,7 @@ def ways() -> dict[str, Pass]:
     """{title: the pass}, of each method the uniform shares first."""
     options: dict[str, tuple[str, dict[str, Any]]] = {}
     for method in ("wanda", "sparsegpt"):
-        for how in ("uniform", "owl", "layer-loss"):
+        for how in ("uniform", "layer-loss"):
             options[f"{method} {ZEROS:.0%}, {how}"] = method, {"sparsity": ZEROS, "allocate": how}
     options[f"wanda {ZEROS:.0%}, per model"] = "wanda", {"sparsity": ZEROS, "per": "model"}
     for how in ("uniform", "layer-loss"):

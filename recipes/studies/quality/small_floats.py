@@ -8,7 +8,6 @@
     rtn, clip      the range of least squared error
     gptq           the default: ranges of least error weighted by diag(H), drift correction, refit, descent
     gptq, NAME     without one of these: no clip, no drift, no polish (refit and descent), plain (none of the three)
-    ..., RULE      scales by a rule (`scale_rule`): floor, ceil, 4/6
     smoothquant    smoothquant, rounded to nearest; smoothquant, gptq: its folds alone, then gptq
     trellis        trellis codes of as many bits as the scheme has
     rotate, ...    behind a rotation of hidden state and heads; rotate 32, ...: of 32 channels at a time
@@ -44,13 +43,10 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "gptq, no polish": {"refit": 0, "sweeps": 0},
     "gptq, plain": {"clip": False, "drift": 0.0, "refit": 0, "sweeps": 0},
 }
-RULES = ("floor", "ceil", "4/6")
 ROUNDED: dict[str, dict[str, Any]] = {
     "rtn": {},
     "rtn, clip": {"clip": True},
-    **{f"rtn, {rule}": {"scale_rule": rule} for rule in RULES},
 }
-SOLVED = WITHOUT | {f"gptq, {rule}": {"scale_rule": rule} for rule in RULES}
 FOLDED = ("smoothquant", "smoothquant, gptq")
 WAYS = ("rtn", "rtn, clip", "gptq")
 TRELLIS = "trellis"
@@ -58,7 +54,7 @@ TURNED: dict[str, dict[str, Any]] = {"rotate, ": {}, **{f"rotate {n}, ": {"block
 TURNED["rotate online, "] = {"online": True}
 SEARCHED = ", searched inputs"
 BEHIND = [start + way for start in TURNED for way in ("rtn", "gptq", *FOLDED, TRELLIS)]
-KNOWN = [*ROUNDED, *SOLVED, *FOLDED, TRELLIS, *BEHIND]
+KNOWN = [*ROUNDED, *WITHOUT, *FOLDED, TRELLIS, *BEHIND]
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "stored": 16}
 
 
@@ -78,8 +74,8 @@ def made(scheme: str, way: str) -> list[Pass]:
         return [compress.SmoothQuant(**options)]
     if way in FOLDED:
         return [compress.SmoothQuant(**options, rounding="none"), compress.GPTQ(**options)]
-    if way in SOLVED:
-        return [compress.GPTQ(**options, **SOLVED[way])]
+    if way in WITHOUT:
+        return [compress.GPTQ(**options, **WITHOUT[way])]
     return [compress.RTN(**options, **ROUNDED[way])]
 
 

@@ -91,7 +91,7 @@ MASKS = {
     "ranked": [
         compress.only(compress.Wanda(pattern="2:4", permute=3), "*.down_proj"),
         compress.but(compress.Magnitude(per="model", sparsity=0.25), "*.down_proj"),
-        compress.but(compress.Wanda(allocate="owl"), "*.down_proj"),
+        compress.but(compress.Wanda(allocate="layer-loss"), "*.down_proj"),
     ],
     "by-gradients": [
         compress.only(compress.Taylor(per="model"), "*.self_attn.*"),
