@@ -5,7 +5,7 @@ Shapes: N outputs, K inputs.
     score_ij = |W_ij|
 
 Needs no calibration data, but for `permute`. Zero are the lowest scores of N:M inputs in a row, of an output, or
-(`per`) of a layer or of all layers.
+(`per`) of a layer.
 
 Departs from the paper:
 - it trains the network again and prunes the rest in rounds; here the mask is taken once, and the survivors stay.
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.passes.options.global_ranking import Ranked
+from compress.passes.options.prune import Ranked
 from compress.passes.protocol.sites import Site
 from compress.solvers.scores import magnitude
 

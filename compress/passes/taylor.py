@@ -29,11 +29,10 @@ from torch import Tensor
 
 from compress.base.collectives import RowShard
 from compress.base.errors import InputError, one_of
-from compress.passes.options.global_ranking import Ranked
+from compress.passes.options.prune import Ranked
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Gradients, Settled, Stage
 from compress.solvers.scores import Measure, taylor
-from compress.weights.ranking import histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +59,9 @@ class Taylor(Ranked):
         """[N, K] float64: the change of the loss of a micro-batch, squared or in size."""
         return taylor(weight_NK, gradient_NK, self.measure)
 
-    def size(self, sums: Tensor) -> Tensor:
-        """Sums in the order they have, and in units that float32 holds: squares of small gradients it does not."""
-        return sums.sqrt() if self.measure == "square" else sums
-
     def settle_by_gradients(self, sums: Mapping[str, RowShard]) -> Settled:
-        """The pass with its scores, and with per=model a share of zeros for each layer."""
-        settled = Settled(self)
-        if self.per == "model" and sums:
-            settled = self.ranked_as_one({n: histogram(self.size(sum_.part), sum_.comm) for n, sum_ in sums.items()})
-        chosen = {f.name: getattr(settled.made, f.name) for f in fields(settled.made)}
-        return Settled(Scored(**chosen, sums=sums), settled.alone, settled.notes)
+        """The pass with its scores."""
+        return Settled(Scored(**{f.name: getattr(self, f.name) for f in fields(self)}, sums=sums))
 
 
 @dataclass(frozen=True, kw_only=True)

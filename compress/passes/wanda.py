@@ -13,7 +13,7 @@ Channel permutation (Pool and Yu 2021) -> `permute`.
 Departs from the paper:
 - inputs that are never active have scores of 0 there, and ties; here such weights rank behind all others and among
   themselves by size, which a layer that no token reached (an expert) needs.
-- with per=model or `allocate` the original model says how many zeros each layer has; which they are, the prefix does.
+- with `allocate` the original model says how many zeros each layer has; which they are, the prefix does.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.options.global_ranking import Ranked
-from compress.passes.options.sparsity_budget import SparsityBudget, look_at_products
+from compress.passes.options.prune import Ranked
+from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
 from compress.solvers.scores import wanda
 from compress.solvers.statistics.hessian import HessianResult
 from compress.solvers.statistics.input_statistics import ChannelNorm, StatisticFactory
 from compress.weights.masks import Choice
-from compress.weights.ranking import ScoreHistogram
 from compress.weights.survivors import survivors
 
 
@@ -45,10 +44,6 @@ class Wanda(SparsityBudget, Ranked):
 
     def score(self, site: Site, name: str) -> Tensor:
         return wanda(site.weights[name], site.stats["norm"])
-
-    def look_at_scores(self, site: Site) -> dict[str, ScoreHistogram]:
-        """In units that all layers share."""
-        return look_at_products(site)
 
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
         norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()

@@ -26,32 +26,11 @@ class ScoreHistogram:
     bins: Tensor
     counts: Tensor
 
-    @property
-    def size(self) -> int:
-        """The number of scores."""
-        return int(self.counts.sum())
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The bin in which the lowest scores end: [low, high). inside: the number of scores in it; pruned: how many of
-    these are among the lowest."""
-
-    low: float
-    high: float
-    inside: int
-    pruned: int
-
 
 def bin_of(score: Tensor) -> Tensor:
     """The bin of each score, int64; scores beyond float32 are in the last finite bin."""
     largest = torch.finfo(torch.float32).max
     return (score.float().clamp(max=largest).contiguous().view(torch.int32) >> DROPPED).long()
-
-
-def edge(bin_: int) -> float:
-    """The least score of a bin."""
-    return float(torch.tensor(bin_ << DROPPED, dtype=torch.int32).view(torch.float32))
 
 
 def histogram(score_NK: Tensor, comm: Comm) -> ScoreHistogram:
@@ -70,11 +49,9 @@ def added(parts: Sequence[ScoreHistogram]) -> ScoreHistogram:
     return ScoreHistogram(bins, counts)
 
 
-def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> tuple[dict[str, int], Boundary]:
-    """({layer: its number of the `pruned` lowest scores of all layers}, the bin in which these end).
-
-    In that bin each layer gives the same share, up to whole numbers. 0 < pruned <= the number of all scores.
-    """
+def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> dict[str, int]:
+    """{layer: its number of the `pruned` lowest scores of all layers}. In the bin in which these end each layer gives
+    the same share, up to whole numbers. 0 < pruned <= the number of all scores."""
     whole = added(list(layers.values()))
     up_to = whole.counts.cumsum(0)
     last = int(torch.searchsorted(up_to, pruned))
@@ -84,7 +61,7 @@ def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> tuple[dict[str,
     within = {name: int(layer.counts[layer.bins == bin_].sum()) for name, layer in layers.items()}
     for name, more in proportional(within, rest).items():
         found[name] += more
-    return found, Boundary(edge(bin_), edge(bin_ + 1), inside, rest)
+    return found
 
 
 def proportional(counts: Mapping[str, int], total: int) -> dict[str, int]:

@@ -871,11 +871,7 @@ MASKS: dict[str, Case] = {
         lambda d: command(*("prune", d.model, "--structure", "heads", "--calibration", d.tokens, "--output", d.output)),
         ("heads 0.25 of 2 heads", "is none; give 0.5 or more"),
     ),
-    "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer, model",)),
-    "whole model for what makes up for its zeros": (
-        lambda d: prune(d, "sparsegpt", "--per", "model"),
-        ("per 'model'; allowed: row, layer",),
-    ),
+    "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer",)),
     "shares for nobody": (
         lambda d: d.recipe("passes: [magnitude: {sparsities: [[nope, 0.3]]}]"),
         ("sparsities of 'nope', which is no layer of this pass", "a layer is called 'model.layers.0"),
@@ -909,10 +905,6 @@ MASKS: dict[str, Case] = {
     "pattern and other shares": (
         lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--allocate", "layer-loss"),
         ("allocate=layer-loss gives layers other shares, and pattern 2:4 all the same",),
-    ),
-    "allocated twice": (
-        lambda d: prune(d, "wanda", "--per", "model", "--allocate", "owl"),
-        ("per=model and allocate=owl both say how many zeros a layer has",),
     ),
     "permuted without a pattern": (
         lambda d: prune(d, "wanda", "--set", "permute=9"),

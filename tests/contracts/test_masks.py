@@ -48,7 +48,7 @@ PRUNING: list[Pass] = [
     SparseGPT(statistics="float64", drift=0.0, pattern="4:8", act_order="group"),
     SparseGPT(statistics="float64", drift=0.0, sparsities=(("model.layers.0.k_proj", 0.75),)),
     scored(Taylor(sparsity=0.3)),
-    scored(Taylor(per="model")),
+    scored(Taylor(per="layer")),
 ]
 
 every_pass = pytest.mark.parametrize("one", PRUNING, ids=lambda one: f"{one.name}{PRUNING.index(one)}")

@@ -47,7 +47,7 @@ class MaskMethod(click.Option):
 )
 @click.option(
     "--per",
-    help="Scope of --sparsity: row (each output), layer, or model (not for sparsegpt).  [default: row]",
+    help="Scope of --sparsity: row (each output) or layer.  [default: row]",
 )
 @click.option(
     "--allocate",
@@ -65,7 +65,7 @@ def prune(
     \b
     compress prune demo --pattern 2:4 --calibration demo --output out
     compress prune MODEL --method wanda --calibration TEXT --output out
-    compress prune MODEL --method taylor --per model --calibration TEXT ...
+    compress prune MODEL --method taylor --per layer --calibration TEXT ...
     compress prune demo --structure layers --calibration demo --output out
     compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out
     """

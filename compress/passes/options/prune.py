@@ -14,11 +14,13 @@ from torch import Tensor
 from compress.base.errors import InputError, check_least, one_of
 from compress.passes.options.layer_pairs import check_names, layer_pairs
 from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.round_to_nearest import weight_error
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Reorder, Stage, Survey
 from compress.solvers.permutation import better_order, kept_of
 from compress.solvers.scores import wanda
 from compress.solvers.statistics.input_statistics import ChannelNorm
+from compress.weights.decision import Decision
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 from compress.weights.masks import Choice, Pattern, parse_pattern
 from compress.weights.survivors import Survivors, survivors
@@ -33,8 +35,6 @@ class Prune(Pass):
 
     writes: ClassVar[Aspect] = "mask"
     keeps_zeros: ClassVar[bool] = True
-    # Where weights may compete, as `per` says it.
-    rankings: ClassVar[tuple[str, ...]] = get_args(Per)
 
     pattern: str = ""
     """N:M, like 2:4, or nothing: keep N of every M weights in a row; without it, `sparsity` decides."""
@@ -65,7 +65,7 @@ class Prune(Pass):
             raise InputError(
                 f"sparsity {self.sparsity}; allowed: above 0, below 1 (0.5 makes half of the weights zero)"
             )
-        one_of("per", self.per, self.rankings)
+        one_of("per", self.per, get_args(Per))
         object.__setattr__(self, "sparsities", layer_pairs("sparsities", self.sparsities, _as_share, "share", 0.6))
         default_sparsity = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
@@ -144,6 +144,22 @@ class Prune(Pass):
         """A layer's weight as it is now, of which the best stay, unchanged."""
         kept = self.choice(name).kept(score_NK, site.kept(name))
         return survivors(site.weights[name], kept, site.scale_dtypes[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked(Prune):
+    """A pass that prunes by one score of each weight."""
+
+    def score(self, site: Site, name: str) -> Tensor:
+        """[N, K] the scores of a layer's weights, never negative."""
+        raise NotImplementedError
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        decisions = {}
+        for name, weight in site.weights.items():
+            found = self.by_score(site, name, self.score(site, name))
+            decisions[name] = found.decision({"weight_error": weight_error(weight, found)})
+        return decisions
 
 
 def _as_share(value: Any) -> float | None:

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from compress.base.errors import InputError, one_of
-from compress.passes.options.global_ranking import told
-from compress.passes.options.prune import Per, Prune
+from compress.passes.options.prune import Prune
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Finding, Settled, Survey
 from compress.solvers.allocation import worths
 from compress.solvers.hessian_with_drift import quadratic
-from compress.solvers.scores import products
 from compress.solvers.sparsity_shares import LEVELS, by_losses, by_rows
 from compress.solvers.statistics.hessian import Hessian, HessianResult
-from compress.weights.ranking import ScoreHistogram, histogram
 
 Sharing = Literal["uniform", "layer-loss"]
 
@@ -58,9 +55,8 @@ class SparsityBudget(Prune):
                 f"allocate={self.allocate} gives layers other shares, and pattern {self.pattern} all the same; leave "
                 "one out"
             )
-        if self.sparsities or self.per not in get_args(Per):
-            other = "sparsities" if self.sparsities else f"per={self.per}"
-            raise InputError(f"{other} and allocate={self.allocate} both say how many zeros a layer has; give one")
+        if self.sparsities:
+            raise InputError(f"sparsities and allocate={self.allocate} both say how many zeros a layer has; give one")
 
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
         """A function of a layer's name and a share of zeros: [N, K] float64, its weight as this pass prunes it."""
@@ -102,16 +98,18 @@ class SparsityBudget(Prune):
         if self.per == "row":
             shares = by_rows(shares, {name: finding.shape for name, finding in findings.items()}, self.zeros)
         settled = replace(self, allocate="uniform", sparsities=tuple(shares.items()))
-        return Settled(settled, notes=tuple(told(self.name, shares)))
+        return Settled(settled, notes=_told(self.name, shares))
 
 
-def look_at_products(site: Site) -> dict[str, ScoreHistogram]:
-    """{layer: the histogram of its |W_ij| |X_j|}, of which each rank counts its rows."""
-    comm, norm_K = site.comm, site.stats["norm"]
-    return {
-        name: histogram(products(weight[comm.rows_of(len(weight))], norm_K), comm)
-        for name, weight in site.weights.items()
-    }
+def _told(method: str, shares: Mapping[str, float]) -> tuple[str, ...]:
+    """Sentences of the report about shares of zeros that differ between layers."""
+    least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
+    lines = [f"{method} makes {shares[least]:.1%} ({least}) to {shares[most]:.1%} ({most}) of a layer zero"]
+    nothing = [name for name, share in shares.items() if share == 1]
+    if nothing:
+        others = f" and {len(nothing) - 1} more" if len(nothing) > 1 else ""
+        lines.append(f"{method} leaves nothing of {nothing[0]}{others}: all of its weights become zero")
+    return tuple(lines)
 
 
 def _exact_hessian(channels: int, device: torch.device) -> Hessian:

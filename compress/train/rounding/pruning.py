@@ -81,7 +81,7 @@ def _shares(layers: Mapping[str, Prunable], share: float, comm: Comm) -> dict[st
     if not pruned:
         return dict.fromkeys(layers, 0.0)
     found = {name: histogram(each.sizes()[comm.rows_of(len(each.kept))].float(), comm) for name, each in layers.items()}
-    counts, _ = lowest(found, pruned)
+    counts = lowest(found, pruned)
     return {name: share_of(counts[name], size) for name, size in sizes.items()}
 
 

@@ -58,8 +58,6 @@ def recipes(group_size: int) -> Recipes:
     for method in ("magnitude", "wanda", "sparsegpt", "taylor"):
         found[f"{method} 2:4"] = [{method: {"pattern": "2:4"}}]
         found[f"{method} half"] = [{method: {"sparsity": 0.5}}]
-    for method in ("magnitude", "wanda", "taylor"):
-        found[f"{method} half, of the model"] = [{method: {"sparsity": 0.5, "per": "model"}}]
     for method in ("wanda", "sparsegpt"):
         found[f"{method} half, layer-loss"] = [{method: {"sparsity": 0.5, "allocate": "layer-loss"}}]
     codes = {"scheme": "w4a16", "group_size": group_size}

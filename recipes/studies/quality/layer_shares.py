@@ -40,7 +40,6 @@ def ways() -> dict[str, Pass]:
     for method in ("wanda", "sparsegpt"):
         for how in ("uniform", "layer-loss"):
             options[f"{method} {ZEROS:.0%}, {how}"] = method, {"sparsity": ZEROS, "allocate": how}
-    options[f"wanda {ZEROS:.0%}, per model"] = "wanda", {"sparsity": ZEROS, "per": "model"}
     for how in ("uniform", "layer-loss"):
         options[f"low-rank {ROOM:.0%}, {how}"] = "low-rank", {"share": ROOM, "allocate": how}
     return {title: make_pass(method, said) for title, (method, said) in options.items()}

@@ -90,12 +90,12 @@ SUMS = {
 MASKS = {
     "ranked": [
         compress.only(compress.Wanda(pattern="2:4", permute=3), "*.down_proj"),
-        compress.but(compress.Magnitude(per="model", sparsity=0.25), "*.down_proj"),
+        compress.but(compress.Magnitude(per="layer", sparsity=0.25), "*.down_proj"),
         compress.but(compress.Wanda(allocate="layer-loss"), "*.down_proj"),
     ],
     "by-gradients": [
-        compress.only(compress.Taylor(per="model"), "*.self_attn.*"),
-        compress.only(compress.Wanda(per="model", sparsity=0.7), "*.down_proj"),
+        compress.only(compress.Taylor(per="layer"), "*.self_attn.*"),
+        compress.only(compress.Wanda(per="layer", sparsity=0.7), "*.down_proj"),
         compress.only(
             compress.SparseGPT(allocate="layer-loss", statistics="float64", shrink=False), "*.gate_proj", "*.up_proj"
         ),
