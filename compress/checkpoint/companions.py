@@ -98,7 +98,6 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_small(path: Path) -> bool:
-    """True for a small file that can be read and is no weights."""
     readable = path.is_file() and os.access(path, os.R_OK)
     return readable and path.stat().st_size <= SMALL and path.suffix.lower() not in WEIGHTS
 

@@ -108,7 +108,6 @@ def about(text: TextResult, dtype: str) -> str:
 
 
 def _of_tasks(results: Sequence[TaskResult]) -> ReportTable:
-    """A row for every task: accuracy beside the original's."""
     wanted = [quality.TASK_COLUMNS.index(column) for column in TASKS]
     rows = [(wording.name(task.name), *(quality.task_cells(task)[i] for i in wanted)) for task in results]
     return ReportTable(("task", *TASKS), rows, f"tasks: {ERRORS}")

@@ -96,7 +96,6 @@ def _rank(plan: Forecast) -> list[str]:
 
 
 def _parts(outline: Outline) -> str:
-    """Words for the bytes that a run needs on the disk."""
     second = outline.disk.needed - outline.saving.after
     return f"the output, and {rough(second)} of it twice while its files are joined"
 

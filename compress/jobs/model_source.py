@@ -255,7 +255,6 @@ def mesh_shape(fsdp: bool | str) -> tuple[int, int]:
 
 
 def _check_no_codes(model: nn.Module) -> None:
-    """Refuse a model that runs compressed already."""
     coded = next((n for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
     if coded is not None:
         raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")

@@ -126,7 +126,6 @@ class _BeforeExport:
 
 
 def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) -> None:
-    """Raises InputError for options that do not go with an export, or with where it is written."""
     given = next((word for word in ("fsdp", "store") if options.get(word)), None)
     if given is not None:
         raise InputError(f"what {engine} opens is written by one process, from codes; drop {given}, or export later")
@@ -174,6 +173,5 @@ def _check_merged(
 
 
 def _note(folder: Path, engine: str, notes: Sequence[str]) -> None:
-    """Enter the engine, and why it has what it has, into a record."""
     before = read_record(folder).get("notes", ())
     rewrite(folder, {"engine": engine, "notes": list(dict.fromkeys([*before, *notes]))})

@@ -56,7 +56,9 @@ def check_shardable(model: nn.Module, blocks: Blocks) -> None:
 def repeated_names(model: nn.Module, blocks: Blocks) -> set[str]:
     """Full names of parameters and buffers of blocks that a checkpoint holds as tensors of earlier ones. A model of
     transformers keeps those that it does not tie, which would not be found otherwise."""
-    ties, first = _ties(model), dict[object, str]()
+    # {a parameter: the one to which transformers ties it as it loads the model}; None for a model of the caller.
+    ties: Mapping[str, str] | None = getattr(model, TIED_KEYS, None)
+    first: dict[object, str] = {}
     repeated: set[str] = set()
     for block_name, block in blocks:
         prefix = f"{block_name}." if block_name else ""
@@ -73,8 +75,3 @@ def _tensors(block: nn.Module) -> Iterator[tuple[str, object]]:
     yield from ((name, id(p)) for name, p in block.named_parameters())
     for name, module in block.named_modules():
         yield from ((f"{name}.{key}" if name else key, (id(module), key)) for key in module._buffers)
-
-
-def _ties(model: nn.Module) -> Mapping[str, str] | None:
-    """{a parameter: the one to which transformers ties it when it loads the model}; None for a model of the caller."""
-    return getattr(model, TIED_KEYS, None)

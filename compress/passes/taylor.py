@@ -3,7 +3,7 @@
 Shapes: N outputs, K inputs. g = dL / dW is the gradient of the loss of one micro-batch, in the original model.
 
     L - L(w = 0)  ~  g w            to first order
-    score_ij = sum over micro-batches of (g_ij W_ij)^2        or of |g_ij W_ij|    (`measure`)
+    score_ij = sum over micro-batches of (g_ij W_ij)^2
 
 The loss is the task's: the cross entropy of next tokens for a model that generates text, or what a model returns for
 the labels of its batches. Unlike the others, which look at a layer's output, this looks through the whole model.
@@ -12,7 +12,7 @@ Paper -> code: I^(1)_m, equation 8 -> `solvers.scores.taylor`; the groups there,
 
 What it costs: a forward with what goes into each block kept, and a backward in which each block runs once more, with a
 graph; one block at a time is in memory. Sums are float64: 8 bytes a weight, over the number of ranks. A score depends
-on what shares a micro-batch (`batch_size`), as squares and sizes of sums do. On a GPU gradients have the model's dtype:
+on what shares a micro-batch (`batch_size`), as squares of sums do. On a GPU gradients have the model's dtype:
 float16 loses small ones, and `dtype` float32 or bfloat16 does not.
 
 Departs from the paper:
@@ -22,17 +22,17 @@ Departs from the paper:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.base.collectives import RowShard
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError
 from compress.passes.options.prune import Ranked
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Gradients, Settled, Stage
-from compress.solvers.scores import Measure, taylor
+from compress.solvers.scores import taylor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +41,14 @@ class Taylor(Ranked):
 
     name: ClassVar[str] = "taylor"
 
-    measure: Measure = "square"
-    """Sum over micro-batches: squares of the loss's change to first order, or its size."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("measure", self.measure, get_args(Measure))
-
         if self.permute:
             raise InputError("permute moves weights whose gradients taylor has seen in their places; leave it out")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return Gradients(self.first_order, self.settle_by_gradients), self.decide_stage
-
-    def first_order(self, weight_NK: Tensor, gradient_NK: Tensor) -> Tensor:
-        """[N, K] float64: the change of the loss of a micro-batch, squared or in size."""
-        return taylor(weight_NK, gradient_NK, self.measure)
+        return Gradients(taylor, self.settle_by_gradients), self.decide_stage
 
     def settle_by_gradients(self, sums: Mapping[str, RowShard]) -> Settled:
         """The pass with its scores."""

@@ -175,7 +175,6 @@ def _measure(request: FitRequest, wishes: Wishes, watch: Deadline, remarks: Rema
 
 
 def _choose(request: FitRequest, measured: Measured, path: Path) -> FitResult:
-    """Choose by predictions, and write the recipe."""
     choice = choose(request, measured)
     _write_choice(request, measured, choice, path)
     return FitResult(path, choice)

@@ -110,7 +110,7 @@ class _Block:
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
         self.reach = Reach(self.layers.values())
-        self.candidates = _without_reference(candidates)
+        self.candidates = [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
 
@@ -191,7 +191,11 @@ class _Block:
         """Enter the units of the block into what was found, and take held-out rows to the next one."""
         of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
         for group in map(tuple, self.sites):
-            tried = {name: [m[la.name] for la in group] for name, m in self.made.items() if _all_in(group, m)}
+            tried = {
+                name: [m[la.name] for la in group]
+                for name, m in self.made.items()
+                if all(layer.name in m for layer in group)
+            }
             if tried:
                 of_units[group] = tried
             else:
@@ -201,10 +205,6 @@ class _Block:
         held.advance(index, uniform)
         for group, tried in of_units.items():
             self.found.units.append(_unit(self.name, group, {name: _tried(made) for name, made in tried.items()}))
-
-
-def _all_in(group: Sequence[Layer], made: Mapping[str, Made]) -> bool:
-    return all(layer.name in made for layer in group)
 
 
 def _tried(made: Sequence[Made]) -> Tried:
@@ -238,13 +238,7 @@ def _unit(block: str, group: Sequence[Layer], tried: dict[str, Tried]) -> Unit:
 
 
 def _values(layer: Layer, decision: Decision) -> Tensor:
-    """The decided weight of a layer, in the layout and dtype of its module."""
     return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
-
-
-def _without_reference(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates for inputs of the original model."""
-    return [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
 
 
 def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:

@@ -103,5 +103,4 @@ def _evaluate(settings: TrialSettings, output: Path, reporter: Reporter) -> Eval
 
 
 def _given(text: Any) -> Any:
-    """A text as `quantize` takes it."""
     return str(text) if isinstance(text, Path) else text

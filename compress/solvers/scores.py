@@ -4,19 +4,15 @@ Shapes: N outputs, K inputs. Scores [N, K] are never negative.
 
     magnitude   |W_ij|                                           Han et al., arXiv 1506.02626
     wanda       |W_ij| |X_j|_2                                   Sun et al., arXiv 2306.11695
-    taylor      (g_ij W_ij)^2 or |g_ij W_ij|, summed             Molchanov et al., arXiv 1906.10771, equation 8
+    taylor      (g_ij W_ij)^2, summed                            Molchanov et al., arXiv 1906.10771, equation 8
 """
 
-from typing import Literal
-
-import torch
 from torch import Tensor
 
 from compress.weights.grid import working_dtype
 
 # Of the largest norm: as good as never active, and above zero.
 LEAST_NORM = 1e-12
-Measure = Literal["square", "absolute"]
 
 
 def magnitude(weight_NK: Tensor) -> Tensor:
@@ -33,13 +29,7 @@ def wanda(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
     return size * relative.to(size.dtype)
 
 
-def products(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
-    """[N, K] |W_ij| |X_j| in float64, which layers can be compared by."""
-    return wanda(weight_NK, norm_K).double() * norm_K.max().to(torch.float64)
-
-
-def taylor(weight_NK: Tensor, gradient_NK: Tensor, measure: Measure = "square") -> Tensor:
-    """[N, K] float64: the change, squared or absolute, of the loss of one micro-batch where a weight becomes zero, to
+def taylor(weight_NK: Tensor, gradient_NK: Tensor) -> Tensor:
+    """[N, K] float64: the squared change of the loss of one micro-batch where a weight becomes zero, to
     first order. gradient: of that loss by the weight. The score is the sum over micro-batches."""
-    change = weight_NK.double() * gradient_NK.double()
-    return change.square() if measure == "square" else change.abs()
+    return (weight_NK.double() * gradient_NK.double()).square()

@@ -931,10 +931,6 @@ MASKS: dict[str, Case] = {
         ),
         ("'wanda' permutes weights whose gradients 'taylor' sees in their places before; put 'taylor' first",),
     ),
-    "measured how": (
-        lambda d: prune(d, "taylor", "--set", "measure=second"),
-        ("measure 'second'; allowed: square, absolute",),
-    ),
     "order that tears a pattern apart": (
         lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--set", "act_order=static"),
         ("act_order static visits inputs apart that 2:4 prunes together", "none, group"),

@@ -141,7 +141,6 @@ def _check_local(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _has_flash(version: str) -> bool:
-    """True where transformers finds the package of this version of flash attention."""
     from transformers.utils import import_utils
 
     return bool(getattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)())

@@ -70,7 +70,6 @@ def _could_be(group: Mapping[str, Any], layout: str | None) -> bool:
 
 
 def _pack(name: str, bits: int, codes: Tensor) -> Tensor:
-    """Codes as a bit stream. Raises CheckpointError for one that has more bits."""
     half = 2 ** (bits - 1)
     if bool(((codes < -half) | (codes >= half)).any()):
         raise CheckpointError(f"{name} holds codes of more than {bits} bits")

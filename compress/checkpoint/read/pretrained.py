@@ -83,7 +83,6 @@ def _configuration(source: Source) -> PretrainedConfig:
 
 
 def _reader(source: Source) -> Any:
-    """The class that reads the configuration."""
     name = None if source.trusted else READ_AS.get(str(source.config.get("model_type")))
     return AutoConfig if name is None else getattr(transformers, name)
 

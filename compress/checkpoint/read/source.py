@@ -121,7 +121,6 @@ def _fingerprint(source: Source) -> str:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """The stamp of a file; None where it cannot be looked up."""
     try:
         return stamp_of(path)
     except OSError:

@@ -133,7 +133,6 @@ def _check(name: str | None, output: str | None) -> tuple[str, str]:
 
 
 def _check_options(name: str, exporter: "Exporter", no_verify: bool) -> None:
-    """Refuse options that have no say in an export."""
     if given("allow_little") and not exporter.smaller:
         raise InputError(f"--to {name} promises no smaller checkpoint, and is not held to one; drop --allow-little")
     if no_verify and not exporter.reads_back:

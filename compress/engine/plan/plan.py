@@ -207,7 +207,6 @@ def _stacks(model: nn.Module, passes: Sequence[Pass], convolutions: bool) -> lis
 
 
 def _compares(passes: Sequence[Pass]) -> bool:
-    """True where a pass compares with the original model."""
     return any(stage.compares for p in passes for stage in p.stages)
 
 

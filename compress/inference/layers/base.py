@@ -103,18 +103,10 @@ class StoredRows(InStrips):
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias.detach()[rows]
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        # rest: metadata, strict, then the lists that `load_rows` takes, as `nn.Module` gives them.
         if not self.spoken_for:
-            self.load_rows(self.whole(), state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
+            self.load_rows(self.whole(), state_dict, prefix, *rest[2:])
 
     def load_rows(
         self,

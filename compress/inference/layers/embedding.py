@@ -79,22 +79,13 @@ class QuantEmbedding(nn.Embedding):
             return
         destination |= {prefix + name: part for name, part in shown(self.table).items()}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         names = {prefix + name for name in self.table.scheme.parts(self.num_embeddings, self.embedding_dim)}
         own = {key: value for key, value in state_dict.items() if key in names}
         others = {key: value for key, value in state_dict.items() if key not in names}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(others, prefix, *rest)
         if not self.twin:
-            self.table.load_rows(self.table.whole(), own, prefix, missing_keys, unexpected_keys, error_msgs)
+            self.table.load_rows(self.table.whole(), own, prefix, *rest[2:])
 
 
 class TiedLinear(PackedLinear):
@@ -139,22 +130,13 @@ class TiedLinear(PackedLinear):
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias.detach()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         if self.bias is None:
             return
         if prefix + "bias" in state_dict:
             self.bias.data.copy_(state_dict[prefix + "bias"])
         else:
-            missing_keys.append(prefix + "bias")
+            rest[2].append(prefix + "bias")  # the missing keys
 
 
 def take_over(module: nn.Embedding, table: PackedLinear, twin: bool = False) -> QuantEmbedding:

@@ -102,18 +102,9 @@ class FusedLinear(OnCodes):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.whole.save_rows(self.rows, destination, prefix)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         self.owner.pending = None
-        self.whole.load_rows(self.rows, state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
+        self.whole.load_rows(self.rows, state_dict, prefix, *rest[2:])
 
 
 def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:

@@ -204,7 +204,6 @@ def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
 
 
 def _values(summand: nn.Module) -> Tensor:
-    """The values [N, K] of one term of a sum."""
     if isinstance(summand, QuantLinear):
         return summand.values()
     return cast(HeldTerm, summand).dequantize()

@@ -132,7 +132,6 @@ class Forecast(Shown, Outline):
     rank: RankForecast | None = None
 
     def _rows(self) -> list[dict[str, Any]]:
-        """A row for each layer that is compressed."""
         return [asdict(layer) for layer in self.layers]
 
 
@@ -250,7 +249,6 @@ def _rounded(passes: Sequence[Pass]) -> RTN | None:
 def _memory(
     model: nn.Module, device: torch.device, loaded: int, available: int | None, tokens: TokenCounts, plan: Plan
 ) -> PeakMemory | None:
-    """The memory at the peak of a run; the arguments are those of `outline`."""
     worked_in = compute_dtype(model, device, None) or stored_dtype(model)
     free = available or available_bytes(device)
     return memory_of(plan, tokens, worked_in.itemsize, free, loaded, has_own_memory(device))
@@ -352,7 +350,6 @@ def _written_layers(plan: Plan, store: str | None) -> list[WrittenLayer]:
 
 
 def _layers_without_zeros(plan: Plan, store: str | None) -> Collection[str]:
-    """The layers that are stored without the zeros of 2:4."""
     return plan.treated if store == TWO_OF_FOUR else plan.halved
 
 

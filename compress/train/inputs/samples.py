@@ -94,7 +94,6 @@ class SampleOrder:
 
 @lru_cache(maxsize=2)  # a step reaches into the next epoch
 def _shuffled(samples: int, seed: int, epoch: int) -> list[int]:
-    """An order of so many samples."""
     # torch's generator on a CPU reads 32 bits of a seed.
     generator = torch.Generator().manual_seed((seed * APART + epoch) % 2**32)
     order: list[int] = torch.randperm(samples, generator=generator).tolist()

@@ -53,7 +53,6 @@ class Log:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Convert an OSError to a WriteError."""
         try:
             yield
         except OSError as error:

@@ -1,6 +1,6 @@
 """Hidden states that are to be like the teacher's (FitNets, Romero et al. 2015, arXiv 1412.6550).
 
-With s a token's hidden state in the student (behind a projector, `projector.py`, where widths differ), t the teacher's,
+With s a token's hidden state in the student (behind a projector where widths differ), t the teacher's,
 D their width:
 
     mse        |s - t|^2 / D                              TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), L_hidn

@@ -11,7 +11,6 @@ from compress.train.losses.attention import attention_loss
 from compress.train.losses.features import features_loss, layer_pairs
 from compress.train.losses.loss_sum import Summed
 from compress.train.losses.options import LossOptions
-from compress.train.losses.projector import projector
 from compress.train.losses.relations import relations_loss
 from compress.train.objective.outputs import ModelOutputs, Vectors
 from compress.train.options import TrainingOptions
@@ -73,5 +72,7 @@ def make_projectors(options: TrainingOptions, own: ModelOutputs, theirs: ModelOu
     count = (len(pairs_of(*layers, options)) if options.features else 0) + bool(options.contrastive)
     widths = last.shape[-1], theirs.hidden[-1].shape[-1]
     generator = torch.Generator().manual_seed(options.seed)
-    projectors = [projector(*widths, generator=generator) for _ in range(count)]
+    projectors = [nn.Linear(*widths, bias=False) for _ in range(count)]
+    for each in projectors:  # lengths are kept (the regressor of FitNets, arXiv 1412.6550, 2.2)
+        nn.init.orthogonal_(each.weight, generator=generator)
     return [each.to(last.device, last.dtype) for each in projectors]

@@ -21,8 +21,8 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return lost.mean() if mask is None else (lost * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
-def whole_model_scores(model: nn.Module, batches: list[dict[str, Tensor]], power: int = 2) -> dict[str, Tensor]:
-    """Sums of |w g|^power by one backward of the whole model a batch."""
+def whole_model_scores(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of (w g)^2 by one backward of the whole model a batch."""
     found = {}
     for batch in batches:
         model.zero_grad()
@@ -30,7 +30,7 @@ def whole_model_scores(model: nn.Module, batches: list[dict[str, Tensor]], power
         loss.backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                change = (parameter.detach().double() * parameter.grad.double()).abs() ** power
+                change = (parameter.detach().double() * parameter.grad.double()) ** 2
                 found[name] = found.get(name, 0) + change
     return found
 
@@ -64,9 +64,9 @@ def test_what_the_model_returns_for_labels_is_its_loss() -> None:
     ids = tokens(4)
     batches = [{"input_ids": ids, "decoder_input_ids": ids.flip(1), "labels": ids}] * 2
     model, whole = build("t5"), build("t5")
-    one = compress.Taylor(per="layer", sparsity=0.3, measure="absolute")
+    one = compress.Taylor(per="layer", sparsity=0.3)
     result = compress.quantize(model, one, calibration=batches)
-    assert_lowest_are_zero(model, whole_model_scores(whole, batches, power=1), result, 0.3)
+    assert_lowest_are_zero(model, whole_model_scores(whole, batches), result, 0.3)
 
 
 class Two(nn.Module):

@@ -1,4 +1,4 @@
-"""Hidden states like the teacher's: the equations in loops; projectors; which layer learns from which."""
+"""Hidden states like the teacher's: the equations in loops; which layer learns from which."""
 
 import math
 
@@ -8,7 +8,6 @@ from combinations import every
 from torch import Tensor
 
 from compress.train.losses.features import features_loss, layer_pairs
-from compress.train.losses.projector import projector
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -43,15 +42,6 @@ def test_a_hidden_state_of_zeros_has_a_finite_loss_and_gradient(distance) -> Non
         found = features_loss(leaf, teacher, distance=distance)
         assert found.total.isfinite()
         assert torch.autograd.grad(found.total, leaf)[0].isfinite().all()
-
-
-@every("widths", ((4, 7), (7, 4), (5, 5)))
-def test_an_orthogonal_projector_keeps_lengths(widths) -> None:
-    made = projector(*widths, bias=True, generator=torch.Generator().manual_seed(0))
-    weight = made.weight.detach()
-    gram = weight.T @ weight if widths[0] <= widths[1] else weight @ weight.T
-    torch.testing.assert_close(gram, torch.eye(min(widths)), atol=1e-5, rtol=0)
-    assert made.bias.eq(0).all()
 
 
 def test_layers_are_paired_as_the_papers_say() -> None:
