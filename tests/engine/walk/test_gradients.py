@@ -126,6 +126,7 @@ def test_memory_of_the_forwards_is_bounded_by_the_weights(monkeypatch) -> None:
 
 
 def test_a_mask_by_gradients_is_the_reason_of_a_better_model_than_one_by_size() -> None:
+    """Weights of half of the inputs are large, and those inputs as much smaller: size is misled, the loss is not."""
     text = tokens(24, 32, seed=4)
     model = build("llama")
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -134,13 +135,22 @@ def test_a_mask_by_gradients_is_the_reason_of_a_better_model_than_one_by_size() 
         losses(model, {"input_ids": text}).backward()
         optimizer.step()
     model.zero_grad()
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        for norm, layers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight.data[::2] /= 1024
+            for layer in layers:
+                layer.weight.data[:, ::2] *= 1024
     lost = {}
-    for one in (compress.Magnitude(per="layer", sparsity=0.6), compress.Taylor(per="layer", sparsity=0.6)):
+    for one in (compress.Magnitude(sparsity=0.6), compress.Taylor(sparsity=0.6)):
         pruned = deepcopy(model)
         compress.quantize(pruned, one, calibration=text, batch_size=4)
         with torch.no_grad():
             lost[one.name] = float(losses(pruned, {"input_ids": text}))
-    assert lost["taylor"] < 0.9 * lost["magnitude"]
+    assert lost["taylor"] < 0.95 * lost["magnitude"]
 
 
 REFUSED = {
