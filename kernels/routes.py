@@ -28,7 +28,6 @@ from compress.kernels.layouts.strips import BYTE, NIBBLE, why_not_strips
 from compress.kernels.layouts.strips24 import why_not_strips24
 from compress.kernels.layouts.tiles import TileWords
 from compress.kernels.layouts.words import CodeWords, LevelTable
-from compress.kernels.layouts.words24 import Words24
 from compress.kernels.operators import fp8, fp8_blocks, sparse, sparse24, tiles
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.devices import path_of
@@ -153,14 +152,13 @@ def tiles_route(M: int, N: int, K: int, bits: int, group_size: int, dtype: torch
     return Route("dequantize" if fused else "triton", tuple(fused))
 
 
-def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """The route of 2:4 codes of 4 bits."""
-    if device.type == "cpu":
-        return _cpu_route("sparse24", M, (N, K), NIBBLE, group_size, dtype, why_not_strips24(N))
-    nothing = torch.empty(0, dtype=dtype, device="meta")
-    weight = Words24(nothing, nothing, nothing, None, group_size)
-    reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
-    return Route("torch" if reasons else "triton", tuple(reasons))
+def sparse24_route(
+    M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device, zero: bool = False
+) -> Route:
+    """The route of 2:4 codes of 4 bits: in strips, or in planar words with their zeros."""
+    if device.type != "cpu" or sparse24.why_not_lay_in_strips24(N, K, group_size):
+        return planar_route(M, N, K, NIBBLE, group_size, dtype, device, False, zero)
+    return _cpu_route("sparse24", M, (N, K), NIBBLE, group_size, dtype)
 
 
 def pairs24_route(

@@ -8,8 +8,8 @@ N outputs, K inputs, G groups.
     scale      [G, N], zero uint8 [G, N]   of codes, whose value is (code - zero) * scale
 
 The positions of a quad rise, so a quad that keeps fewer than two has a zero among its pair. This is the layout on
-disk, and that of every 2:4 weight but codes of up to 4 bits: 16-bit numbers (9 bits a weight instead of 16) and codes
-of more than 4 bits (5 instead of 8). A CPU multiplies by another layout (`pack_strips24`).
+disk, and that of 16-bit numbers (9 bits a weight instead of 16) and of codes of more than 4 bits (5 instead of 8). A
+CPU multiplies by another layout (`strips24`).
 """
 
 from typing import NamedTuple
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import reference
+from compress.kernels.errors import InputError
 from compress.kernels.layouts.words import pack_rows, words_of
-from compress.kernels.layouts.words24 import KEPT, QUAD, check_kept
 
+QUAD, KEPT = 4, 2
 # Bits of a position.
 POSITION = 2
 
@@ -33,6 +34,21 @@ class Pairs(NamedTuple):
     scale: Tensor | None
     zero: Tensor | None
     group_size: int
+
+
+def check_kept(kept_NK: Tensor) -> None:
+    """Raises InputError, naming the first quad, where more than two of four consecutive columns are kept."""
+    rows, columns = kept_NK.shape
+    padded = torch.nn.functional.pad(kept_NK, (0, -columns % QUAD))
+    counts = padded.view(rows, -1, QUAD).sum(-1)
+    worst = (counts > KEPT).nonzero()
+    if len(worst):
+        row, quad = worst[0].tolist()
+        last = min(columns, (quad + 1) * QUAD) - 1
+        raise InputError(
+            f"not 2:4: row {row} keeps {int(counts[row, quad])} of columns {quad * QUAD} to {last}, at most {KEPT} are "
+            f"allowed ({len(worst)} such places); prune the weight to 2:4 first"
+        )
 
 
 def position_words(columns: int) -> int:

@@ -9,7 +9,7 @@ of each, padded to blocks of eight (32 columns):
     position   int32 [S, ceil(K / 32), 16]     of each row the places of eight quads, four bits each (`pack_pairs24`)
 
 so that what a row keeps of a quad lies half a dword apart, and one word says which inputs of eight quads it meets. It
-takes the place of pairs and of the words of `pack24`, never stands beside them; both ways are exact.
+takes the place of pairs, or of planar words, never stands beside them; both ways are exact.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.layouts.pairs24 import Pairs, pack_positions, positions_of, spread, take, unpack_positions
+from compress.kernels.layouts.pairs24 import (
+    KEPT,
+    QUAD,
+    Pairs,
+    pack_positions,
+    positions_of,
+    spread,
+    take,
+    unpack_positions,
+)
 from compress.kernels.layouts.strips import BLOCK, BYTE, NIBBLE, by_row, by_strip
-from compress.kernels.layouts.words import LINE_BYTES, ROWS
-from compress.kernels.layouts.words24 import KEPT, MIDDLE, QUAD, Words24, unpack24, words24
+from compress.kernels.layouts.words import LINE_BYTES, ROWS, CodeWords, pack_planar, unpack_planar
 
 NUMBERS = 16  # "bits" of what is no code
 
@@ -64,9 +72,9 @@ def _rows(held: Tensor, bits: int, columns: int) -> Tensor:
     return found.reshape(len(held) * ROWS, -1)[:, : columns * KEPT // QUAD].contiguous()
 
 
-def pack_pairs(weight: Pairs) -> Strips24:
-    """A weight of whole strips of rows, of numbers or of codes of 8 bits."""
-    bits = NUMBERS if weight.scale is None else BYTE
+def pack_pairs(weight: Pairs, code_bits: int = BYTE) -> Strips24:
+    """A weight of whole strips of rows, of numbers or of codes."""
+    bits = NUMBERS if weight.scale is None else code_bits
     position = weight.position.view(-1, ROWS, weight.position.shape[1]).transpose(1, 2).contiguous()
     scale, zero = (None if part is None else by_strip(part) for part in (weight.scale, weight.zero))
     return Strips24(_lines(weight.held, bits), position, scale, zero, weight.group_size, bits)
@@ -81,21 +89,26 @@ def unpack_pairs(weight: Strips24, columns: int) -> Pairs:
     return Pairs(_rows(weight.held, weight.bits, columns), position, scale, zero, weight.group_size)
 
 
-def pack_words24(weight: Words24, columns: int) -> Strips24:
-    """A weight of 4-bit codes, from their words; a quad that keeps fewer than two has codes of zero beside them."""
-    codes, kept = unpack24(weight.codes, weight.kept, columns)
-    zero_GN = torch.full_like(weight.scale, MIDDLE, dtype=torch.uint8) if weight.zero is None else weight.zero
-    position = positions_of(kept)
-    zero_NK = zero_GN.t().repeat_interleave(columns // len(zero_GN), 1)
-    held = take(torch.where(kept, codes, zero_NK), position)
-    pairs = Pairs(held, pack_positions(position), weight.scale, weight.zero, weight.group_size)
-    return pack_pairs(pairs)._replace(held=_lines(held, NIBBLE), bits=NIBBLE)
+def pack_words24(weight: CodeWords, columns: int) -> Strips24:
+    """A weight from planar words of 4-bit codes, of which those of zero are left out."""
+    codes = unpack_planar(weight.words, NIBBLE, columns)
+    position = positions_of(codes != zeros_of(weight.zero, codes, columns))
+    pairs = Pairs(take(codes, position), pack_positions(position), weight.scale, weight.zero, weight.group_size)
+    return pack_pairs(pairs, NIBBLE)
 
 
-def unpack_words24(weight: Strips24, columns: int) -> Words24:
-    """Inverse of `pack_words24` where every quad keeps two; of others the second is a code of zero."""
+def unpack_words24(weight: Strips24, columns: int) -> CodeWords:
+    """Inverse of `pack_words24`."""
     pairs = unpack_pairs(weight, columns)
     assert pairs.scale is not None
-    at = unpack_positions(pairs.position, columns)
-    words = words24(spread(pairs.held, at), spread(torch.ones_like(pairs.held, dtype=torch.bool), at))
-    return Words24(*words, pairs.scale, None if weight.zero is None else pairs.zero, weight.group_size)
+    zero = None if weight.zero is None else pairs.zero
+    codes = spread(pairs.held, unpack_positions(pairs.position, columns), zeros_of(zero, pairs.held, columns))
+    return CodeWords(pack_planar(codes, NIBBLE), pairs.scale, zero, weight.group_size, NIBBLE)
+
+
+def zeros_of(zero_GN: Tensor | None, like_NK: Tensor, columns: int) -> Tensor:
+    """uint8 [N, columns]: for each weight the code of 4 bits that stands for 0. like: has N rows."""
+    if zero_GN is None:
+        middle = torch.full((1, 1), 2 ** (NIBBLE - 1), dtype=torch.uint8, device=like_NK.device)
+        return middle.expand(len(like_NK), columns)
+    return zero_GN.t().repeat_interleave(columns // len(zero_GN), 1)

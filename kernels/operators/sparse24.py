@@ -1,45 +1,31 @@
-"""The linear of 2:4 weights as a torch operator, in any of their layouts:
+"""The linear of 2:4 weights as a torch operator, in either of their layouts:
 
-    words    of 4-bit codes, on a GPU (`layouts.words24`): by Triton where `why_not_sparse24` has nothing against it
     strips   on a CPU (`layouts.strips24`, laid out by `lay_in_strips24`): by C++, which multiplies what is kept
     pairs    as they are stored (`layouts.pairs24`)
 
 Everything else is made dense by torch, a block of rows at a time. Values of codes in strips are not rounded to the type
-of their scales.
+of their scales. Codes of up to 4 bits that are not in strips lie in planar words, zeros among them
+(`operators.words`): on an H100 these are multiplied faster than 3 bits a weight were.
 
 Shapes: x [..., K], M tokens once flattened, N outputs.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.errors import InputError
-from compress.kernels.layouts.pairs24 import Pairs, pairs_weight
-from compress.kernels.layouts.strips import BLOCK, NIBBLE
+from compress.kernels.layouts.pairs24 import KEPT, QUAD, Pairs, pairs_weight
+from compress.kernels.layouts.strips import BLOCK
 from compress.kernels.layouts.strips24 import Strips24, pack_pairs, pack_words24, unpack_pairs, why_not_strips24
-from compress.kernels.layouts.words import PLANE, ROWS, STRIPS_DIMENSIONS
-from compress.kernels.layouts.words24 import KEPT, QUAD, Words24, blocks_of, quad_planar, sparse24_weight
+from compress.kernels.layouts.words import ROWS, STRIPS_DIMENSIONS, CodeWords
 from compress.kernels.operators.blocks import gradient_of_blocks, product_of_blocks, row_blocks
-from compress.kernels.operators.devices import HALF, as_rows, shaped, why_not_triton
+from compress.kernels.operators.devices import as_rows, shaped
 from compress.kernels.operators.register import gradient, operator, outputs
 
 NO_KERNEL = "no GPU kernel reads pairs: torch makes a block of rows dense at a time"
-
-
-def why_not_sparse24(x: Tensor, weight: Words24) -> list[str]:
-    """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can."""
-    reasons = [*why_not_triton(x.device)]
-    if x.dtype not in HALF:
-        reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16")
-    if weight.scale.dtype != x.dtype:
-        reasons.append(f"scales are {weight.scale.dtype}, x is {x.dtype}; lay the weight out for the dtype of x")
-    if weight.group_size != -1 and weight.group_size % QUAD:
-        reasons.append(f"group size {weight.group_size}; allowed: multiples of {QUAD}, -1 (one scale per channel)")
-    return reasons
 
 
 def why_not_lay_in_strips24(rows: int, columns: int, group_size: int) -> list[str]:
@@ -47,20 +33,19 @@ def why_not_lay_in_strips24(rows: int, columns: int, group_size: int) -> list[st
     return [*why_not_strips24(rows), *cpu_gemm.why_not_sizes("sparse24", columns, group_size)] or [*cpu.why_not()]
 
 
-def lay_in_strips24(weight: Pairs | Words24, columns: int) -> Strips24 | None:
+def lay_in_strips24(weight: Pairs | CodeWords, columns: int) -> Strips24 | None:
     """A weight of `columns` columns on a CPU in strips; None where it is better off as it is."""
     held = weight[0]
     if held.device.type != "cpu" or why_not_lay_in_strips24(len(held), columns, weight.group_size):
         return None
-    return pack_words24(weight, columns) if isinstance(weight, Words24) else pack_pairs(weight)
+    return pack_words24(weight, columns) if isinstance(weight, CodeWords) else pack_pairs(weight)
 
 
-def dense_blocks(weight: Pairs | Words24, columns: int) -> Iterator[tuple[slice, Tensor]]:
+def dense_blocks(weight: Pairs, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their values) of a weight, by torch alone: a gradient is traced through it."""
-    for rows in row_blocks(len(weight[0]), columns):
+    for rows in row_blocks(len(weight.held), columns):
         scale, zero = (None if part is None else part[:, rows] for part in (weight.scale, weight.zero))
-        part: Any = type(weight)(weight[0][rows], weight[1][rows], scale, zero, weight.group_size)  # type: ignore[arg-type]
-        yield rows, sparse24_weight(part, columns) if isinstance(part, Words24) else pairs_weight(part)
+        yield rows, pairs_weight(Pairs(weight.held[rows], weight.position[rows], scale, zero, weight.group_size))
 
 
 def _laid(
@@ -71,17 +56,12 @@ def _laid(
     zero: Tensor | None,
     group_size: int,
     bits: int,
-) -> Pairs | Words24 | Strips24:
+) -> Pairs | Strips24:
     """The weight in its layout. Raises InputError where it does not hold so many columns."""
     if position.dim() == STRIPS_DIMENSIONS:
         if position.shape[1] != -(-columns // BLOCK):
             raise InputError(f"x has {columns} columns; {position.shape[1]} blocks of {BLOCK} do not hold as many")
         return Strips24(held, position, scale, zero, group_size, bits)
-    if bits == NIBBLE:
-        if position.shape[1] != blocks_of(columns) * PLANE:
-            raise InputError(f"x has {columns} columns; {position.shape[1]} words of kept bits do not hold as many")
-        assert scale is not None
-        return Words24(held, position, scale, zero, group_size)
     if held.shape[1] * QUAD != columns * KEPT:
         raise InputError(f"x has {columns} columns; {held.shape[1]} pairs' halves do not make as many")
     return Pairs(held, position, scale, zero, group_size)
@@ -101,18 +81,14 @@ def sparse24_linear(
     group_size: int,
     bits: int,
 ) -> Tensor:
-    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `Words24`, of `Pairs` or of a
-    `Strips24`; bits: 4 or 8 of codes, 16 of numbers."""
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of `Pairs` or of a `Strips24`;
+    bits: 4 (in strips) or 8 of codes, 16 of numbers."""
     weight, x_MK = _laid(x.shape[-1], held, position, scale, zero, group_size, bits), as_rows(x)
     if isinstance(weight, Strips24):
         if not cpu_gemm.why_not("sparse24", x, held if scale is None else scale, group_size):
             return shaped(cpu_gemm.strips24(x_MK, weight, bias), x)
         weight = unpack_pairs(weight, x.shape[-1])
-    if isinstance(weight, Words24) and not why_not_sparse24(x, weight):
-        from compress.kernels.triton.sparse24_gemm import sparse24_gemm
-
-        return shaped(sparse24_gemm(quad_planar(x_MK), x.shape[-1], weight, bias), x)
-    return shaped(product_of_blocks(x_MK, dense_blocks(weight, x.shape[-1]), len(weight[0]), bias), x)
+    return shaped(product_of_blocks(x_MK, dense_blocks(weight, x.shape[-1]), len(weight.held), bias), x)
 
 
 @gradient(sparse24_linear)

@@ -29,7 +29,6 @@ import torch
 from compress.kernels import workspace
 from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.words import planar_block
-from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.tuning import table
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, cdiv
 
@@ -81,7 +80,7 @@ def choose(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Choice:
 
 
 def choose_shape(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
-    """The configuration of a product that only a fused kernel computes: w8a8, 2:4."""
+    """The configuration of a product that only a fused kernel computes: w8a8."""
     chosen = choose(kind, M, N, K, device)
     assert isinstance(chosen, Shape)
     return chosen
@@ -99,8 +98,6 @@ def derived(kind: ProductKind, M: int, N: int, K: int, device: Device) -> Shape:
         return fused_w8a8(M, N, K, device)
     if kind.op == "int8_activation":
         return fused_int8(M, N, K, kind.bits, kind.group_size, device)
-    if kind.op == "sparse24":
-        return fused24(M, N, cdiv(K, BLOCK), device)
     return fused(M, N, K, kind.bits, kind.group_size, device)
 
 
@@ -142,13 +139,6 @@ def most_tiles(pairs: int, experts: int, block_m: int) -> int:
     more."""
     used = min(experts + 1, pairs)
     return used + (pairs - used) // block_m
-
-
-def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
-    """The derived configuration of the 2:4 kernel for `blocks` steps of 512 columns, made for few tokens."""
-    block_m = min(64 if device.hopper else 32, max(16, table.bucket(M)))
-    tiles = cdiv(M, block_m) * cdiv(N, 128)
-    return Shape(block_m, 128, split_k=splits(tiles, blocks, device.processors, 1), num_stages=2)
 
 
 def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPLIT) -> int:

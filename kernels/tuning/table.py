@@ -6,7 +6,7 @@
       "run": {"block_m": 16, "block_n": 128, "split_k": 4, "num_warps": 4, "num_stages": 3},
       "measured": {...}}]}
 
-op         what multiplies planar words by tokens as they are or in int8, int8 rows by tokens in int8, 2:4 words
+op         what multiplies planar words by tokens as they are or in int8, int8 rows by tokens in int8
 zero       whether there are zero points: of the weight, of the activations for w8a8
 dtype      of the activations that are multiplied, of the result for w8a8
 
@@ -38,7 +38,7 @@ from compress.kernels.errors import InputError
 FORMAT = 2
 SHIPPED = Path(__file__).resolve().with_name("tuned.json")
 DEQUANTIZE: Final = "dequantize"
-OPS = ("weight_only", "int8_activation", "w8a8", "sparse24")
+OPS = ("weight_only", "int8_activation", "w8a8")
 DTYPES = ("float16", "bfloat16", "float32")
 SIZES = ("bits", "group_size", "M", "N", "K")
 LARGEST_TILE = 256

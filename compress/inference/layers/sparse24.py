@@ -1,5 +1,5 @@
-"""Layers on 2:4 weights: numbers as they are stored; codes in words (`kernels.layouts.words24`) or as pairs; either in
-strips (`kernels.layouts.strips24`) after `lay_in_strips` on a CPU that reads them."""
+"""Layers on 2:4 weights: numbers as they are stored; codes in planar words or as pairs; either in strips
+(`kernels.layouts.strips24`) after `lay_in_strips` on a CPU that reads them."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -18,10 +18,18 @@ from compress.kernels.layouts.pairs24 import (
     take,
     unpack_positions,
 )
-from compress.kernels.layouts.strips24 import NUMBERS, Strips24, unpack_pairs, unpack_words24
-from compress.kernels.layouts.words import pack_rows, some_rows, unpack_rows
-from compress.kernels.layouts.words24 import Words24, pack24, sparse24_weight, unpack24
+from compress.kernels.layouts.strips24 import NUMBERS, Strips24, unpack_pairs, unpack_words24, zeros_of
+from compress.kernels.layouts.words import (
+    CodeWords,
+    pack_planar,
+    pack_rows,
+    planar_weight,
+    some_rows,
+    unpack_planar,
+    unpack_rows,
+)
 from compress.kernels.operators.sparse24 import lay_in_strips24, sparse24_linear
+from compress.kernels.operators.words import words_linear
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.weights.formats.sparse24 import half
 from compress.weights.number_formats import NARROW, WIDE
@@ -79,15 +87,15 @@ class Sparse24Linear(QuantLinear):
 
 
 class PackedSparse24Linear(WordLinear):
-    """Codes of which two of four are kept. Codes of 2 to 4 bits are held in the words of `kernels.layouts.words24`, 3
-    bits per weight; codes of 5 to 8 bits as pairs of bytes, 5 bits per weight. Both keep exactly two codes of each
-    quad, so that the stored tensors can be restored."""
+    """Codes of which two of four are kept. Codes of 2 to 4 bits are held in planar words of 4, zeros among them; codes
+    of 5 to 8 bits as pairs of bytes, 5 bits per weight. Strips hold 3 and 5 bits. The stored tensors can be restored:
+    which codes a quad keeps follows from the zeros."""
 
     takes_codes: ClassVar[bool] = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"codes": 0, "kept": 0, "scale": 1, "zero": 1}
     STRIPS = "kept"
     codes: Tensor
-    kept: Tensor
+    kept: Tensor | None
     scale: Tensor
     zero: Tensor | None
 
@@ -96,13 +104,15 @@ class PackedSparse24Linear(WordLinear):
         return self.scale.dtype
 
     @property
-    def rows(self) -> Words24 | Pairs:
-        """The weight in words or as pairs; converted at each access where it is in strips."""
+    def rows(self) -> CodeWords | Pairs:
+        """The weight in planar words or as pairs; converted at each access where it is in strips."""
+        if self.kept is None:
+            return CodeWords(self.codes, self.scale, self.zero, self.group_size, NARROW)
         held = (self.codes, self.kept, self.scale, self.zero, self.group_size)
         if self.in_strips:
             unpack = unpack_words24 if self.container == NARROW else unpack_pairs
             return unpack(Strips24(*held, self.container), self.in_features)
-        return Words24(*held) if self.container == NARROW else Pairs(*held)
+        return Pairs(*held)
 
     def lay_in_strips(self) -> None:
         found = None if self.in_strips else lay_in_strips24(self.rows, self.in_features)
@@ -112,11 +122,14 @@ class PackedSparse24Linear(WordLinear):
 
     def lay_in_rows(self) -> None:
         if self.in_strips:
-            self.codes, self.kept, scale, self.zero, _ = self.rows
-            assert scale is not None
-            self.scale = scale
+            rows = self.rows
+            assert rows.scale is not None
+            self.kept = rows.position if isinstance(rows, Pairs) else None
+            self.codes, self.scale, self.zero = rows[0], rows.scale, rows.zero
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            return words_linear(self._own(x), self.codes, self.scale, self.zero, self.bias, NARROW, self.group_size)
         held = (self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size, self.container)
         return sparse24_linear(self._own(x), *held)
 
@@ -124,19 +137,19 @@ class PackedSparse24Linear(WordLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         group = scheme.weights.group_size or -1
         if scheme.weights.bits <= NARROW:
-            return sparse24_route(M, *shape, group, dtype, device)
+            return sparse24_route(M, *shape, group, dtype, device, not scheme.weights.symmetric)
         return pairs24_route(M, *shape, WIDE, group, dtype, device)
 
     def values(self) -> Tensor:
         weight = self.rows
-        return sparse24_weight(weight, self.in_features) if isinstance(weight, Words24) else pairs_weight(weight)
+        return pairs_weight(weight) if isinstance(weight, Pairs) else planar_weight(weight, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         count = rows.stop - rows.start
-        blocks = [self._laid_out(parts, some) for some in some_rows(count, self.in_features)]
-        codes, kept = (torch.cat(each) for each in zip(*blocks, strict=True))
-        found = {"codes": codes, "kept": kept, "scale": parts["weight_scale"].t(), "zero": self._zero(parts, count)}
-        self.hold(found, rows)
+        zero = self._zero(parts, count)
+        codes = torch.cat([self._laid_out(parts, zero, some) for some in some_rows(count, self.in_features)])
+        kept = None if self.container == NARROW else parts["position"]
+        self.hold({"codes": codes, "kept": kept, "scale": parts["weight_scale"].t(), "zero": zero}, rows)
 
     def _zero(self, parts: Mapping[str, Tensor], rows: int) -> Tensor | None:
         """Zero points uint8 [G, N]; None where the kernel takes the middle of the codes."""
@@ -148,34 +161,39 @@ class PackedSparse24Linear(WordLinear):
         groups = parts["weight_scale"].t()
         return torch.full(groups.shape, 2 ** (WIDE - 1), dtype=torch.uint8, device=groups.device)
 
-    def _laid_out(self, parts: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
-        """(Buffer `codes`, buffer `kept`) of some rows, from stored tensors."""
-        bits, position = self.scheme.weights.bits, parts["position"][rows]
+    def _laid_out(self, parts: Mapping[str, Tensor], zero_GN: Tensor | None, rows: slice) -> Tensor:
+        """Buffer `codes` of some rows, from stored tensors."""
+        bits = self.scheme.weights.bits
         codes = unpack_rows(parts["weight_packed"][rows], bits, half(self.in_features), signed=False) + self.lift
         if self.container == WIDE:
-            return codes, position
-        at = unpack_positions(position, self.in_features)
-        return pack24(spread(codes, at), spread(torch.ones_like(codes, dtype=torch.bool), at))
+            return codes
+        at = unpack_positions(parts["position"][rows], self.in_features)
+        zero_GN = None if zero_GN is None else zero_GN[:, rows]
+        return pack_planar(spread(codes, at, zeros_of(zero_GN, codes, self.in_features)), NARROW)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         bits, count = self.scheme.weights.bits, rows.stop - rows.start
-        all_codes, all_kept, scale, zero, _ = self.rows
-        assert scale is not None
-        codes, kept = all_codes[rows], all_kept[rows]
-        parts = {"weight_scale": scale[:, rows].t().contiguous()}
+        weight = self.rows
+        assert weight.scale is not None
+        parts = {"weight_scale": weight.scale[:, rows].t().contiguous()}
         if not self.scheme.weights.symmetric:
-            assert zero is not None
-            zero_GN = zero[:, rows] - self.lift
+            assert weight.zero is not None
+            zero_GN = weight.zero[:, rows] - self.lift
             parts["weight_zero_point"] = pack_rows(zero_GN, bits, signed=False).t().contiguous()
-        blocks = [self._stored(codes[some], kept[some]) for some in some_rows(count, self.in_features)]
+        first = rows.start
+        some = [slice(first + s.start, first + s.stop) for s in some_rows(count, self.in_features)]
+        blocks = [self._stored(weight, each) for each in some]
         parts["weight_packed"], parts["position"] = (torch.cat(each) for each in zip(*blocks, strict=True))
-        parts["weight_shape"] = torch.tensor([count, self.in_features], device=codes.device)
+        parts["weight_shape"] = torch.tensor([count, self.in_features], device=weight.scale.device)
         return parts
 
-    def _stored(self, codes: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Inverse of `_laid_out`."""
-        if self.container == NARROW:
-            dense, mask = unpack24(codes, kept, self.in_features)
-            position = positions_of(mask)
-            codes, kept = take(dense, position), pack_positions(position)
-        return pack_rows(codes - self.lift, self.scheme.weights.bits, signed=False), kept
+    def _stored(self, weight: CodeWords | Pairs, rows: slice) -> tuple[Tensor, Tensor]:
+        """(Packed codes, words of positions) of some rows."""
+        if isinstance(weight, Pairs):
+            codes, position = weight.held[rows], weight.position[rows]
+        else:
+            dense = unpack_planar(weight.words[rows], NARROW, self.in_features)
+            zero_GN = None if weight.zero is None else weight.zero[:, rows]
+            at = positions_of(dense != zeros_of(zero_GN, dense, self.in_features))
+            codes, position = take(dense, at), pack_positions(at)
+        return pack_rows(codes - self.lift, self.scheme.weights.bits, signed=False), position

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError, InputError
 from compress.kernels.layouts.pairs24 import (
+    KEPT,
+    QUAD,
     pack_positions,
     position_words,
     positions_of,
@@ -31,7 +33,6 @@ from compress.kernels.layouts.pairs24 import (
     unpack_positions,
 )
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
-from compress.kernels.layouts.words24 import KEPT, QUAD
 from compress.weights.formats.codes import Codes, CodesFormat, Packed, packed_zeros
 from compress.weights.formats.dense import Dense
 from compress.weights.grid import Grid, Quantized

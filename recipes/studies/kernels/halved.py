@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.layouts.pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
+from compress.kernels.layouts.pairs24 import KEPT, QUAD, Pairs, pack_positions, pairs_weight, positions_of, take
 from compress.kernels.layouts.strips import BYTE, NIBBLE
 from compress.kernels.layouts.strips24 import NUMBERS, Strips24
-from compress.kernels.layouts.words24 import KEPT, QUAD, Words24, sparse24_weight, to_sparse24
+from compress.kernels.layouts.words import CodeWords, planar_weight, to_planar
 from compress.kernels.operators.sparse24 import lay_in_strips24, sparse24_linear
+from compress.kernels.operators.words import words_linear
 
 # {candidate: the same bits of a weight without zeros}: their ratio is the gain of 2:4.
 HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}
@@ -20,20 +21,22 @@ class Halved(NamedTuple):
     """Numbers, codes of 8 bits with one scale per output, codes of 4 bits in groups, by the kinds of
     `roofline.HALVED_KINDS`."""
 
-    rows: dict[str, Pairs | Words24]
+    rows: dict[str, Pairs | CodeWords]
     laid: dict[str, Strips24]  # the same in strips, as `compress.load` lays them out on a CPU
 
     def values(self, kind: str, columns: int) -> Tensor:
         """[N, K] the dequantized weight of a kind."""
         weight = self.rows[kind]
-        return sparse24_weight(weight, columns) if isinstance(weight, Words24) else pairs_weight(weight)
+        return planar_weight(weight, columns) if isinstance(weight, CodeWords) else pairs_weight(weight)
 
     def product(self, kind: str, x: Tensor) -> Tensor:
         """[M, N] x times that weight."""
         laid, weight = self.laid.get(kind), self.rows[kind]
         if laid is not None:
             return sparse24_linear(x, *laid[:4], None, *laid[4:])
-        bits = NIBBLE if isinstance(weight, Words24) else NUMBERS if weight.scale is None else BYTE
+        if isinstance(weight, CodeWords):
+            return words_linear(x, *weight[:3], None, NIBBLE, weight.group_size)
+        bits = NUMBERS if weight.scale is None else BYTE
         return sparse24_linear(x, *weight[:4], None, weight.group_size, bits)
 
 
@@ -48,10 +51,10 @@ def halve(
     scale8_1N = scale8_N1.to(dtype).t().contiguous()
     middle = torch.full_like(scale8_1N, MIDDLE, dtype=torch.uint8)
     unsigned = codes8_NK.view(torch.uint8) ^ MIDDLE
-    rows: dict[str, Pairs | Words24] = {
+    rows: dict[str, Pairs | CodeWords] = {
         "2:4": Pairs(take(dense_NK, position), words, None, None, -1),
         "2:4 w8": Pairs(take(unsigned, position), words, scale8_1N, middle, -1),
-        "2:4 w4": to_sparse24(codes4_NK, scale4_NG, None, dtype, kept),
+        "2:4 w4": to_planar(codes4_NK * kept, scale4_NG, None, NIBBLE, dtype),
     }
     laid = {kind: found for kind, weight in rows.items() if (found := lay_in_strips24(weight, K)) is not None}
     return Halved(rows, laid)

@@ -26,7 +26,6 @@ from compress.evaluation.provenance import timing_origin
 from compress.kernels import reference, workspace
 from compress.kernels.errors import CompressError
 from compress.kernels.layouts import words as pack
-from compress.kernels.layouts import words24 as pack24
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device_of, kind_of
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, ProductKind, Shape, TunedEntry
@@ -77,15 +76,12 @@ class TunedProduct:
     @property
     def steps(self) -> int:
         """Steps of the loop over K, which a split divides."""
-        columns = {"w8a8": W8A8_BLOCK_K, "sparse24": pack24.BLOCK}
-        return -(-self.K // columns.get(self.op, pack.planar_block(self.bits)))
+        return -(-self.K // (W8A8_BLOCK_K if self.op == "w8a8" else pack.planar_block(self.bits)))
 
     def shared(self, shape: Shape) -> int:
         """Bytes of shared memory that the pipeline of a configuration takes at least."""
         if self.op == "w8a8":
             step = (shape.block_m + shape.block_n) * W8A8_BLOCK_K
-        elif self.op == "sparse24":
-            step = shape.block_n * pack.PLANE * 6 + shape.block_m * pack24.BLOCK * self.dtype.itemsize
         else:
             columns, width = pack.planar_block(self.bits), 1 if self.op == "int8_activation" else self.dtype.itemsize
             step = shape.block_n * pack.PLANE * 2 + shape.block_m * columns * width
@@ -146,15 +142,6 @@ class TuningOperands:
             self.row_sum = reference.row_sums(codes)
             x_true, values = self.x.double(), codes.double() * self.scale[:, None]
             x_true = (x_true if self.x_zero is None else x_true - self.x_zero[:, None]) * self.x_scale.double()[:, None]
-        elif problem.op == "sparse24":
-            self.x = pack24.quad_planar(x.to(problem.dtype))
-            kept = (torch.rand(N, -(-K // 4), 4, generator=g, device=device).argsort(-1) < 2).view(N, -1)[:, :K]
-            groups = 1 if problem.group_size == -1 else K // problem.group_size
-            scale = torch.rand(N, groups, generator=g, device=device) * 0.01 + 0.005
-            zero = torch.randint(-half, half, scale.shape, generator=g, device=device, dtype=torch.int8)
-            sparse = pack24.to_sparse24(codes, scale, zero if problem.zero else None, problem.dtype, kept)
-            self.sparse = [sparse._replace(codes=sparse.codes.clone()) for _ in range(self.copies)]
-            x_true, values = x.to(problem.dtype).double(), pack24.sparse24_weight(sparse, K).double()
         else:
             self.x = x.to(problem.dtype)
             groups = 1 if problem.group_size == -1 else K // problem.group_size
@@ -181,7 +168,6 @@ class TuningOperands:
         from compress.kernels.triton.int8_gemm import w8a8_gemm
         from compress.kernels.triton.int8_planar_gemm import int8_planar_gemm
         from compress.kernels.triton.planar_gemm import planar_gemm
-        from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
         if choice == DEQUANTIZE:
             return [partial(dequantize_gemm, self.x, w) for w in self.planar]
@@ -190,8 +176,6 @@ class TuningOperands:
         if self.problem.op == "int8_activation":
             assert isinstance(choice, Shape)
             return [partial(int8_planar_gemm, self.x, w, None, -1, choice) for w in self.planar]
-        if self.problem.op == "sparse24":
-            return [partial(sparse24_gemm, self.x, self.problem.K, w, None, choice) for w in self.sparse]
         x, scales, dtype = (self.x, self.x_scale, self.x_zero), (self.scale, self.row_sum), self.problem.dtype
         return [partial(w8a8_gemm, *x, w, *scales, None, dtype, choice) for w in self.codes]
 

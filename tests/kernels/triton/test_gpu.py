@@ -9,9 +9,8 @@ from sums import excess
 
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
-from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.scale_blocks import spread
-from compress.kernels.operators import fp8, fp8_blocks, grouped, sparse24
+from compress.kernels.operators import fp8, fp8_blocks, grouped
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.operators.words import why_not_int8, words_linear
@@ -202,50 +201,6 @@ def test_dequantized_product_and_gradient(M, group, dtype, monkeypatch):
     check(back, grad, dense.t(), torch.zeros(1152, device="cuda"))
 
 
-def sparse_operands(M, N, K, group, zero, dtype):
-    x, _, bias = operands(M, N, K, 4, -1, True, dtype)
-    g = torch.Generator("cuda").manual_seed(K)
-    codes = torch.randint(0, 16, (N, K), generator=g, device="cuda", dtype=torch.uint8)
-    kept = (torch.rand(N, K // 4, 4, generator=g, device="cuda").argsort(-1) < 2).view(N, K)
-    groups = 1 if group == -1 else K // group
-    scale = (torch.randn(N, groups, generator=g, device="cuda") * 0.05).to(dtype)
-    zeros = torch.randint(0, 16, (N, groups), generator=g, device="cuda", dtype=torch.uint8)
-    weight = pack24.to_sparse24(codes, scale, zeros if zero else torch.full_like(zeros, 8), dtype, kept)
-    return x, (weight if zero else weight._replace(zero=None)), bias
-
-
-@pytest.mark.kernels("sparse24_gemm.sparse24_kernel")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("group", "zero"), [(32, True), (64, False), (128, True), (128, False), (-1, True)])
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 4096, 4096), (17, 1100, 640), (63, 130, 1152), (130, 300, 512)])
-def test_sparse24(M, N, K, group, zero, dtype, monkeypatch):
-    from compress.kernels.triton import sparse24_gemm
-
-    x, weight, bias = sparse_operands(M, N, K, group, zero, dtype)
-    assert sparse24.why_not_sparse24(x, weight) == []
-    arguments = (x, *weight[:4], bias, group, 4)
-    out = sparse24.sparse24_linear(*arguments)
-    check(out, x, pack24.sparse24_weight(weight, K), bias)
-    monkeypatch.setattr(sparse24_gemm, "ASSEMBLY", False)
-    assert torch.equal(out, sparse24.sparse24_linear(*arguments))
-
-
-@pytest.mark.kernels("sparse24_gemm.sparse24_kernel")
-def test_sparse24_in_a_graph():
-    workspace.prepare(torch.device("cuda", 0))
-    x, weight, bias = sparse_operands(4, 4096, 4096, 128, True, torch.bfloat16)
-    arguments = (x, *weight[:4], bias, 128, 4)
-    expected = sparse24.sparse24_linear(*arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sparse24.sparse24_linear(*arguments)
-    for _ in range(50):
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
-
-
 @pytest.mark.kernels("planar_gemm.planar_kernel", "int8_gemm.w8a8_kernel")
 @pytest.mark.parametrize(
     "problem",
@@ -254,7 +209,6 @@ def test_sparse24_in_a_graph():
         tune.TunedProduct("weight_only", 128, 1024, 1024, 8, -1),
         tune.TunedProduct("w8a8", 64, 1024, 1024, 8, -1),
         tune.TunedProduct("w8a8", 512, 1024, 1024, 8, -1),
-        tune.TunedProduct("sparse24", 1, 1024, 4096),
     ],
 )
 def test_tuning_finds_something_that_is_then_used(problem, tmp_path, monkeypatch):

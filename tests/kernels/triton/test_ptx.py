@@ -9,11 +9,9 @@ import torch
 pytest.importorskip("triton")
 import triton.language as tl
 
-from compress.kernels.layouts.words24 import TOP_BIT
 from compress.kernels.triton.int8_gemm import PRMT_BF16, PRMT_FP16, power8
 from compress.kernels.triton.int8_planar_gemm import BYTES_4, BYTES_4_ZERO, BYTES_8, RAISED
 from compress.kernels.triton.level_lookup import FULL_LOOK_UP, SIGNED_LOOK_UP
-from compress.kernels.triton.sparse24_gemm import expand_ptx
 from compress.kernels.triton.unpack import LOP3_BF16, LOP3_FP16, power4
 from compress.weights.levels import E2M1, NF4
 
@@ -125,22 +123,6 @@ def test_words_become_bytes_of_planes(ptx, bits, zero):
             code = (word >> np.uint32(bits * plane) & np.uint32(2**bits - 1)).astype(np.int64)
             centred = code - zeros[plane] if zero else (code - 2 ** (bits - 1)) * (RAISED if bits == 4 else 1)
             assert np.array_equal(byte, centred)
-
-
-@pytest.mark.parametrize("quarter", range(4))
-def test_expansion_of_quads_matches_the_layout(quarter):
-    """Every pattern of kept bits in both halves, with other bits around them, against what `pack24` says of it."""
-    rng = np.random.default_rng(quarter)
-    kept = rng.integers(0, 2**32, 2**12, dtype=np.uint32)
-    v0, v1 = (rng.integers(0, 2**32, 2**12, dtype=np.uint32) for _ in range(2))
-    columns = [halves(out) for out in emulate(expand_ptx(quarter), 4, v0, v1, kept)]
-    for half in range(2):
-        bits = halves(kept)[half].astype(np.int64)
-        m0, m1, m2, m3 = (bits >> top - 2 * quarter & 1 for top in TOP_BIT)
-        a, b = halves(v0)[half], halves(v1)[half]
-        expected = (m0 * a, m1 * np.where(m0, b, a), m2 * np.where(m3, a, b), m3 * b)
-        for mine, truth in zip(columns, expected, strict=True):
-            assert np.array_equal(mine[half], truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -75,16 +75,6 @@ def test_few_tokens_of_int8_fill_the_processors():
         assert shapes.fused_w8a8(M, 4096, 4096, shapes.Device()).split_k == 8
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_24_choices_are_legal(capability):
-    for M, N, steps in itertools.product(SIZES, SIZES, (1, 8, 400)):
-        shape = shapes.fused24(M, N, steps, shapes.Device(capability=capability))
-        assert shape.block_m >= min(M, 64 if capability == 90 else 32)
-        tiles = -(-M // shape.block_m) * -(-N // shape.block_n)
-        assert shape.split_k <= min(shapes.SPLIT_LIMIT, steps)
-        assert shape.split_k == 1 or tiles <= workspace.SLICE
-
-
 def test_many_tokens_are_dequantized_where_nothing_was_measured():
     device, least = shapes.Device(), shapes.DEQUANTIZE_TOKENS
     kind = table.ProductKind("weight_only", 4, 128, False, "bfloat16")

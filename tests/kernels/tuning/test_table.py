@@ -62,14 +62,6 @@ def test_int8_products_have_entries_too():
     assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
 
 
-def test_24_products_have_entries_too():
-    kind = replace(KIND, op="sparse24")
-    entry = TunedEntry(kind, "9.0", 64, 4096, 4096, Shape(64, 64, 2))
-    table.write(table.user_table(), [entry], "test")
-    assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
-    assert run_of(33, op="sparse24", group_size=64) == shapes.fused24(33, 4096, 8, H200)
-
-
 def test_sizes_of_the_same_class_take_the_nearest_entry():
     near, far = (replace(ENTRY, N=N, run=Shape(16, 128, split)) for N, split in ((4096, 2), (5120, 4)))
     table.write(table.user_table(), [far, near], "test")
@@ -116,7 +108,7 @@ MALFORMED = {
     "not JSON": "{",
     "not a table of format 2": "[]",
     "no list of entries": '{"format": 2}',
-    "op 'gemm'; allowed: weight_only, int8_activation, w8a8, sparse24": changed(op="gemm"),
+    "op 'gemm'; allowed: weight_only, int8_activation, w8a8": changed(op="gemm"),
     "M 17 is not a power of two": changed(M=17),
     "N '64' is not a size": changed(N="64"),
     "group_size -2 is not a size": changed(group_size=-2),

@@ -67,7 +67,6 @@ def timer_of(times, default=2.0):
         TunedProduct("int8_activation", 16, 4096, 4096),
         TunedProduct("w8a8", 64, 300, 512, 8, -1),
         TunedProduct("w8a8", 512, 512, 512, 8, -1),
-        TunedProduct("sparse24", 16, 512, 8192),
     ],
 )
 def test_every_candidate_can_run(problem):

@@ -21,7 +21,6 @@ from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.layouts.strips import NIBBLE
 from compress.kernels.layouts.trellis import INPUTS, MULTIPLIERS, Code
 from compress.kernels.layouts.words import PLANE, planar_block
-from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.step_functions import Activation, Norm
 from compress.kernels.triton.column_sweep import ROWS as COLUMN_ROWS
 from compress.kernels.triton.column_sweep import WARP, columns_kernel, search_kernel
@@ -46,7 +45,6 @@ from compress.kernels.triton.int8_quantize import (
 )
 from compress.kernels.triton.level_lookup import FULL, SIGNED
 from compress.kernels.triton.planar_gemm import planar_kernel
-from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.steps.activations import NO_ACTIVATION
 from compress.kernels.triton.steps.attention import (
@@ -78,7 +76,6 @@ from compress.kernels.tuning.choose import (
     Device,
     derived,
     fused,
-    fused24,
     fused_fp8_blocks,
     fused_trellis,
     fused_w8a8,
@@ -214,33 +211,6 @@ def int8_activation(
     )
     name += f" tile {shape.block_m}x{shape.block_n} split {shape.split_k}{' batch-invariant' if M is None else ''}"
     return CompileReport(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
-
-
-def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> CompileReport:
-    """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
-    shape = fused24(M, N, K // BLOCK, Device(capability=arch))
-    types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
-    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-    types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    constants = {
-        "PLANE": PLANE,
-        "GROUP": group,
-        "BLOCK_M": shape.block_m,
-        "BLOCK_N": shape.block_n,
-        "SPLIT_K": shape.split_k,
-        "DT": DTYPES[dtype],
-        "HAS_ZERO": zero,
-        "HAS_BIAS": True,
-        "SCALE_SUMS": scales_sums(shape, group, zero),
-        "ASM": True,
-    }
-    aligned = ("N", "K", "stride_xm")
-    read = cost(compile_for(sparse24_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
-    per_weight = round(read.per_element(shape.num_warps, shape.block_n * BLOCK), 2)
-    overhead = 0 if group == -1 else (16 + 8 * zero) / group
-    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
-    name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
-    return CompileReport(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
 
 
 def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> CompileReport:
@@ -618,10 +588,6 @@ def selection() -> Iterator[CompileReport]:
     for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
         yield w8a8(arch, M)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
-    for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
-        yield sparse24(HOPPER, group, zero, "bf16", M)
-    for M in (1, 64):
-        yield sparse24(AMPERE, 128, True, "bf16", M)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
         yield w8a8(arch, M)
     for arch, M in itertools.product((AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE), (1, 64, 256)):
@@ -672,8 +638,7 @@ def quick() -> Iterator[CompileReport]:
     yield weight_only(BLACKWELL, 4, 128, True, "bf16", 1, 4096)
     yield w8a8(BLACKWELL, 4096)
     yield weight_only(GEFORCE, 4, 128, True, "bf16", 128, 4096)
-    for arch, zero in ((HOPPER, False), (AMPERE, True)):
-        yield sparse24(arch, 128, zero, "bf16", 1)
+    for arch in (HOPPER, AMPERE):
         yield w8a8(arch, 4096)
     yield weight_only(HOPPER, 4, 128, True, "bf16", 1, 1536, 2048, experts=128)
     yield w8a8(HOPPER, 16, 1536, 2048, experts=128)
@@ -706,10 +671,6 @@ def everything() -> Iterator[CompileReport]:
         (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
     ):
         yield weight_only(arch, bits, group, zero, dtype, M, N)
-    for arch, group, zero, dtype, M in itertools.product(
-        (HOPPER, AMPERE), (32, 64, 128, 256, -1), (False, True), DTYPES, (1, 32, 64)
-    ):
-        yield sparse24(arch, group, zero, dtype, M)
     for arch in (HOPPER, AMPERE):
         for M in (1, 32, 64, 128, 4096):
             yield w8a8(arch, M)

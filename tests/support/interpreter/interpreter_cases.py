@@ -18,11 +18,9 @@ from compress.inference.check.dense_twin import error
 from compress.inference.layers.linear import QuantLinear
 from compress.kernels import reference, workspace
 from compress.kernels.layouts import words as pack
-from compress.kernels.layouts import words24 as pack24
-from compress.kernels.operators import sparse24
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_rows import w8a8_linear
-from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, planar_gemm, sparse24_gemm
+from compress.kernels.triton import dequantize_gemm, int8_gemm, int8_quantize, planar_gemm
 from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning import choose as shapes
@@ -355,73 +353,6 @@ def test_many_tokens_are_dequantized(monkeypatch):
     assert (path, shape) == ("triton", shapes.fused(many - 1, 32, 128, 4, 32, shapes.Device()))
 
 
-def sparse_weight(N, K, group, zero, dtype, seed):
-    """(Sparse24, fp64 [N, K] values): one to two of four kept, a pruned weight 0 whatever its code is."""
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (N, K), generator=g).to(torch.uint8)
-    order = torch.rand(N, -(-K // 4), 4, generator=g).argsort(-1)
-    order[:, ::7] += order[:, ::7] > 0  # only one kept in every seventh quad
-    kept = (order < 2).view(N, -1)[:, :K]
-    groups = 1 if group == -1 else K // group
-    scale = (torch.randn(N, groups, generator=g) * 0.05).to(dtype)
-    zeros = torch.randint(0, 16, (N, groups), generator=g).to(torch.uint8)
-    if not zero:
-        zeros.fill_(8)
-    wide = [t.double().repeat_interleave(K // groups, 1) for t in (zeros, scale)]
-    weight = pack24.to_sparse24(codes, scale, zeros, dtype, kept)
-    return (weight if zero else weight._replace(zero=None)), (codes.double() - wide[0]) * wide[1] * kept
-
-
-def check_sparse(M, N, K, group, zero, bias, dtype=torch.float16, shape=None):
-    g = torch.Generator().manual_seed(M + N + K)
-    x = torch.randn(M, K, generator=g).to(dtype)
-    added = torch.randn(N, generator=g).to(dtype) if bias else None
-    sparse, weight = sparse_weight(N, K, group, zero, dtype, seed=M)
-    out = sparse24_gemm.sparse24_gemm(pack24.quad_planar(x), K, sparse, added, shape)
-    truth = x.double() @ weight.t() + (added.double() if bias else 0)
-    assert out.dtype == dtype
-    assert ((out.double() - truth).abs() <= reference.tolerance(x.double(), weight, truth, dtype)).all()
-    return out
-
-
-@pytest.mark.parametrize(
-    ("M", "kind", "zero"),
-    pairs([1, 63], [(32, torch.float16), (64, torch.float16), (128, torch.bfloat16)], [False, True]),
-)
-def test_sparse24(M, kind, zero):
-    group, dtype = kind
-    check_sparse(M, 48, 768, group, zero, bias=M == 1, dtype=dtype)
-
-
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize(
-    ("M", "N", "K", "group"),
-    [(17, 3, 224, 32), (5, 130, 200, -1), (1, 20, 1536, 384), (2, 1, 2, -1), (70, 9, 640, 128)],
-)
-def test_sparse24_tails(M, N, K, group, zero):
-    check_sparse(M, N, K, group, zero, bias=True)
-
-
-def test_sparse24_split_k():
-    """4 splits of 3 blocks leave one program without work."""
-    shape = Shape(16, 64, split_k=4)
-    first = check_sparse(5, 70, 1408, 128, True, bias=True, shape=shape)
-    assert workspace.counters(torch.device("cpu")).count_nonzero() == 0
-    assert torch.equal(first, check_sparse(5, 70, 1408, 128, True, bias=True, shape=shape))
-
-
-def test_sparse24_operator_takes_this_path():
-    sparse, weight = sparse_weight(40, 200, 40, True, torch.float16, seed=0)
-    x = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
-    assert sparse24.why_not_sparse24(x, sparse) == []
-    out = sparse24.sparse24_linear(x, *sparse[:4], None, 40, 4)
-    expected = sparse24_gemm.sparse24_gemm(pack24.quad_planar(x.detach().view(6, 200)), 200, sparse)
-    assert torch.equal(out.view(6, 40), expected)
-    out.backward(out.detach())
-    back = (out.detach().view(6, 40).double() @ weight).half()
-    torch.testing.assert_close(x.grad.view(6, 200), back, rtol=4e-3, atol=4e-3)
-
-
 @pytest.mark.parametrize(("bits", "symmetric", "dtype"), [(4, True, torch.float16), (3, False, torch.bfloat16)])
 def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
     """What a checkpoint stores, some quads of it without a weight."""
@@ -431,7 +362,7 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
     weight *= (order < torch.randint(3, (40, 48, 1), generator=draw)).flatten(1)
     grid = Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=32)
     layer = QuantLinear.from_quantized(two_of_four(quantize(weight, grid, dtype)))
-    monkeypatch.setattr(sparse24, "product_of_blocks", lambda *_: pytest.fail("torch"))
+    monkeypatch.setattr(ops, "product_of_blocks", lambda *_: pytest.fail("torch"))
     x = torch.randn(5, 192, generator=draw).to(dtype)
     assert error(layer, x, layer(x)) <= 1
 
@@ -442,7 +373,6 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
         tune.TunedProduct("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
         tune.TunedProduct("int8_activation", 2, 32, 256, 4, 128, zero=True, dtype=torch.float16),
         tune.TunedProduct("w8a8", 3, 40, 256, 8, -1, zero=True, dtype=torch.float32),
-        tune.TunedProduct("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
     ],
 )
 def test_tuning_verifies_what_it_times(problem, monkeypatch):

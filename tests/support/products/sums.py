@@ -6,8 +6,8 @@ from torch import Tensor
 from compress.kernels import reference
 from compress.kernels.layouts import pairs24 as pack_pairs24
 from compress.kernels.layouts import words as pack
-from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.strips24 import zeros_of
 from compress.kernels.layouts.tiles import TileWords, pack_levels
 
 SHORT = 2**15
@@ -92,6 +92,15 @@ def rows_of(kind, N, K, group, zero, dtype, seed=0, least=0):
     if kind == "eight":
         pairs = pack_pairs24.Pairs(pack_pairs24.take(codes, position), words, scale, zeros.t().contiguous(), group)
         return pairs, pack_pairs24.pairs_weight(pairs._replace(scale=scale.double()))
-    found = pack24.pack24(codes % 16, kept)
-    sparse = pack24.Words24(*found, scale, (zeros % 16).t().contiguous() if zero else None, group)
-    return sparse, pack24.sparse24_weight(sparse._replace(scale=scale.double()), K)
+    found = pack.CodeWords(codes, scale, (zeros % 16).t().contiguous() if zero else None, group, 4)
+    codes = torch.where(kept, codes % 16, zeros_of(found.zero, codes, K))
+    return found._replace(words=pack.pack_planar(codes, 4)), values_of(codes, found)
+
+
+def values_of(codes, weight):
+    """[N, K] in float64."""
+    zero, scale = (
+        t.double().t().repeat_interleave(codes.shape[1] // len(t), 1)
+        for t in (torch.full_like(weight.scale, 8) if weight.zero is None else weight.zero, weight.scale)
+    )
+    return (codes.double() - zero) * scale
