@@ -51,7 +51,7 @@ COMPANIONS = (
 )
 BESIDE = (RECORD, "config.json", INDEX, OWN_INDEX, CURVES, "README.md", *COMPANIONS)
 OF_BLOCKS = re.compile(
-    r"((block|edits|part|rest)-\d{5}|rest)(-rank\d+)?\.safetensors|\.tmp\w{6}"
+    r"((block|edits|part|rest)-\d{5}|rest|reference)(-rank\d+)?\.safetensors|\.tmp\w{6}"
 )  # safetensors' scratch
 WEIGHTS = re.compile(r"model(\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
 OF_TRAINING = re.compile(

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from checkpoints import LAYOUTS
 from commands import command, last_line
 from safetensors.torch import load_file
 
@@ -74,17 +75,6 @@ def licensed(llama_w4, copy_of) -> Path:
     model = copy_of(llama_w4)
     (model / "LICENSE").write_text("as it pleases you")
     return model
-
-
-LAYOUTS = {
-    "dense": compress.RTN(group_size=32),
-    "gptq": compress.RTN(group_size=32, grid="symmetric"),
-    "awq": compress.RTN(group_size=32, grid="asymmetric"),
-    "bitsandbytes": compress.RTN(scheme="nf4a16"),
-    "mlx": compress.RTN(group_size=32),
-    "modelopt": compress.RTN(scheme="nvfp4a16"),
-    "sparse24": compress.Magnitude(pattern="2:4"),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

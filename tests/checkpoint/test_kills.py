@@ -1,8 +1,10 @@
-"""Runs that are killed at random moments: the output is absent or exactly complete, and a resumed run ends the same."""
+"""Runs and exports that are killed at random moments: the output is absent, as it was, or exactly complete, and another
+run ends the same."""
 
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -13,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import LAYOUTS
 from commands import fast_gptq, make_llama, save
 from places import SUPPORT
 
 import compress
+from compress.checkpoint.export.registry import EXPORTERS
 
 HERE = [str(SUPPORT), str(Path(__file__).parent)]
 KILLS = 10  # of each recipe
@@ -132,3 +136,81 @@ def test_a_run_killed_at_any_moment_leaves_nothing_half(name: str, tmp_path: Pat
     assert files(out) == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "whole"]
     print(f"{name}: {KILLS} kills within {length:.2f} s and {asked} accesses: {landed}")
+
+
+def exported(source: Path, out: Path, to: str, last: int | None = None, after: float | None = None) -> int:
+    """The accesses of an export to its output, made by a child of this process; 0 of one that was killed, at its `last`
+    access or after so many seconds."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        asked = 0
+
+        def counted(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal asked
+            if event == "open" or event.startswith(("os.", "shutil.")):
+                paths = [os.fspath(each) for each in arguments if isinstance(each, str | os.PathLike)]
+                asked += any(str(path).startswith(str(out)) for path in paths)
+                if asked == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(counted)
+            compress.export(source, out, to, overwrite=True, verify=False)
+            os.write(writes, str(asked).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    if after is not None:
+        select.select([reads], [], [], after)
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reads, "rb") as file:
+        told = file.read()
+    os.waitpid(child, 0)
+    return int(told or 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")  # of torch, about forks of this process
+@pytest.mark.parametrize("to", EXPORTERS)
+def test_an_export_killed_at_any_moment_leaves_the_former_or_the_new_output(to: str, tmp_path: Path) -> None:
+    """Every second export is killed when it next asks something of the file system, the others at a random time."""
+    torch.set_num_threads(1)  # a child of this process has no others
+    chance, sources = random.Random(to), []
+    for layers in (1, 2):
+        model = save(make_llama(num_hidden_layers=layers).half(), tmp_path / f"in{layers}")
+        passes = LAYOUTS.get(to, compress.RTN(group_size=32))
+        sources.append(tmp_path / f"small{layers}")
+        compress.quantize(model, passes, output=sources[-1], verify=False, ignore=["*.down_proj"])
+    out, aside = tmp_path / "out", tmp_path / "out.partial" / "replaced"
+    compress.export(sources[0], out, to, verify=False)  # here, so that children find everything imported
+    former = files(out)
+    shutil.copytree(out, tmp_path / "former")
+    began = time.monotonic()
+    asked = exported(sources[1], tmp_path / "whole", to)
+    length, expected = time.monotonic() - began, files(tmp_path / "whole")
+    assert asked > KILLS
+    ends = {"former": 0, "aside": 0, "new": 0}
+    for kill in range(KILLS):
+        if kill % 2:
+            exported(sources[1], out, to, last=chance.randint(1, asked))
+        else:
+            exported(sources[1], out, to, after=chance.random() * length)
+        if not out.exists():
+            assert files(aside) == former
+            ends["aside"] += 1
+            continue
+        found = files(out)
+        assert found in (former, expected)
+        ends["new" if found == expected else "former"] += 1
+        if found == expected:
+            shutil.rmtree(out)
+            shutil.copytree(tmp_path / "former", out)
+    assert exported(sources[1], out, to)
+    assert files(out) == expected
+    assert {path.name for path in out.iterdir()} == {
+        "compress.json",
+        *json.loads((out / "compress.json").read_text())["files"],
+    }
+    assert not (tmp_path / "out.partial").exists()
+    print(f"{to}: {KILLS} kills within {length:.2f} s and {asked} accesses: {ends}")

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 import compress
 from compress.base.errors import CheckpointError, InputError
+from compress.checkpoint.leftovers import strangers_in
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.manifest import read_record
-from compress.onnx.exporters import MatMulNBitsGraph
+from compress.onnx.exporters import REFERENCE, MatMulNBitsGraph
 from compress.onnx.readback import read_back, reference
 from compress.onnx.repacked import why_not
 from compress.passes.protocol.recipe import make_pass
@@ -45,6 +46,13 @@ def compressed(model: torch.nn.Module, folder: Path, **options: object) -> Path:
     made = make_pass("rtn", options)
     compress.quantize(folder / "model", made, output=folder / "out", verify=False, **calibration)
     return folder / "out"
+
+
+def test_a_killed_export_does_not_stand_in_the_way(tmp_path):
+    """It may leave the outputs that a graph is compared with."""
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / REFERENCE).touch()
+    assert not list(strangers_in(tmp_path))
 
 
 def test_a_decoder_is_exported_and_read_back(tmp_path, monkeypatch):

@@ -5,9 +5,21 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+import compress
 from compress.checkpoint.read.compressed_layers import read_tensors
 from compress.checkpoint.read.source import find_source
 from compress.weights.matrix import Term, Weight
+
+# {layout of an export: a pass whose checkpoints it takes}.
+LAYOUTS = {
+    "dense": compress.RTN(group_size=32),
+    "gptq": compress.RTN(group_size=32, grid="symmetric"),
+    "awq": compress.RTN(group_size=32, grid="asymmetric"),
+    "bitsandbytes": compress.RTN(scheme="nf4a16"),
+    "mlx": compress.RTN(group_size=32),
+    "modelopt": compress.RTN(scheme="nvfp4a16"),
+    "sparse24": compress.Magnitude(pattern="2:4"),
+}
 
 
 def same(first: Path, second: Path, layers: int = 14) -> None:

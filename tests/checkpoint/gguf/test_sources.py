@@ -61,6 +61,18 @@ def test_every_family_is_read_as_it_was(family: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(found(torch.tensor([ids])).logits, original(torch.tensor([ids])).logits)
 
 
+def test_a_file_is_evaluated_and_distilled(tmp_path: Path) -> None:
+    model = save(make_llama(num_hidden_layers=2).half(), tmp_path / "model")
+    file, ids, student = exported(model), tmp_path / "ids.pt", tmp_path / "student"
+    torch.save(torch.randint(2048, (4, 32), generator=torch.Generator().manual_seed(0)), ids)
+    found = command("evaluate", file, "--reference", model, "--text", ids, "--json", "-").json()
+    assert found["texts"][0]["figures"]["kl_mean"]["value"] == 0
+    words = ("--student-layers", 1, "--training", ids, "--steps", 1, "--batch-size", 2, "--no-verify")
+    made = command("distill", file, *words, "--output", student)
+    assert made.code == 0, made
+    assert compress.load(student).config.num_hidden_layers == 1
+
+
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("method", "options", "scheme"),
