@@ -105,6 +105,7 @@ def cases(group_size: int) -> dict[str, VLLMCase]:
         "w4a16 asymmetric per group": VLLMCase(rtn("w4a16", group_size=group_size, grid="asymmetric")),
         "w4a8 per group": VLLMCase(rtn("w4a8", group_size=group_size)),
         "w8a16 per channel": VLLMCase(rtn("w8a16", group_size=-1)),
+        "nvfp4a16": VLLMCase(rtn("nvfp4a16")),
         "fp8 dynamic": VLLMCase(rtn("fp8")),
         "fp8 static": VLLMCase(rtn("fp8", **fixed)),
         **{
