@@ -97,6 +97,7 @@ def fit(
     recipe_only: bool = False,
     engine: str | None = None,
     method: str = "gptq",
+    effort: str = "default",
     embeddings: bool = True,
     trellis: bool = True,
     rotate: bool = True,
@@ -120,7 +121,8 @@ def fit(
     in `quantize`. text: held-out text or token ids; by default the last fifth of the calibration data, up to 32
     windows, which is then kept from calibration. recipe_only: choose by predicted KL, and write the recipe to output, a
     .yaml file, without running it. engine: vllm or transformers: schemes that it runs. method: gptq, or k-quants: types
-    of llama.cpp alone, without the parts that follow. embeddings: the token embedding may be compressed, too, for a
+    of llama.cpp alone, without the parts that follow. effort: best rounds for the loss of the model, which takes two to
+    three times as long for each recipe that is run. embeddings: the token embedding may be compressed, too, for a
     size or a loss. trellis: layers may have trellis codes of 2 to 4 bits, which lose less than grids of as many bits
     and take longer to decode. rotate: the model may be rotated, partly as it runs, where that lowers the KL of 3 bits
     by a fifth. Only `compress.load` reads a checkpoint with any of the three, and an engine gets none. hours: the most
@@ -132,7 +134,7 @@ def fit(
     target, watch, remarks = fit_target(size, bits, kl, task_loss), Deadline(hours), Remarks(reporter or Silent())
     how: dict[str, Any] = {"samples": samples, "length": length, "bos": bos, "batch_size": batch_size, "ignore": ignore}
     how |= {"device": device, "trust_remote_code": trust_remote_code}
-    wishes = Wishes(engine, method, embeddings, trellis, rotate)
+    wishes = Wishes(engine, method, effort, embeddings, trellis, rotate)
     training = None if recover is None else recovery(recover)
     request = FitRequest(Request(model=str(model), calibration=calibration, **how), target, text)
     request.asked.check()

@@ -123,6 +123,7 @@ FITS: dict[str, Case] = {
         lambda d: fit(d, "--bits", 3, "--method", "awq"),
         ("unknown method 'awq'", "gptq, k-quants"),
     ),
+    "fit with another effort": (lambda d: fit(d, "--bits", 3, "--effort", "fast"), ("'fast'", "default, best")),
     "fit of K-quants for an engine": (
         lambda d: fit(d, "--bits", 5, "--method", "k-quants", "--for", "vllm"),
         ("--for vllm has schemes of its own", "--method k-quants"),

@@ -22,7 +22,7 @@ from compress.passes.protocol.recipe import load_recipe
 from compress.search.budget import Budget
 from compress.search.candidate import Candidate
 from compress.search.fitting import duration, measure
-from compress.search.fitting.choose import TableOption, below_kl, predicted_front, with_sizes, with_usual, within_budget
+from compress.search.fitting.choose import TableOption, as_run, below_kl, predicted_front, with_sizes, within_budget
 from compress.search.fitting.duration import Deadline, FitCost, OutOfTimeError, Watched, within_time
 from compress.search.fitting.paired_kl import kl_of_windows, paired_difference
 from compress.search.fitting.prove import FitProof, RunPoint, markdown_of, paragraph_of
@@ -93,9 +93,13 @@ def test_the_front_goes_down_and_begins_with_the_smallest_recipe():
 
 def test_recipes_are_run_with_other_options_than_layers_are_measured_with():
     fast = {"w3": [{"gptq": {"scheme": "w3a16", "refit": 0}}], "t": [{"trellis": {"scheme": "w2a16", "sweeps": 0}}]}
-    found = with_usual(fast, {"gptq": ("refit",), "trellis": ("sweeps", "state_bits")})
-    p = compress.Trellis()
-    assert found["w3"][0]["gptq"] == {"scheme": "w3a16", "refit": compress.GPTQ().refit}
+    p, q = compress.Trellis(), compress.GPTQ(objective="loss")
+    found = as_run(
+        fast,
+        [Candidate("w3", (q,)), Candidate("t", (p,))],
+        {"gptq": ("refit", "objective"), "trellis": ("sweeps", "state_bits")},
+    )
+    assert found["w3"][0]["gptq"] == {"scheme": "w3a16", "refit": q.refit, "objective": "loss"}
     assert found["t"][0]["trellis"] == {"scheme": "w2a16", "sweeps": p.sweeps, "state_bits": p.state_bits}
 
 

@@ -49,6 +49,12 @@ def recipe_file(context: click.Context, parameter: click.Parameter, value: str) 
     help="gptq, or k-quants (llama.cpp's types, for `compress export --to gguf`).",
 )
 @click.option(
+    "--effort",
+    default="default",
+    show_default=True,
+    help="default, or best: rounded for the loss of the model, 2 to 3 times as long for each recipe that is run.",
+)
+@click.option(
     "--embeddings/--no-embeddings",
     default=True,
     show_default=True,

@@ -15,9 +15,9 @@ from compress.base.errors import InputError
 from compress.checkpoint.sensitivity import Sensitivity, Unit
 from compress.passes.embeddings import Embeddings
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.recipe import options_of, pass_class
 from compress.passes.train import Train
 from compress.search.budget import Allocation, Budget, allocate
+from compress.search.candidate import Candidate
 
 STEPS = 12  # of the predicted front
 
@@ -118,17 +118,17 @@ def _made(
     return FitChoice(made, table, made.total_bytes, made.predicted_kl + table.kl)
 
 
-def with_usual(
-    words: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, Iterable[str]]
+def as_run(
+    words: Mapping[str, Sequence[Mapping[str, Any]]], schemes: Sequence[Candidate], names: Mapping[str, Iterable[str]]
 ) -> dict[str, list[Any]]:
-    """Candidates in words, with the default values of some options. names: {pass: its options}."""
+    """Candidates in words, with some options of the schemes as they are run. names: {pass: these options}."""
+    run = {p.name: p for scheme in schemes for p in scheme.passes}
 
-    def usual(step: str) -> dict[str, Any]:
-        known = options_of(pass_class(step))
-        return {name: known[name].default for name in names[step]}
+    def options(step: str) -> dict[str, Any]:
+        return {name: getattr(run[step], name) for name in names[step]}
 
     return {
-        candidate: [{name: {**given, **usual(name)} for name, given in step.items()} for step in steps]
+        candidate: [{name: {**given, **options(name)} for name, given in step.items()} for step in steps]
         for candidate, steps in words.items()
     }
 

@@ -22,7 +22,7 @@ from compress.model.calls import evaluating
 from compress.passes.embeddings import Embeddings
 from compress.passes.whole_model.rotate import Rotation
 from compress.search.candidate import Candidate
-from compress.search.fitting.choose import AS_IT_IS, TableOption, with_sizes, with_usual
+from compress.search.fitting.choose import AS_IT_IS, TableOption, as_run, with_sizes
 from compress.search.fitting.recipe_space import RecipeSpace
 from compress.search.fitting.request import FitRequest
 from compress.search.sensitivity import Study, open_study
@@ -31,7 +31,7 @@ PROBE = "w3"  # the scheme by which a rotation is judged: trellis codes, where t
 ENOUGH = 0.8  # of the KL without a rotation
 # {method: options with which layers are measured}. Trellis codes of 2^10 states take a quarter of the time of those of
 # 2^12 that are run. Of normal numbers they have 5, 8 and 12 % more error for 2, 3 and 4 bits (tests/kernels/layouts).
-SWEEP_ALONE = {"refit": 0, "sweeps": 0}
+SWEEP_ALONE = {"refit": 0, "sweeps": 0, "objective": "layer"}
 FAST = {"gptq": SWEEP_ALONE, "k-quants": SWEEP_ALONE, "trellis": {**SWEEP_ALONE, "state_bits": 10}}
 
 
@@ -60,7 +60,7 @@ def measure(request: FitRequest, space: RecipeSpace, reporter: Reporter) -> Meas
     tables = table_options(study.model, data.rows, space.tables, reporter)
     study, notes = with_or_without_rotation(study, space)
     layers = study.measure(as_measured(space.schemes))
-    layers = replace(layers, candidates=with_usual(layers.candidates, FAST))
+    layers = replace(layers, candidates=as_run(layers.candidates, space.schemes, FAST))
     for c in space.schemes:
         if any("state_bits" in FAST[p.name] for p in c.passes):  # what is measured is smaller than what is run
             sizes = {layer.name: layer.bytes for layer in request.plan(c.passes).layers}

@@ -1,6 +1,6 @@
 """The recipes that `fit` chooses among: schemes of layers and of the embedding, and a rotation of the whole model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from compress.model.patterns import ignoring, matches
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.k_quants import KQuants
+from compress.passes.options.loss_aware import Objective
 from compress.passes.protocol.recipe import options_of
 from compress.passes.trellis import TRELLIS_SCHEMES, Trellis
 from compress.passes.whole_model.rotate import Rotation
@@ -26,6 +27,7 @@ from compress.search.fitting.request import FitRequest
 
 BITS = (2, 3, 4, 5, 6, 8)
 METHODS = ("gptq", "k-quants")
+EFFORTS: Mapping[str, Objective] = {"default": "layer", "best": "loss"}
 WIDTHS = (8, 6, 4)  # of the embedding
 PARTS = 4  # tensors of a table's codes, at most, whose header entries take a place of their own
 # A name longer than those of tables of embeddings, for an upper bound of their header entries.
@@ -35,10 +37,11 @@ LONG = "model.decoder.embed_tokens.weight_packed.and.more"
 @dataclass(frozen=True)
 class Wishes:
     """The wanted method of layers, and other parts of recipes. For an engine, and for K-quants, which are llama.cpp's
-    types, there are none of the parts."""
+    types, there are none of the parts. effort: as of `compress quantize`."""
 
     engine: str | None = None
     method: str = "gptq"
+    effort: str = "default"
     embeddings: bool = True
     trellis: bool = True
     rotate: bool = True
@@ -71,12 +74,12 @@ class RecipeSpace:
 def recipe_space(request: FitRequest, wishes: Wishes) -> RecipeSpace:
     """The parts of recipes that there are for a model. Raises InputError for an unknown method, and for an
     engine that opens another form."""
-    engine = wishes.engine
+    engine, objective = wishes.engine, EFFORTS[one_of("effort", wishes.effort, EFFORTS)]
     if one_of("method", wishes.method, METHODS) == "k-quants":
         if engine is not None:
             raise InputError(f"--for {engine} has schemes of its own; leave out either it or --method k-quants")
-        return RecipeSpace([Candidate(type_, (KQuants(scheme=type_),)) for type_ in K_QUANTS])
-    schemes = _schemes(engine)
+        return RecipeSpace([Candidate(type_, (KQuants(scheme=type_, objective=objective),)) for type_ in K_QUANTS])
+    schemes = _schemes(engine, objective)
     if engine is None and not (wishes.embeddings or wishes.trellis or wishes.rotate):
         return RecipeSpace(schemes)
     empty, _ = shapes_of(request.found)
@@ -88,8 +91,8 @@ def recipe_space(request: FitRequest, wishes: Wishes) -> RecipeSpace:
     space = RecipeSpace(schemes, _tables(request) if wishes.embeddings else (), rotation)
     if not wishes.trellis:
         return space
-    codes = [Candidate(f"{s.removesuffix('a16')}-trellis", (Trellis(scheme=s),)) for s in TRELLIS_SCHEMES]
-    return replace(space, schemes=[*codes, *schemes])
+    codes = [(f"{s.removesuffix('a16')}-trellis", Trellis(scheme=s, objective=objective)) for s in TRELLIS_SCHEMES]
+    return replace(space, schemes=[*(Candidate(name, (p,)) for name, p in codes), *schemes])
 
 
 def check_reach(request: FitRequest, space: RecipeSpace) -> None:
@@ -131,7 +134,7 @@ def _check_experts(empty: nn.Module, ignore: Sequence[str], engine: str) -> None
         )
 
 
-def _schemes(engine: str | None) -> list[Candidate]:
+def _schemes(engine: str | None, objective: Objective) -> list[Candidate]:
     """Grids of 2 to 8 bits, or those of them that an engine runs."""
     schemes = [f"w{bits}a16" for bits in BITS]
     options: dict[str, Any] = {}
@@ -144,7 +147,7 @@ def _schemes(engine: str | None) -> list[Candidate]:
         schemes = [scheme for scheme in schemes if scheme in engine_named(engine).schemes]
         options = pick_options(engine, "gptq", {"scheme": schemes[0]}, [*options_of(GPTQ)]).options
         del options["scheme"]
-    full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, **options),)) for s in schemes]
+    full = [Candidate(s.removesuffix("a16"), (GPTQ(scheme=s, objective=objective, **options),)) for s in schemes]
     if engine is not None:
         check_engine(engine, [p for each in full for p in each.passes])
     return full
