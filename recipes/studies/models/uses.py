@@ -65,6 +65,12 @@ def calibration_data(data: str, model: str) -> Tensor:
     return torch.cat(parts)
 
 
+def named(part: str) -> str:
+    """A part of calibration data, its file by its name alone."""
+    count, colon, source = part.rpartition(":")
+    return f"{count}{colon}{Path(source).name}"
+
+
 def made(way: str, model: Any, calibration: Tensor | None) -> Any:
     """The model, changed in that way."""
     if way == DAMAGED:
@@ -123,7 +129,7 @@ def main() -> None:
                 probes=probes,
                 tokenizer=tokenizer,
             )
-        name = data and ",".join(Path(part).name for part in data.split(","))
+        name = data and ",".join(named(part) for part in data.split(","))
         rows = [row for row in stored(arguments.json) if (row["way"], row.get("calibration")) != (way, name)]
         made_with = {"commit": made_by()["commit"], "command": asked(__file__)}
         rows.append({"calibration": name, **row_of(way, found), **made_with})
