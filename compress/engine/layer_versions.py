@@ -82,6 +82,7 @@ class Versions:
         self.inputs: dict[nn.Module, RoundInput] = {}
         self.outputs: dict[nn.Module, RoundOutput] = {}
         self.caches: list[RoundCache] = []
+        self._shows_original = False
         self._handles: dict[RoundInput | RoundOutput, RemovableHandle] = {}
 
     def install(self, layer: Layer, decided: Decision | Tensor) -> None:
@@ -106,7 +107,7 @@ class Versions:
         """Give a parameter other values."""
         before = self.weights[parameter][0] if parameter in self.weights else parameter.data
         self.weights[parameter] = before if self.originals else new, new
-        parameter.data = new
+        parameter.data = self.weights[parameter][not self._shows_original]
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Forget the values of a parameter."""
@@ -156,6 +157,7 @@ class Versions:
             self._use(original=False)
 
     def _use(self, *, original: bool) -> None:
+        self._shows_original = original
         for parameter, (old, new) in self.weights.items():
             parameter.data = old if original else new
         hooks: list[RoundInput | RoundOutput | RoundCache] = [*self.inputs.values(), *self.outputs.values()]
@@ -181,6 +183,7 @@ class Versions:
         module = layer.module
         if module not in self.inputs:
             hook = self.inputs[module] = RoundInput(layer.geometry)
+            hook.active = not self._shows_original
             self._handles[hook] = module.register_forward_pre_hook(hook)
         return self.inputs[module]
 
@@ -188,6 +191,7 @@ class Versions:
         module = layer.module
         if module not in self.outputs:
             hook = self.outputs[module] = RoundOutput()
+            hook.active = not self._shows_original
             self._handles[hook] = module.register_forward_hook(hook)
         return self.outputs[module]
 

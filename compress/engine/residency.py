@@ -10,8 +10,9 @@ nothing: each opens its own. Code under `open` cannot tell which.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compress.base.errors import InputError
-from compress.model.deferred import fill, values_of
-from compress.model.experts import by_rank
+from compress.model.deferred import at_home, fill
+from compress.model.experts import Expert, apart_in, by_rank
 from compress.model.layers import Stack
 from compress.model.open_block import Opened
 from compress.train.inputs.fsdp_shards import reshard
@@ -30,53 +31,34 @@ from compress.train.inputs.fsdp_shards import reshard
 Stores = MutableMapping[Tensor, torch.dtype]
 
 
-class Residency(Protocol):
-    """The contract of both residencies, which `tests/contracts/test_residency.py` and
-    `tests/engine/ranks/test_sharded.py` hold.
-
-    stores: the dtypes in which the model stores parameters that have been widened to be trained.
-    """
-
-    device: torch.device
-    dtype: torch.dtype | None
-    keep: bool
-    stores: Stores
-
-    def open(
-        self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
-    ) -> AbstractContextManager[Opened]:
-        """Working copies of the block, without what lies in the `excluded` modules inside it (then read-only).
-
-        keep: whether edits are kept, where that is not as said above.
-        """
-        ...
-
-    def widen(self, model: nn.Module) -> Callable[[], None]:
-        """Make a model one that can be trained, on the device and in 32 bits; returns what gives its parameters their
-        devices and dtypes back. Not while a block is open."""
-        ...
-
-
 @contextmanager
 def _working_copies(
+    block: nn.Module,
     named: dict[str, nn.Parameter],
     buffers: list[tuple[nn.Module, str, Tensor]],
+    stores: Mapping[str, torch.dtype],
     device: torch.device,
     dtype: torch.dtype | None,
-) -> Iterator[dict[str, Tensor]]:
-    """Swap every parameter's data for a copy on the device in the compute dtype; yields what was there before."""
-    closed = {name: parameter.data for name, parameter in named.items()}
-    home = {name: values_of(parameter) for name, parameter in named.items()}
+) -> Iterator[Opened]:
+    """Swap every parameter's data for a copy on the device in the compute dtype: those of experts that are apart, when
+    these compute."""
+    inside = set(named.values())
+    experts = {p: expert for p, expert in apart_in(block).items() if p in inside}
+    home = {name: at_home(parameter) for name, parameter in named.items()}
+    opened = Opened(block, home, stores, device, dtype, experts)
     try:
-        for name, parameter in named.items():
-            target = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            parameter.data = home[name].to(device, target, copy=True)
+        for parameter in inside - experts.keys():
+            opened.take(parameter)
+        for expert in set(experts.values()):
+            expert.opening = partial(opened.expert, expert)
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(device)
-        yield home
+        yield opened
     finally:
+        for expert in set(experts.values()):
+            expert.opening = Expert.opening
         for name, parameter in named.items():
-            parameter.data = closed[name]
+            parameter.data = home[name].data
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
 
@@ -100,14 +82,16 @@ def is_narrow(parameter: nn.Parameter) -> bool:
 
 
 class Local:
-    """One process holds the model. keep=False leaves the model untouched: edits live only while a block is open."""
+    """One process holds the model. keep=False leaves the model untouched: edits live only while a block is open.
+    stores: the dtypes in which the model stores parameters that have been widened to be trained."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None, keep: bool = True) -> None:
         self.device, self.dtype, self.keep = device, dtype, keep
         self.stores: Stores = WeakTensorKeyDictionary()  # parameters that are sharded meanwhile may go
 
     def widen(self, model: nn.Module) -> Callable[[], None]:
-        """Move the model to the device, and leave it no parameters of fewer than 32 bits."""
+        """Move the model to the device, and leave it no parameters of fewer than 32 bits; returns what gives them their
+        devices and dtypes back. Not while a block is open."""
         self.stores.update((p, p.dtype) for p in model.parameters() if is_narrow(p))
         # By name: what is sharded meanwhile has other parameters, and these ones may go.
         before = {name: (p.device, p.dtype) for name, p in model.named_parameters()}
@@ -131,15 +115,17 @@ class Local:
     def open(
         self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
     ) -> Iterator[Opened]:
-        """Working copies of the block's parameters, without those of the `excluded` modules inside it."""
+        """Working copies of the block's parameters, without those of the `excluded` modules inside it, which are then
+        read-only. keep: whether edits are kept, where that is not as said above."""
         keep = self.keep and excluded is None if keep is None else keep
         named = _parameters(block, excluded or set())
         copies: dict[str, Tensor] = {}
-        with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
-            opened = Opened(block, home, {name: self.stores[p] for name, p in named.items() if p in self.stores})
+        stores = {name: self.stores[p] for name, p in named.items() if p in self.stores}
+        buffers = _buffers(block, excluded or set())
+        with _working_copies(block, named, buffers, stores, self.device, self.dtype) as opened:
             yield opened
             if keep:
-                copies = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
+                copies = {name: opened.value(name, p).to(opened.home[name].device) for name, p in named.items()}
         for name, value in copies.items():
             named[name].data = value
 
@@ -200,8 +186,9 @@ class Sharded:
                     "call fully_shard without MixedPrecisionPolicy(param_dtype=...)"
                 )
             buffers = _buffers(block, excluded or set())
-            with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype) as home:
-                opened = Opened(block, home, {name: self.stores[p] for name, p in shards.items() if p in self.stores})
+            stores = {name: self.stores[p] for name, p in shards.items() if p in self.stores}
+            how = block, named, buffers, stores, self.device, self.dtype
+            with _without_fsdp_hooks(units), _working_copies(*how) as opened:
                 yield opened
                 if keep:
                     with torch.no_grad():
@@ -213,6 +200,10 @@ class Sharded:
         finally:
             for unit in units:
                 unit.reshard()
+
+
+# The contract of both is in `tests/contracts/test_residency.py` and `tests/engine/ranks/test_sharded.py`.
+Residency = Local | Sharded
 
 
 @contextmanager

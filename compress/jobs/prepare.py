@@ -43,7 +43,7 @@ from compress.jobs.request import Request
 from compress.jobs.teachers import Teachers, check_tokens, fingerprints
 from compress.jobs.whole_model import check_structural, edit_whole_model
 from compress.model.disk_names import DiskNames, disk_names
-from compress.model.experts import Experts
+from compress.model.experts import Experts, open_one_by_one
 from compress.model.layers import find_stacks
 from compress.model.sharing import repeated_names
 from compress.model.tensors import stored_buffers
@@ -83,11 +83,13 @@ def _job(
     lessons = _lessons(request, opened, data, place)
     stores = widen_parameters(model) if lessons is not None and request.fsdp else {}
     keep = opened.source is None or place is None or lessons is not None
-    by_rank = bool(request.fsdp) and comm.active and not keep and mesh_shape(request.fsdp)[1] > 1
-    if by_rank and (why := why_whole(plan_, model, comm.world)) is not None:
-        by_rank = False
-        if any(isinstance(module, Experts) for module in model.modules()):
-            record.notes.append(f"every rank opens all experts of a block: {why}")
+    sharded = bool(request.fsdp) and comm.active and not keep and mesh_shape(request.fsdp)[1] > 1
+    why = why_whole(plan_, model, comm.world if sharded else 1)
+    by_rank = sharded and why is None
+    if sharded and why is not None and any(isinstance(module, Experts) for module in model.modules()):
+        record.notes.append(f"every rank opens all experts of a block: {why}")
+    if why is None and not keep:
+        open_one_by_one(model)
     stacks = find_stacks(model, plan_.convolutions)
     run = Run(
         model=model,

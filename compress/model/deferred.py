@@ -25,6 +25,15 @@ def values_of(parameter: Tensor) -> Tensor:
     return parameter.data if read is None else read()
 
 
+def at_home(parameter: nn.Parameter) -> Tensor:
+    """The values of a parameter, for `values_of`, also while its data are others; deferred ones take no memory."""
+    if not isinstance(parameter, Deferred) or parameter.read is None:
+        return parameter.data
+    kept = Deferred(parameter.data, False)
+    kept.read = parameter.read
+    return kept
+
+
 def fill(parameters: Iterable[nn.Parameter], without: Container[nn.Parameter] = ()) -> None:
     """Let deferred parameters hold their values, but for those in `without`."""
     for p in parameters:

@@ -5,8 +5,8 @@ tokens too, with a small weight. An expert that is rarely chosen would otherwise
 and one that is never chosen from none.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,11 @@ def calibrating(calibration: Calibration) -> Iterator[None]:
 
 
 class Expert(nn.Module):
-    """One expert: two or three linear layers. `Experts` computes with them."""
+    """One expert: two or three linear layers. `Experts` computes with them, in `opening`. apart: whether it has working
+    copies only there, when its block is open."""
+
+    apart = False
+    opening: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Experts(nn.Module):
@@ -81,32 +85,35 @@ class Experts(nn.Module):
         their weights."""
         hidden_states, top_k_index, top_k_weights = given
         calibration = _CALIBRATION.get()
-        out_TH = torch.zeros_like(hidden_states)
-        choices, width = top_k_index.shape[1], out_TH.shape[1]
-        # Of each choice of a token: what its expert adds, and how many ranks have computed that.
-        parts_TCH = None if self.ranks is None else out_TH.new_zeros(len(out_TH), choices, width + 1)
+        out_TH, parts = torch.zeros_like(hidden_states), []
         for i, token, place, row, at in self._rows(top_k_index, calibration):
             y, weights = self._expert(i, hidden_states[row])[at], top_k_weights[token, place]
             if see is not None:
                 see(i, token, y, weights)
             part = (y * weights[:, None]).to(out_TH.dtype)
-            if parts_TCH is None:
+            if self.ranks is None:
                 out_TH.index_add_(0, token, part)
             else:
-                parts_TCH[token, place] = nn.functional.pad(part, (0, 1), value=1)
-        return out_TH if parts_TCH is None else self._joined(parts_TCH, top_k_index, calibration)
+                parts.append((token, place, part))
+        return out_TH if self.ranks is None else self._joined(out_TH, parts, top_k_index, calibration)
 
-    def _joined(self, parts_TCH: Tensor, index: Tensor, calibration: Calibration | None) -> Tensor:
+    def _joined(
+        self, out_TH: Tensor, parts: Sequence[tuple[Tensor, ...]], index: Tensor, calibration: Calibration | None
+    ) -> Tensor:
         """[T, H] `forward`, from what this rank's experts add: in the order of the experts, as one process adds. A
-        collective. Raises CompressError, on every rank, where ranks have routed a token to different experts."""
+        collective. parts: tokens, which of their choices, what an expert adds. Raises CompressError, on every rank,
+        where ranks have routed a token to different experts."""
         assert self.ranks is not None
+        # Of each choice of a token: what its expert adds, and how many ranks have computed that.
+        parts_TCH = out_TH.new_zeros(*index.shape, out_TH.shape[1] + 1)
+        for token, place, part in parts:
+            parts_TCH[token, place] = nn.functional.pad(part, (0, 1), value=1)
         parts_TCH = self.ranks.all_reduce(parts_TCH)
         due = index < len(self.numbers)
         if calibration is not None and not calibration.reference and calibration.tokens is not None:
             due = due & calibration.tokens.reshape(-1, 1)  # nobody computes padding
         if not torch.equal(parts_TCH[..., -1] == 1, due):
             raise CompressError("ranks route a token to different experts: use devices of one kind, or one rank")
-        out_TH = torch.zeros_like(parts_TCH[:, 0, :-1])
         for place in index.argsort(dim=1, stable=True).unbind(1):
             out_TH += parts_TCH[torch.arange(len(index), device=index.device), place, :-1]
         return out_TH
@@ -130,7 +137,8 @@ class Experts(nn.Module):
     def _expert(self, i: int, x: Tensor) -> Tensor:
         expert: Any = self.get_submodule(str(i))
         *first, last = (getattr(expert, leaf) for leaf in self.leaves)
-        y = last(self._inner([layer(x) for layer in first]))
+        with expert.opening():
+            y = last(self._inner([layer(x) for layer in first]))
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
 
     def _inner(self, outputs: list[Tensor]) -> Tensor:
@@ -222,6 +230,18 @@ def share_experts(model: nn.Module, comm: Comm) -> None:
                     for key, p in part._parameters.items():
                         if p is not None:
                             part._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), False)
+
+
+def open_one_by_one(model: nn.Module) -> None:
+    """Let experts have working copies only while they compute."""
+    for module in model.modules():
+        if isinstance(module, Expert):
+            module.apart = True
+
+
+def apart_in(module: nn.Module) -> dict[nn.Parameter, Expert]:
+    """{parameter: its expert} of the experts inside a module that are opened one by one."""
+    return {p: m for m in module.modules() if isinstance(m, Expert) and m.apart for p in m.parameters()}
 
 
 def by_rank(module: nn.Module) -> set[nn.Parameter]:

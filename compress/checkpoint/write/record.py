@@ -1,8 +1,8 @@
 """The results of a run: decisions about each block, and the figures for the report."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +11,6 @@ from compress.checkpoint.byte_savings import Saving
 from compress.checkpoint.write.coverage import Coverage
 from compress.model.edits.folds import FoldRecord
 from compress.model.known_edits import Edit
-from compress.model.layers import Layer
-from compress.model.open_block import Opened
 from compress.solvers.statistics.calibrators import Range
 from compress.solvers.statistics.histogram import merge_bins, merged_edge, pool
 from compress.weights.decision import Decision
@@ -155,25 +153,6 @@ class Finished:
     ranges: Sequence[RangeRecord] = ()
     caches: Mapping[str, CacheCodes] = field(default_factory=dict)
     not_folded: Sequence[str] = ()
-
-
-class Sink(Protocol):
-    """Takes finished blocks, and gives back those that an earlier run finished."""
-
-    def finished(self, block: str, without: Collection[str] = ()) -> Finished | None:
-        """The results of a block that an earlier run wrote, but for the decisions about some layers; None where it
-        wrote none."""
-        ...
-
-    def write(
-        self,
-        block: str,
-        opened: Opened,
-        layers: Mapping[str, Layer],
-        finished: Finished,
-    ) -> None:
-        """Write a finished block. Called on every rank, while the block is open."""
-        ...
 
 
 def range_record(fitted: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:

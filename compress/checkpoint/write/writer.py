@@ -8,8 +8,10 @@ Whenever a run is killed, there is a complete OUT, or a partial one to resume.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -42,7 +44,8 @@ from compress.weights.matrix import Matrix, added
 from compress.weights.own_config import is_own
 from compress.weights.scheme import Scheme, read_entry
 
-REST_BYTES = 256 << 20  # of tensors outside the blocks, in one file of a run
+Made = TypeVar("Made", bound=Decision | Tensor)
+REST_BYTES = 256 << 20  # of tensors in one file of a run
 
 
 class Writer:
@@ -132,16 +135,15 @@ class Writer:
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
         schemes = {name: scheme_in(layers[name], decision) for name, decision in stored.items()}
         check_importable(term for scheme in schemes.values() for term in scheme.terms)
-        for name, decision in stored.items():
-            if owner[name] == self.comm.rank:
-                mine |= _tensors(layers[name], decision, schemes[name])
         held = finished.caches.items() if self.comm.rank == 0 else ()
         mine |= {f"{name}.{key}": t for name, codes in held for key, t in codes.parts().items()}
         sums = {n: checksum(dense[n] if n in dense else d.weight.dequantize()) for n, d in decided.items()}
         sums |= self.comm.union(sums) if whole else {}
         for record in finished.records:
             record.figures["sha256"] = sums[record.name]
-        files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
+        own = [(layers[n], d, schemes[n]) for n, d in stored.items() if owner[n] == self.comm.rank]
+        coded = (named for each in own for named in _tensors(*each).items())  # packed as they are written
+        files, edits = self._saved(f"block-{len(self.blocks):05d}", chain(mine.items(), coded)), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
             tensors, noted = edits_of(finished.edits)
@@ -214,15 +216,16 @@ class Writer:
                 owner = load.index(min(load))
                 load[owner] += tensor.numel()
                 mine |= {name: tensor} if owner == self.comm.rank else {}
-            files |= self._saved(f"rest-{number:05d}", mine)
+            files |= self._saved(f"rest-{number:05d}", mine.items())
         return files
 
-    def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
+    def _saved(self, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> Files:
         """Save this rank's tensors. Returns {file: {tensor: SHA-256}} of all ranks; none without tensors."""
-        rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
-        path = self.place.blocks / f"{stem}{rank}.safetensors"
-        written = {self.names.on_disk(name): tensor for name, tensor in tensors.items()}
-        parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, written)))
+        stem += "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
+
+        written = ((self.names.on_disk(name), tensor) for name, tensor in tensors)
+        save = partial(_in_files, self.place.blocks, stem, written, self._save)
+        parts = self.comm.gather_objects(self.together(f"{stem}.safetensors", save))
         return {file: sums for part in parts for file, sums in part.items()}
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
@@ -245,6 +248,31 @@ class Writer:
                     "--overwrite"
                 )
         return {self.names.in_model(name): tensor for name, tensor in tensors.items()}
+
+
+def _in_files(
+    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], save: Callable[[Path, Mapping[str, Tensor]], Files]
+) -> Files:
+    """Save tensors in files of about `REST_BYTES`, by a function for each."""
+    files: Files = {}
+    for number, part in enumerate(in_parts(tensors, REST_BYTES)):
+        files |= save(folder / f"{stem}{f'-{number}' if number else ''}.safetensors", part)
+    return files
+
+
+def aside(sink: "Writer | InMemory", decided: Made) -> Made:
+    """A layer's decision, with its tensors in a file that has no name any more, so that they take no memory; as it is
+    where nothing is written. Raises CompressError where the file cannot be written."""
+    if isinstance(sink, InMemory):
+        return decided
+    path = sink.place.blocks / f"aside-rank{sink.comm.rank}.pt"
+    try:
+        torch.save(decided, path)
+        return cast(Made, torch.load(path, mmap=True, weights_only=False))
+    except (OSError, RuntimeError) as error:
+        raise CompressError(f"cannot write {path}: {error}") from None
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _plain(writer: Writer, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
@@ -303,7 +331,8 @@ def dense_values(layer: Layer, decided: Matrix, opened: Opened) -> Tensor:
     the dtype of the computation in between."""
     values_NK = decided.dequantize()
     assert input_rotation(layer.module) is None, f"{layer.name} rotates its input, which dense weights do not say"
-    assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
+    same = not opened.is_open(layer.parameter) or torch.equal(layer.weight, values_NK.to(layer.weight))
+    assert same, f"{layer.name} has other values than were decided"
     return values_NK.to(opened.dtype_of(layer.parameter))
 
 

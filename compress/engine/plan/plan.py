@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from torch import nn
@@ -85,13 +86,13 @@ class Plan:
         """The scheme of key-value caches; None where they stay as they are."""
         return None if self.kv is None else self.kv.cache_scheme
 
-    @property
+    @cached_property
     def needing(self) -> Pass | None:
         """The first pass that needs calibration data."""
         everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
         return next((p for p in everyone if p.calibrated), None)
 
-    @property
+    @cached_property
     def compares(self) -> bool:
         """True if hidden states of the original model flow beside those of the compressed one."""
         return _compares(self.passes)
@@ -101,17 +102,17 @@ class Plan:
         """The blocks of all stacks; modules outside them belong to the root."""
         return {block for stack in self.stacks for _, block in stack.blocks}
 
-    @property
+    @cached_property
     def all_layers(self) -> list[Layer]:
         """The layers of all blocks."""
         return [layer for layers in self.layers.values() for layer in layers]
 
-    @property
+    @cached_property
     def treated_layers(self) -> list[Layer]:
         """The layers that a pass is about, or that were trained."""
         return [n for n in self.all_layers if n.name in self.trained or any(p.wants(n.name) for p in self.passes)]
 
-    @property
+    @cached_property
     def treated(self) -> set[str]:
         return {layer.name for layer in self.treated_layers}
 

@@ -7,7 +7,10 @@ A pass that folds scales does so first, from a suspended forward of its own.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.base.memory import give_back
 from compress.checkpoint.write.record import Finished, LayerRecord
+from compress.checkpoint.write.writer import Made, aside
 from compress.engine.layer_versions import Versions
 from compress.engine.restore import hooks_and_buffers, undone
 from compress.engine.walk.collect import RoutedTokens, collect, collect_outputs
@@ -76,7 +80,8 @@ class BlockRun:
     """An open block, and the decisions about it so far. Layers and attentions go by their full names. streams: the
     calls of this block, at its end those of the next; onward: these, once a forward has found them that nothing has to
     repeat. structure: the sites of its layers, where a pass needs to know. by_rank: the layers of experts that one rank
-    holds and decides about; problem: the first failure of this rank at one of them."""
+    holds and decides about; problem: the first failure of this rank at one of them. renewed: decisions about
+    layers of experts that are opened one by one, which get their values again whenever these open."""
 
     def __init__(self, run: Run, name: str, opened: Opened, streams: Streams) -> None:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
@@ -87,6 +92,9 @@ class BlockRun:
         self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
         self.structure: BlockSites | None = None
         self.versions = Versions(run.plan.calibrated or run.places is not None)
+        self.renewed: dict[nn.Parameter, tuple[Layer, Decision | Tensor]] = {}
+        opened.on_open.append(partial(_renew, self))
+        opened.on_close.append(self.versions.drop)
         self.onward: Streams | None = None
         self.decided = Decided(came=run.plan.earlier, reach=Reach(self.layers.values()))
         earlier = run.earlier.get(name) or Finished({}, [], {})
@@ -102,7 +110,7 @@ class BlockRun:
         """Make of the block again what an earlier run has made of it."""
         repeat(self.opened, before.edits)
         for name, decided in before.decided.items():
-            self.versions.install(self.layers[name], decided)
+            _place(self, name, decided)
         for name, codes in before.caches.items():
             self.versions.keep_codes(self.attentions[name], codes)
         self.run.record.take(before)
@@ -128,7 +136,7 @@ class BlockRun:
         if widened := with_widest_inputs(self.run.comm.union(inputs) if self.by_rank else inputs):
             for name in widened.keys() & inputs.keys():
                 self.decided.decisions[name] = replace(self.decided.decisions[name], inputs=widened[name])
-                self.versions.round_input(self.layers[name], widened[name])
+                _place(self, name, self.decided.decisions[name])
             self.onward = None
         if plan.kv is not None:
             _round_caches(self, plan.kv)
@@ -152,7 +160,7 @@ class BlockRun:
             return
         orders, rewrite, decides, fix = p.stage(Reorder), p.stage(Rewrite), p.stage(Decide), p.stage(Fix)
         if self.structure is not None and orders is not None:
-            self.permute(orders, self.structure, wanted)
+            _permute(self, orders, self.structure, wanted)
         if self.structure is not None and rewrite is not None:
             self.fold(p, rewrite, self.structure, wanted)
         if (stage := p.stage(Reconstruction)) is not None:
@@ -162,12 +170,15 @@ class BlockRun:
         if self.structure is not None and (decides.needs or fix is not None):
             self.enter(self.observe([p], self.structure, last))
             return
-        made: dict[str, Decision] = {}
-        for name in (name for name in wanted if is_held(self.layers[name])):
-            made |= decide(p, [self.layers[name]], self.opened, _comm_of(self, name), earlier=self.decided)
-            self.install(name, made[name])
-            _give_up(self, p, name, made[name])
-        self.enter({name: (p, decision) for name, decision in made.items()})
+        decisions: dict[str, Decision] = {}
+        experts, held = self.opened.experts, [name for name in wanted if is_held(self.layers[name])]
+        for expert, names in groupby(held, lambda name: experts.get(self.layers[name].parameter)):
+            with nullcontext() if expert is None else expert.opening():
+                for name in names:
+                    decided = decide(p, [self.layers[name]], self.opened, _comm_of(self, name), earlier=self.decided)
+                    decisions[name] = self.install(name, decided[name])
+                    _give_up(self, p, name, decisions[name])
+        self.enter({name: (p, decision) for name, decision in decisions.items()})
 
     def enter(self, made: Mapping[str, tuple[Pass | None, Decision]]) -> None:
         """Keep passes' decisions about layers, for the passes that follow and for the record."""
@@ -176,12 +187,13 @@ class BlockRun:
             figures = {**decision.figures, **self.permuted.pop(name, {})}
             self.records.append(layer_record(self.layers[name], replace(decision, figures=figures), p))
 
-    def install(self, name: str, decision: Decision) -> None:
-        """Give a layer its decided values."""
+    def install(self, name: str, decision: Decision) -> Decision:
+        """Give a layer its decided values; returns the decision as it is kept."""
         layer = self.layers[name]
-        if decision.kept is not None:  # a slice is overwritten in place
+        if decision.kept is not None and sum(p.wants(name) for p in self.run.plan.passes) > 1:
+            # A slice is overwritten in place.
             self.decided.before.setdefault(name, layer.weight if layer.index is None else layer.weight.clone())
-        self.versions.install(layer, decision)
+        return _place(self, name, decision)
 
     def sites(self, structure: BlockSites, names: Collection[str]) -> list[list[Layer]]:
         """The sites of the block, of the layers of these names."""
@@ -200,17 +212,6 @@ class BlockRun:
         edits, records = folds.rewrite(p, *about)
         self.edits += edits
         self.fold_records += records
-
-    def permute(self, stage: Reorder, structure: BlockSites, wanted: Sequence[str]) -> None:
-        """One suspended forward that only collects, then the channels of the block in the order of the pass."""
-        call, comm = self.streams.calls[0], self.run.comm
-        folds = self.run.folds.find(self.opened, self.name, call)
-        found = same_orders(find_orders(self.opened.block, call, folds.folds, self.run.folds.shared), comm)
-        observed = _observe_inputs(self, stage.needs, self.sites(structure, wanted))
-        made = reorder(self.opened, folds.prefix, stage, found, observed, set(self.decided.decisions), comm)
-        self.edits += made.edits
-        self.permuted |= made.figures
-        self.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
     def observe(self, passes: Sequence[Pass], structure: BlockSites, last: bool) -> dict[str, tuple[Pass, Decision]]:
         """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
@@ -267,11 +268,39 @@ class BlockRun:
         decisions = {n: replace(made, figures={**made.figures, **figures}) for n, made in decisions.items()}
         if any("elsewhere" in decision.figures for decision in decisions.values()):
             self.run.record.note(self.run.reporter, ELSEWHERE)
-        for name, decision in decisions.items():
-            self.install(name, decision)
+        decisions = {name: self.install(name, decision) for name, decision in decisions.items()}
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
         decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
         return _with_outputs(self, p, decisions, arrivals)
+
+
+def _place(here: BlockRun, name: str, decided: Made) -> Made:
+    """Give a layer its decided values, at once or when its expert opens; returns what is kept of the decision."""
+    layer = here.layers[name]
+    if layer.parameter in here.opened.experts:
+        decided = aside(here.run.sink, decided)
+        here.renewed[layer.parameter] = layer, decided
+    if here.opened.is_open(layer.parameter):
+        here.versions.install(layer, decided)
+    return decided
+
+
+def _renew(here: BlockRun, parameter: nn.Parameter) -> None:
+    """Give a parameter of an expert that opens its decided values."""
+    if parameter in here.renewed:
+        here.versions.install(*here.renewed[parameter])
+
+
+def _permute(here: BlockRun, stage: Reorder, structure: BlockSites, wanted: Sequence[str]) -> None:
+    """One suspended forward that only collects, then the channels of the block in the order of the pass."""
+    call, comm = here.streams.calls[0], here.run.comm
+    folds = here.run.folds.find(here.opened, here.name, call)
+    found = same_orders(find_orders(here.opened.block, call, folds.folds, here.run.folds.shared), comm)
+    observed = _observe_inputs(here, stage.needs, here.sites(structure, wanted))
+    made = reorder(here.opened, folds.prefix, stage, found, observed, set(here.decided.decisions), comm)
+    here.edits += made.edits
+    here.permuted |= made.figures
+    here.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
 
 def _comm_of(here: BlockRun, layer: str) -> Comm:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.base.host_memory import aside
 from compress.base.progress import Reporter
-from compress.checkpoint.write.record import Finished, RunRecord, Sink
+from compress.checkpoint.write.record import Finished, RunRecord
+from compress.checkpoint.write.writer import InMemory, Writer
 from compress.engine.plan.plan import Plan
 from compress.engine.residency import Residency
 from compress.engine.walk.rewrite import FoldFinder
@@ -138,7 +139,7 @@ class Run:
     plan: Plan
     batches: Sequence[Batch]
     residency: Residency
-    sink: Sink
+    sink: Writer | InMemory
     comm: Comm
     record: RunRecord
     reporter: Reporter

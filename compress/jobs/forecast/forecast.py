@@ -22,6 +22,7 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.unplaced_tensors import beside, totals
 from compress.checkpoint.write.shards import SHARD_BYTES
 from compress.data.text import check_windows, default_length
+from compress.engine.plan.experts_by_rank import why_whole
 from compress.engine.plan.format_limits import caches_config, check_storable
 from compress.engine.plan.plan import Plan
 from compress.engine.plan.stored_sizes import WrittenLayer, bytes_of_tensors, stored_layers, stored_tensors
@@ -44,6 +45,7 @@ from compress.jobs.known_models import model_from_configuration
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
+from compress.model.experts import open_one_by_one
 from compress.model.split_experts import split_experts
 from compress.model.tensors import without_values
 from compress.model.untreated_layers import EMBEDDING, HEAD
@@ -176,11 +178,12 @@ def plan(
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
+    if opened.given is None and why_whole(planned, empty, 1) is None:
+        open_one_by_one(empty)
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
     worked_on = elsewhere or find_device(None if opened.device is None else opened.device)
-    context = default_length(getattr(empty, "config", None))
-    tokens = TokenCounts(samples or WINDOWS, length or context, batch_size)
+    tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)
     memory = partial(_memory, empty, worked_on, loaded, limit)
     told = outline(opened.source, worked_on, empty, planned, request, tokens, loaded, available=limit)
     forecast = replace(

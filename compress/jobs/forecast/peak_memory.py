@@ -6,7 +6,8 @@ model's on a GPU:
     program      Python, its libraries and what they hold, as this process has them, and the pieces of a file in writing
     loaded       weights that are not read from their mapped files as they are: layers of a checkpoint that was rounded
                  before, and experts that are stored one by one and that transformers joins all the same
-    block        the weights of the block, and values and codes of those that are decided
+    block        the weights of the block, and values and codes of those that are decided; of a mixture's experts that
+                 are opened one by one, two neighbours
     activations  of every calibration token, in the compressed and, where it is compared, in the original model: three
                  hidden states and the input of the site, or five and a half where a forward waits inside an attention.
                  Where that is more than there is room for, forwards are repeated (`engine.walk.forward`): one hidden
@@ -26,6 +27,7 @@ code: `tests/engine/walk/test_memory_modes.py` holds them to the tensors that li
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -45,6 +47,7 @@ from compress.engine.walk.state import MemoryMode
 from compress.jobs.model_source import OpenedModel
 from compress.model.calls import Batch
 from compress.model.disk_names import places_in
+from compress.model.experts import Expert, apart_in
 from compress.model.layers import Layer, find_stacks
 from compress.model.split_experts import is_joined
 from compress.passes.options.second_order import AT_ONCE, SecondOrder
@@ -224,6 +227,15 @@ def weights_in(layers: Sequence[Layer]) -> int:
     return sum(layer.shape[0] * layer.shape[1] for layer in layers)
 
 
+def open_weights(block: nn.Module) -> int:
+    """The number of weights of a block that have working copies at one time: of experts that are opened one by one two
+    neighbours, of which one is decided."""
+    sizes = Counter[Expert]()
+    for p, expert in apart_in(block).items():
+        sizes[expert] += p.numel()
+    return sum(p.numel() for p in block.parameters()) - sizes.total() + 3 * max(sizes.values(), default=0)
+
+
 def _place(layer: Layer) -> str:
     return layer.name.rpartition(".")[0]
 
@@ -238,7 +250,7 @@ def _of_block(
     mode: MemoryMode,
 ) -> Iterator[PeakMemory]:
     """The memory while each site of a block is decided by each pass."""
-    own = sum(p.numel() for p in block.parameters()) * width
+    own, apart = open_weights(block) * width, apart_in(block)
     passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
     streams = 1 + plan.compares if plan.calibrated else 0
     hidden = layers[0].shape[1] if layers else 0
@@ -269,7 +281,8 @@ def _of_block(
                 yield replace(at_site, statistics=statistics)
                 statistics = 0
             yield replace(at_site, statistics=statistics, solving=solving)
-        decided += weights_in(site) * (width + 1) if plan.calibrated else 0
+        kept = plan.calibrated and site[0].parameter not in apart  # values, and codes, which are in files otherwise
+        decided += weights_in(site) * (width + 1) if kept else 0
     if mode.repeats and last:
         # Its outputs, beside its inputs.
         yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, mode=mode)

@@ -21,6 +21,7 @@ from compress.engine.plan.plan import Plan
 from compress.jobs.forecast.peak_memory import (
     PeakMemory,
     TokenCounts,
+    open_weights,
     sites_of,
     statistics_of,
     stored_dtype,
@@ -70,7 +71,7 @@ def of_rank(
     experts = {p for mixture in mixtures for p in mixture.parameters()}
     dense = sum(p.numel() for p in model.parameters() if p not in experts)
     own = sum(p.numel() for p in experts)
-    blocks = (block for stack in plan.stacks for _, block in stack.blocks)
+    largest = max(open_weights(block) for stack in plan.stacks for _, block in stack.blocks)
     codes = weights_in([layer for layer in plan.all_layers if layer.parameter not in experts])
     chosen = getattr(getattr(model, "config", None), "num_experts_per_tok", 1)
     summed = _of_experts(plan, mixtures, tokens, chosen * width) if apart else _of_statistics(plan, tokens)
@@ -78,7 +79,7 @@ def of_rank(
     return RankForecast(
         ranks,
         (dense // ranks + own) * stored_dtype(model).itemsize,
-        max(sum(p.numel() for p in block.parameters()) for block in blocks) * width,
+        largest * width,
         (gathered + 2 * summed) * (ranks - 1) // ranks,
         memory(counts, plan),
     )
