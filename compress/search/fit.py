@@ -121,13 +121,12 @@ def fit(
     in `quantize`. text: held-out text or token ids; by default the last fifth of the calibration data, up to 32
     windows, which is then kept from calibration. recipe_only: choose by predicted KL, and write the recipe to output, a
     .yaml file, without running it. engine: vllm or transformers: schemes that it runs. method: gptq, or k-quants: types
-    of llama.cpp alone, without the parts that follow. effort: best rounds for the loss of the model, which takes two to
-    three times as long for each recipe that is run. embeddings: the token embedding may be compressed, too, for a
-    size or a loss. trellis: layers may have trellis codes of 2 to 4 bits, which lose less than grids of as many bits
-    and take longer to decode. rotate: the model may be rotated, partly as it runs, where that lowers the KL of 3 bits
-    by a fifth. Only `compress.load` reads a checkpoint with any of the three, and an engine gets none. hours: the most
-    that the work may take; it leaves the best recipe so far. recover: a time like 30min, in which the recipe that was
-    found is trained on calibration data, within hours; the result is taken if it is closer on held-out text.
+    of llama.cpp alone, without the parts that follow. effort: best rounds for the loss, in two to three times the time.
+    embeddings: the token embedding may be compressed, too. trellis: layers may have trellis codes of 2 to 4 bits,
+    closer than grids and slower to decode. rotate: the model may be rotated, partly as it runs, where that lowers the
+    KL of 3 bits by a fifth. Only `compress.load` reads these three, and an engine gets none. hours: the most that the
+    work may take; it leaves the best recipe so far. recover: a time like 30min to train the found recipe on calibration
+    data, within hours; the result is taken if it is closer on held-out text.
 
     Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
