@@ -124,9 +124,8 @@ def fit(
     of llama.cpp alone, without the parts that follow. effort: best rounds for the loss, in two to three times the time.
     embeddings: the token embedding may be compressed, too. trellis: layers may have trellis codes of 2 to 4 bits,
     closer than grids and slower to decode. rotate: the model may be rotated, partly as it runs, where that lowers the
-    KL of 3 bits by a fifth. Only `compress.load` reads these three, and an engine gets none. hours: the most that the
-    work may take; it leaves the best recipe so far. recover: a time like 30min to train the found recipe on calibration
-    data, within hours; the result is taken if it is closer on held-out text.
+    KL of 3 bits by a fifth. Only `compress.load` reads these three. hours: the most that the work may take; it leaves
+    the best recipe so far. recover: a time like 30min to train the recipe, taken if it is closer on held-out text.
 
     Raises InputError before any work: no or several targets, a size below any recipe's, too few hours for one recipe.
     """
