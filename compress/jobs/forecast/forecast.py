@@ -178,7 +178,7 @@ def plan(
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
-    if opened.given is None and why_whole(planned, empty, 1) is None:
+    if (opened.given is None or alone is not None) and why_whole(planned, empty, 1) is None:
         open_one_by_one(empty)
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
