@@ -1226,7 +1226,7 @@ OTHERS: dict[str, Case] = {
     ),
     "export: a template that is no GGUF file": (
         lambda d: command("export", d.model, "--to", "gguf", "--template", d.file("t", "x"), "--output", d.output),
-        ("t' cannot be read by gguf", "convert_hf_to_gguf.py DENSE"),
+        ("t cannot be read by gguf", "convert_hf_to_gguf.py DENSE"),
     ),
     "export: no record": (
         lambda d: command("export", d.model, "--to", "sparse24", "--output", d.output),

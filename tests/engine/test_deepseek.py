@@ -48,15 +48,14 @@ def test_its_layers_are_quantized_and_its_second_head_is_kept(checkpoint, tmp_pa
 
 
 @pytest.mark.parametrize("method", [compress.GPTQ, compress.AWQ])
-def test_a_run_makes_the_weights_of_one_block_dense_at_a_time(checkpoint, method, tmp_path, monkeypatch):
+def test_a_run_makes_the_weights_of_one_layer_dense_at_a_time(checkpoint, method, tmp_path, monkeypatch):
     folder, _ = checkpoint
     load_as_original(find_source(str(folder)), []).save_pretrained(tmp_path / "dense")
     how = {"calibration": tokens(4), "verify": False}
     compress.quantize(tmp_path / "dense", method(group_size=-1), output=tmp_path / "one", **how)
     monkeypatch.setattr(dense_model, "_values", made := MadeDense())
     compress.quantize(folder, method(group_size=-1), output=tmp_path / "other", **how)
-    # Of attention, experts and shared expert, and one that is being read.
-    assert 20 <= made.most <= 21
+    assert 1 <= made.most <= 2  # what has been copied, and the next
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
     assert one.keys() == {name for name in other if ".layers.2." not in name}
     assert all(torch.equal(one[name], other[name]) for name in one)

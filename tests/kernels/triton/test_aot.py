@@ -172,16 +172,6 @@ def test_attention_of_a_step_multiplies_by_the_matrix_instruction(reports):
         assert r["cost"]["registers"] <= 184, (r["arch"], r["name"])
 
 
-def test_expansion_to_24_costs_no_shuffle(reports):
-    """Two words of codes and one of kept bits stay in the thread that loaded them: no exchange between threads."""
-    opcodes = pick(reports, "sparse24 bf16 group 128 tile 16x128", arch=90)[0]["cost"]["loop_opcodes"]
-    quads_per_thread = 128 * 512 / 4 / 128
-    assert opcodes["PRMT"] >= 4 * quads_per_thread / 2
-    assert opcodes["HGMMA"] == 64
-    assert opcodes.get("SHFL", 0) == 0
-    assert opcodes.get("STS", 0) <= 4  # the scales
-
-
 def test_dequantization_and_quantization_keep_up_with_memory(reports):
     for r in pick(reports, "dequantize"):
         # Groups of 16 read a scale per weight.
