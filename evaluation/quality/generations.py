@@ -17,10 +17,9 @@ def beside(
     tokens = min(TOKENS, max(map(len, answers)))
     own = continue_rows(model, prompts[:SHOWN], tokens)
     found = []
-    for prompt, *both in zip(prompts, own, answers, strict=False):
+    for prompt, *both in zip(prompts[:SHOWN], own, answers[:SHOWN], strict=True):
         ours, theirs = (_text(tokenizer, prompt, answer[:tokens]) for answer in both)
-        before = tokenizer.decode(list(prompt), skip_special_tokens=True)
-        found.append(Generation(before, ours, theirs, parting(ours, theirs)))
+        found.append(Generation(_decoded(tokenizer, prompt), ours, theirs, parting(ours, theirs)))
     return found
 
 
@@ -34,5 +33,9 @@ def parting(first: str, second: str) -> int | None:
 
 def _text(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
     """An answer as text, decoded with its prompt: some tokenizers leave out the blank before a first word."""
-    before, whole = (tokenizer.decode([*ids], skip_special_tokens=True) for ids in (prompt, [*prompt, *answer]))
-    return str(whole[len(before) :] if whole.startswith(before) else whole)
+    before, whole = _decoded(tokenizer, prompt), _decoded(tokenizer, [*prompt, *answer])
+    return whole[len(before) :] if whole.startswith(before) else whole
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode([*ids], skip_special_tokens=True))

@@ -15,12 +15,12 @@ from compress.train.inputs.samples import APART, NUMBER, Batch, Rows
 
 def check_on_policy(rows: Rows) -> None:
     """Raises InputError for samples that are not rows of token ids without padding, of two tokens or more."""
-    names, ids = set(rows.tensors) - {NUMBER, "attention_mask"}, rows.tensors.get("input_ids")
-    mask = rows.tensors.get("attention_mask")
-    if names != {"input_ids"} or ids is None or ids.shape[1] < 2 or (mask is not None and not bool(mask.all())):
+    names, mask = sorted(set(rows.tensors) - {NUMBER, "attention_mask"}), rows.tensors.get("attention_mask")
+    padded = mask is not None and not bool(mask.all())
+    if names != ["input_ids"] or padded or rows.tensors["input_ids"].shape[1] < 2:
         raise InputError(
-            f"on_policy continues rows of token ids without padding; these samples have {', '.join(sorted(names))}"
-            f"{'' if mask is None else ' and padding'}: give text in windows, or on_policy=0"
+            f"on_policy continues rows of token ids without padding; these samples have {', '.join(names)}"
+            f"{' and padding' if padded else ''}: give text in windows of 2 tokens or more, or on_policy=0"
         )
 
 

@@ -35,7 +35,7 @@ from compress.recipes.studies.figures import asked, made_by, stored
 DAMAGED = "rotary x 0.9"
 BY_GPTQ = ("w4a16", "w3a16", "w2a16")
 CODE = "code"
-SAMPLES = 32
+SAMPLES, LENGTH = 32, 512  # of calibration data
 WAYS = ("w8a16", *BY_GPTQ, "cache int4", "cache int3", DAMAGED)
 OF_A_TEXT = ("kl_mean", "perplexity", "reference_perplexity", "log_perplexity_ratio", "same_top")
 PARTS = ("role", "windows", "length", "tokens", "by_position", "by_part", "agreement")
@@ -57,11 +57,11 @@ def calibration_data(data: str, model: str) -> Tensor:
         count, colon, source = part.partition(":")
         samples, source = (int(count), source) if colon else (SAMPLES, part)
         if source == OWN:
-            parts.append(own_tokens(find_model(model, None, False), SAMPLES, 512, None).ids[:samples])
+            parts.append(own_tokens(find_model(model, None, False), SAMPLES, LENGTH, None).ids[:samples])
             continue
         with TemporaryDirectory() as folder:
             text = code(folder, 0) if source == CODE else source
-            parts.append(load_tokens(text, tokenizer, config, what="calibration", length=512, samples=samples).ids)
+            parts.append(load_tokens(text, tokenizer, config, what="calibration", length=LENGTH, samples=samples).ids)
     return torch.cat(parts)
 
 
