@@ -262,12 +262,6 @@ class Polish:
     def loss(self) -> Tensor:
         return (self.gradient * (self.weight - self.values)).sum(0)
 
-    def gain(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
-        """[N] by how much the loss falls where the values of some columns, whose H is given, change by [g, N]: that of
-        each output, or, where outputs are coupled, that of its run."""
-        gain = (change * (2 * self.gradient[columns] - self.coupled(own_gg @ change))).sum(0)
-        return gain if self.rule.outputs is None else self.rule.outputs.of_runs(gain)
-
     def scale_steps(self, columns: Tensor | slice, own_gg: Tensor, steps_gN: Tensor) -> Tensor:
         """[N] by how much the scales of some columns, whose H and codes are given, move to the least loss; infinite or
         no number where codes say nothing of it."""
@@ -276,17 +270,19 @@ class Polish:
             return self.rule.outputs.scale_steps(own_gg, steps_gN, slope_N)
         return slope_N / ((own_gg @ steps_gN) * steps_gN).sum(0)
 
-    def lowers(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
-        """bool [N], True where a change of coupled outputs lowers the loss of their run. Of others everywhere: each was
-        chosen by its own."""
-        if self.rule.outputs is None:
-            return torch.ones_like(change[0], dtype=torch.bool)
-        return self.gain(columns, own_gg, change) > 0
+    def move_if_lower(self, columns: Tensor | slice, own_gg: Tensor, change: Tensor) -> Tensor:
+        """Change the values of some columns, whose H is given, by [g, N] where the loss falls: that of each output, or,
+        where outputs are coupled, that of its run. Returns where, bool [N]."""
+        joint = self.coupled(change)
+        gain = (change * (2 * self.gradient[columns] - own_gg @ joint)).sum(0)
+        lower = (gain if self.rule.outputs is None else self.rule.outputs.of_runs(gain)) > 0
+        self._move(columns, *(torch.where(lower, x, 0.0) for x in (change, joint)))
+        return lower
 
-    def move(self, columns: Tensor | slice, change: Tensor) -> None:
-        """Change the values of some columns by [g, N]."""
+    def _move(self, columns: Tensor | slice, change: Tensor, joint: Tensor) -> None:
+        """joint: the change, coupled."""
         self.values[columns] += change
-        self.gradient.addmm_(self.hessian[columns].t(), self.coupled(change), alpha=-1)
+        self.gradient.addmm_(self.hessian[columns].t(), joint, alpha=-1)
 
     def run(self, refits: int, sweeps: int) -> Tensor:
         """So many rounds of a refit and of descent, in turns; returns the loss [N]."""
@@ -298,7 +294,8 @@ class Polish:
                 return self.descend_last()
             if step < sweeps:
                 for part in self.blocks():
-                    self.move(part, self.descend(part))
+                    change = self.descend(part)
+                    self._move(part, change, self.coupled(change))
         return self.loss()
 
     def descend_last(self) -> Tensor:

@@ -271,9 +271,7 @@ class GridRule(CodeRule):
             if self.exact is not None:
                 change = change.masked_fill(self.exact[columns], 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = polish.gain(columns, own, change)
-            self.scale[group] = torch.where(gain > 0, new, old)
-            polish.move(columns, torch.where(gain > 0, change, torch.zeros_like(change)))
+            self.scale[group] = torch.where(polish.move_if_lower(columns, own, change), new, old)
 
     def take(self, other: "GridRule", rows_N: Tensor) -> None:
         """Take some rows from another rule for the same weight."""

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.columns import ColumnBlock, DecidedColumns, SweptBlock
-from compress.solvers.hessian_with_drift import add_damping
 
 # The share of H_O off its diagonal that is relied on: tokens of one text, and one draw of each, overstate it.
 RELIED = 0.8
 DAMP = 0.01
 # The share of a token's weight that goes by its gradients, and the most that one counts by these.
 BY_GRADIENT, MOST = 0.75, 20.0
+# Steps towards the scales of a group: codes of different outputs are hardly alike, so that few are enough.
+SOLVING = 6
 
 
 def relied_curvature(moments_NS: Tensor) -> Tensor:
@@ -139,18 +140,28 @@ class OutputCurvature:
         return self.joined(sums.expand(-1, 1, self.run), len(x_N))[0]
 
     def scale_steps(self, own_gg: Tensor, steps_gN: Tensor, slope_N: Tensor) -> Tensor:
-        """[N] how far scales move to the joint minimum of the loss, the codes staying."""
+        """[N] how far scales move to the joint minimum of the loss, the codes staying; 0 where all codes are 0."""
         steps = self.in_runs(steps_gN)
-        matrix = add_damping_to_each(self.squares * (steps.transpose(1, 2) @ own_gg @ steps))
-        slopes = self.in_runs(slope_N[None]).transpose(1, 2)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        solved = torch.linalg.solve(matrix, slopes) if bool(failed.any()) else torch.cholesky_solve(slopes, lower)
+        matrix = self.squares * (steps.transpose(1, 2) @ own_gg @ steps)
+        solved = conjugate_gradients(matrix, self.in_runs(slope_N[None]).transpose(1, 2))
         return self.joined(solved.transpose(1, 2), len(slope_N))[0]
 
 
-def add_damping_to_each(matrix_RSS: Tensor) -> Tensor:
-    """Matrices that can be divided by: outputs whose codes are all 0 have none of their own."""
-    return torch.stack([add_damping(matrix, 1e-6) for matrix in matrix_RSS])
+def conjugate_gradients(matrix_RSS: Tensor, right_RS1: Tensor) -> Tensor:
+    """[R, S, 1] nearly the solution for each matrix, positive semidefinite with a large diagonal: `SOLVING` steps from
+    0, with the diagonal as preconditioner (Hestenes and Stiefel 1952). 0 where the diagonal is."""
+    least = torch.finfo(right_RS1.dtype).tiny
+    diagonal = matrix_RSS.diagonal(dim1=1, dim2=2).unsqueeze(2)
+    inverse = torch.where(diagonal > least, 1 / diagonal, 0.0)
+    solved, left, way = torch.zeros_like(right_RS1), right_RS1, inverse * right_RS1
+    size = (left * way).sum(1, keepdim=True)
+    for _ in range(SOLVING):
+        product = matrix_RSS @ way
+        step = size / (way * product).sum(1, keepdim=True).clamp(min=least)
+        solved, left = solved + step * way, left - step * product
+        before, size = size, (left * inverse * left).sum(1, keepdim=True)
+        way = inverse * left + size / before.clamp(min=least) * way
+    return solved
 
 
 def sweep_coupled(rule: Rule, block: SweptBlock, begin: int, end: int, outputs: OutputCurvature) -> None:

@@ -161,7 +161,7 @@ class TileRule(CodeRule):
             self._refit_group(polish, group, columns)
 
     def _refit_group(self, polish: Polish, group: int, columns: Tensor | slice) -> None:
-        block, codes, old = polish.hessian[columns][:, columns], self.codes[columns], polish.values[columns]
+        block, codes, old = polish.hessian[columns][:, columns], self.codes[columns], polish.values[columns].clone()
         gradient, exact = polish.gradient[columns], self.exact[columns]
 
         def tried(numbers: Sequence[Tensor]) -> Candidate:
@@ -172,11 +172,10 @@ class TileRule(CodeRule):
         first = self.scale_codes[group].clone(), self.zero_codes[group].clone()
         stay = torch.zeros_like(self.scale[group]), (torch.zeros_like(old), *first)
         _, (change, *chosen) = least_cost(stay, map(tried, neighbours(first, self.format)))
-        lower = polish.lowers(columns, block, change)
+        lower = polish.move_if_lower(columns, block, change)
         self._choose(group, [torch.where(lower, new, held) for new, held in zip(chosen, first, strict=True)])
         extra = self.complete(old, self._values(codes, self.scale[group], self.zero[group]))[1]
         self.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
-        polish.move(columns, change * lower)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> Matrix:
         small = (self.codes, self.scale_codes, self.zero_codes)

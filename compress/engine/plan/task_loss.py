@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.base.errors import CompressError, InputError
 from compress.model.calls import Batch, token_mask
+from compress.model.finite_weights import is_damaged
 
 # The label of what is not to be predicted.
 NONE = -100
@@ -71,5 +71,5 @@ def task_loss(output: Any, batch: Batch) -> Tensor:
 
 def check_finite(loss: Tensor) -> None:
     """Raises CompressError for a loss, or what stands for one, that has no gradient worth anything."""
-    if not bool(torch.isfinite(loss).all()):
+    if is_damaged(loss.detach(), finite=True):
         raise CompressError("the loss of a calibration batch is not finite; the model overflows in this dtype")

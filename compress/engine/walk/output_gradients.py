@@ -18,6 +18,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from compress.engine.walk.gradients import MicroBatches, forwards, in_memory, of_the_end
 from compress.engine.walk.state import Run
@@ -25,6 +26,7 @@ from compress.model.calls import Batch, Call, hidden_of, real_tokens, token_mask
 from compress.model.layers import Layer, Stack
 
 SEED = 0
+AT_ONCE = 2**20  # probabilities, for the vocabulary may be large
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,23 @@ def drawn(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     signs = torch.Generator(logits_BTV.device).manual_seed(SEED + crc32(ids.numpy().tobytes()))
     draws = torch.empty_like(logits_BTV)
     with torch.no_grad():
-        for i, logits_TV in enumerate(logits_BTV):  # a row at a time, for the vocabulary may be large
-            p = logits_TV.softmax(-1)
-            sign = torch.randint(0, 2, p.shape, generator=signs, device=p.device, dtype=torch.int8)
-            z = p.sqrt().mul_(sign.mul_(2).sub_(1))
-            torch.sub(z, p.mul_(z.sum(-1, keepdim=True)), out=draws[i])
+        rows = max(1, AT_ONCE // logits_BTV.shape[-1])
+        pairs = zip(logits_BTV, draws, strict=True)
+        for logits_MV, draws_MV in (part for row in pairs for part in zip(*(x.split(rows) for x in row), strict=True)):
+            p = logits_MV.softmax(-1)
+            z = p.sqrt().mul_(random_signs(p, signs))
+            torch.sub(z, p.mul_(z.sum(-1, keepdim=True)), out=draws_MV)
         if mask_BT is not None:
             draws[~mask_BT[:, 1:].to(draws.device)] = 0.0
     return logits_BTV, draws
+
+
+def random_signs(like_MV: Tensor, generator: torch.Generator) -> Tensor:
+    """+-1 at random, [M, V]: eight of each random byte."""
+    count, length = like_MV.shape
+    bits = torch.arange(256, device=like_MV.device)[:, None] >> torch.arange(8, device=like_MV.device) & 1
+    drawn_MB = torch.randint(256, (count, -(-length // 8)), generator=generator, device=like_MV.device)
+    return functional.embedding(drawn_MB, (2 * bits - 1).to(like_MV)).flatten(1)[:, :length]
 
 
 @contextmanager

@@ -155,9 +155,8 @@ class KRule(CodeRule):
         _, chosen = least_cost((torch.zeros_like(scale), old), map(tried, candidates))
         at = affine(Coded(*chosen), steps, self.format)
         change = (codes - at.zero) * at.scale - polish.values[columns]
-        lower = polish.lowers(columns, own, change)
+        lower = polish.move_if_lower(columns, own, change)
         self.choose(group, Coded(*(torch.where(lower, new, held) for new, held in zip(chosen, old, strict=True))))
-        polish.move(columns, change * lower)
 
     def _refit_steps(self, polish: Polish, block: int, columns: Tensor) -> None:
         groups = torch.arange(block * self.per_block, (block + 1) * self.per_block, device=columns.device)
@@ -174,11 +173,10 @@ class KRule(CodeRule):
         steps = KSteps(torch.where(better, new_d, d), torch.where(better, new_dmin, dmin))
         at = affine(Coded(self.scales[apart], self.minima[apart]), steps, self.format)
         change = (self.codes[columns] - at.zero) * at.scale - polish.values[columns]
-        lower = polish.lowers(columns, own, change)
+        lower = polish.move_if_lower(columns, own, change)
         self.d[block], self.dmin[block] = torch.where(lower, steps.d, d), torch.where(lower, steps.dmin, dmin)
         for group in groups.tolist():
             self.choose(group, Coded(self.scales[group].clone(), self.minima[group].clone()))
-        polish.move(columns, change * lower)
 
 
 @dataclass(frozen=True)

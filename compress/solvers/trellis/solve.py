@@ -160,9 +160,8 @@ class TrellisRule(CodeRule):
         self.take_scale(torch.where(valid, round_scale(moved_N, self.scale_dtype), old))
         change = self.values(self.states) - polish.values
         # Rounding the scale may lose what the step gained: keep the old one there.
-        better = polish.gain(slice(None), polish.hessian, change) > 0
+        better = polish.move_if_lower(slice(None), polish.hessian, change)
         self.take_scale(torch.where(better, self.scale, old))
-        polish.move(slice(None), torch.where(better, change, 0.0))
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> Trellised:
         states = problem.restore(self.states.t().contiguous())
