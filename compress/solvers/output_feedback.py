@@ -31,8 +31,8 @@ RELIED = 0.8
 DAMP = 0.01
 # The share of a token's weight that goes by its gradients, and the most that one counts by these.
 BY_GRADIENT, MOST = 0.75, 20.0
-# Steps towards the scales of a group: codes of different outputs are hardly alike, so that few are enough.
-SOLVING = 6
+# Steps towards the scales of a group end where so much of the squared error is left, or at a number of them.
+LEFT, STEPS = 1e-3, 64
 
 
 def relied_curvature(moments_NS: Tensor) -> Tensor:
@@ -148,14 +148,17 @@ class OutputCurvature:
 
 
 def conjugate_gradients(matrix_RSS: Tensor, right_RS1: Tensor) -> Tensor:
-    """[R, S, 1] nearly the solution for each matrix, positive semidefinite with a large diagonal: `SOLVING` steps from
-    0, with the diagonal as preconditioner (Hestenes and Stiefel 1952). 0 where the diagonal is."""
+    """[R, S, 1] nearly the solution for each matrix, positive semidefinite: steps from 0 with the diagonal as
+    preconditioner (Hestenes and Stiefel 1952); few, for codes of different outputs are hardly alike. 0 where the
+    diagonal is."""
     least = torch.finfo(right_RS1.dtype).tiny
     diagonal = matrix_RSS.diagonal(dim1=1, dim2=2).unsqueeze(2)
     inverse = torch.where(diagonal > least, 1 / diagonal, 0.0)
     solved, left, way = torch.zeros_like(right_RS1), right_RS1, inverse * right_RS1
-    size = (left * way).sum(1, keepdim=True)
-    for _ in range(SOLVING):
+    first = size = (left * way).sum(1, keepdim=True)
+    for _ in range(STEPS):
+        if bool((size <= LEFT * first).all()):
+            break
         product = matrix_RSS @ way
         step = size / (way * product).sum(1, keepdim=True).clamp(min=least)
         solved, left = solved + step * way, left - step * product
