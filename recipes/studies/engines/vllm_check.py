@@ -54,10 +54,12 @@ SHOWN = 400  # characters of a reason in the table; the JSON file has all of it
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU to present to vLLM, with other settings. hidden: starts of names in `torch.cpu.get_capabilities`."""
+    """A CPU to present to vLLM, with other settings. hidden: starts of names in `torch.cpu.get_capabilities`. emulate:
+    it runs what vLLM has for GPUs that lack a number format."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
+    emulate: bool = False
 
 
 def smaller(onednn: str, torch_level: str, *hidden: str) -> Cpu:
@@ -68,6 +70,7 @@ CPUS = {
     "native": Cpu(),
     # With AMX, vLLM multiplies 4-bit weights by inputs rounded to int8 unless it is told not to.
     "float-inputs": Cpu({"VLLM_CPU_INT4_W4A8": "0"}),
+    "emulated": Cpu(emulate=True),
     "avx512-vnni": smaller("AVX512_CORE_VNNI", "avx512", "avx512_bf16", "avx512_fp16"),
     "avx512": smaller("AVX512_CORE", "avx512", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
     "avx2-vnni": smaller("AVX2_VNNI", "avx2", "avx512"),
@@ -105,9 +108,10 @@ def cases(group_size: int) -> dict[str, VLLMCase]:
         "w4a16 asymmetric per group": VLLMCase(rtn("w4a16", group_size=group_size, grid="asymmetric")),
         "w4a8 per group": VLLMCase(rtn("w4a8", group_size=group_size)),
         "w8a16 per channel": VLLMCase(rtn("w8a16", group_size=-1)),
-        "nvfp4a16": VLLMCase(rtn("nvfp4a16")),
+        **{name: VLLMCase(rtn(name)) for name in ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp8a16", "mxfp8")},
         "fp8 dynamic": VLLMCase(rtn("fp8")),
         "fp8 static": VLLMCase(rtn("fp8", **fixed)),
+        "fp8-block": VLLMCase(rtn("fp8-block")),
         **{
             f"w{bits}a16 per group": VLLMCase(rtn(f"w{bits}a16", group_size=group_size))
             for bits in range(MIN_BITS, MAX_BITS + 1)
@@ -155,7 +159,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
     die, or take longer than limit seconds."""
     job_file, result_file, log = scratch / "job.json", scratch / "result.pt", scratch / "vllm.log"
     result_file.unlink(missing_ok=True)
-    write_json(job_file, {**job, "hidden": list(cpu.hidden)})
+    write_json(job_file, {**job, "hidden": list(cpu.hidden), "emulate": cpu.emulate})
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),

@@ -3,7 +3,8 @@
     python vllm_worker.py JOB.json RESULT.pt
 
 JOB: model, rows (token ids), prompt (token ids), tokens (how many to generate), top (log-probabilities per place),
-engine (arguments of vllm.LLM), hidden (starts of the names of CPU capabilities that torch is not to report).
+engine (arguments of vllm.LLM), hidden (starts of the names of CPU capabilities that torch is not to report), emulate
+(whether vLLM's emulation of small floats is to run on a CPU).
 RESULT: log-probabilities of the rows' own next tokens [R, T-1], of the likeliest ones and their ids [R, T-1, top], the
 tokens generated, the kernels that vLLM picked; or `error`, the reason why there is nothing of that.
 """
@@ -26,6 +27,30 @@ def hide(starts: Sequence[str]) -> None:
     found = torch.cpu.get_capabilities()
     shown = {name: False if name.startswith(tuple(starts)) else value for name, value in found.items()}
     torch.cpu.get_capabilities = lambda: shown  # type: ignore[assignment]
+
+
+def emulate_small_floats() -> None:
+    """Let a CPU run vLLM's emulations of NVFP4, MXFP4 and MXFP8, which its table of kernels has for GPUs alone.
+
+    For NVFP4 of weights alone it has none: it asks for Marlin by name. That gets vLLM's dequantization and a product.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+    from vllm.platforms import PlatformEnum
+
+    class DequantizedNvFp4(linear.EmulationNvFp4LinearKernel):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            parts = layer.weight, layer.weight_scale, layer.weight_global_scale
+            values = dequantize_to_dtype(*parts, torch.bfloat16, swizzle=False)
+            layer.weight = torch.nn.Parameter(values, requires_grad=False)
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
+
+    linear.MarlinNvFp4LinearKernel = DequantizedNvFp4
+    kernels = {"nvfp4": "NvFp4", "mxfp4": "Mxfp4", "mxfp8": "Mxfp8"}
+    for kind, name in kernels.items():
+        linear.register_linear_kernel(getattr(linear, f"Emulation{name}LinearKernel"), PlatformEnum.CPU, kind)
 
 
 def installed() -> dict[str, str]:
@@ -97,6 +122,8 @@ def main(job_file: str, result_file: str) -> None:
     result: dict[str, Any] = {}
     try:
         hide(job["hidden"])
+        if job.get("emulate"):
+            emulate_small_floats()
         result = measure(job)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the answer
         result = {"error": f"{type(error).__name__}: {error}"}

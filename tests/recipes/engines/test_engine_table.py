@@ -13,6 +13,8 @@ def test_cells_say_what_was_found_and_what_was_not_run() -> None:
     rows = [{"title": "w4a16 per group", "cpu": "avx2", "vllm": "refuses"}]
     rows.append({"title": "w4a16 per group", "cpu": "native", "vllm": "runs"})
     assert [by_vllm(rows, [title]) for title in ("w4a16 per group", "w3a16 per group")] == ["runs", "not run"]
+    rows += [{"title": "nvfp4", "cpu": cpu, "vllm": end} for cpu, end in (("native", "refuses"), ("emulated", "runs"))]
+    assert by_vllm(rows, ["nvfp4"]) == "emulated"
     of_demo = {"model": "demo", "layout": "gptq", "scheme": "w4a16"}
     read = [{**of_demo, "grid": "signed-scale", "layers": 35, "differ": 2}]
     read.append({**of_demo, "grid": "asymmetric", "refused": "why"})

@@ -165,9 +165,11 @@ def test_vllm_computes_what_we_do(tmp_path):
     if not os.environ.get(vllm_check.PYTHON):
         pytest.skip(f"needs a python with vLLM, named by {vllm_check.PYTHON}")
     target = tmp_path / "out.json"
-    vllm_check.main(["demo", "--length", "64", "--only", "original", "w8a8 dynamic", "--json", str(target)])
+    words = ["demo", "--length", "64", "--json", str(target)]
+    vllm_check.main([*words, "--only", "original", "w8a8 dynamic"])
+    vllm_check.main([*words, "--only", "nvfp4a16", "--cpu", "emulated"])
     for row in json.loads(target.read_text(encoding="utf-8"))["rows"]:
         assert row["vllm"] == "runs", row["reason"]
         closest = min(found["kl"] for found in row["ours"].values())
         # bfloat16 there, float32 here; codes of inputs that flip for it change all that follows.
-        assert closest < {"original": 0.01, "w8a8 dynamic": 0.1}[row["title"]], row
+        assert closest < {"original": 0.01, "nvfp4a16": 0.01, "w8a8 dynamic": 0.1}[row["title"]], row
