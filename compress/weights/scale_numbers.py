@@ -20,7 +20,7 @@ OWN_DTYPE = ("e8m0", "e4m3")  # numbers that do not depend on the dtype of the m
 
 # e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448
+FLOAT8_MAX, FLOAT8_NAN = 448, 0x7F  # as a number; as a byte, without its sign
 FLOAT8_SIGNIFICAND, FLOAT8_LEAST_EXPONENT = 4, -6
 FLOAT8_TINY = 2.0**-9
 # float16's smallest number, which is no normal one, and its largest power of two.

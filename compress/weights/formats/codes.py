@@ -34,6 +34,7 @@ from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK, blocks_of
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, Quantized
 from compress.weights.roles import Role
+from compress.weights.scale_numbers import FLOAT8, FLOAT8_NAN
 from compress.weights.terms import FLOATS, Format, Part, StoredTerm, check_finite
 
 Layout = Literal[
@@ -79,7 +80,7 @@ class CodesFormat(Format):
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         check_finite(parts, "weight_scale")
         codes = parts.get("weight")
-        if codes is not None and codes.is_floating_point() and bool(codes.isnan().any()):
+        if codes is not None and codes.dtype == FLOAT8 and FLOAT8_NAN in (codes.view(torch.uint8) & FLOAT8_NAN):
             raise CheckpointError("weight holds codes that are not numbers")
 
     def term(self, quantized: Quantized) -> "Codes":
