@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from compress.base.memory import give_back
 from compress.model.deferred import values_of
 from compress.model.experts import Expert
 from compress.model.tensors import stored_buffers
@@ -81,6 +82,7 @@ class Opened:
                 self.drop(p)
                 for call in self.on_close:
                     call(p)
+            give_back()  # the fragments of hundreds of experts would pile up until the block ends
 
     def value(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The value of a parameter in its stored dtype; that of `home`, unchanged, where the parameter was not
