@@ -1,7 +1,7 @@
 """Layers that an engine makes one layer of. It does not take them with several schemes, nor blocks of scales that would
 reach from one part into the next."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -30,19 +30,19 @@ LEAVE = "leave --for out"
 
 def check_merged(name: str, plan: Plan, model: nn.Module) -> None:
     """Raises InputError for a plan whose result an engine does not take. model: that of the plan."""
-    if (why := why_not_merged(name, plan, model)) is not None:
+    if (why := why_not_merged(name, plan, model, stored_layers(plan))) is not None:
         raise InputError(why)
 
 
-def why_not_merged(name: str, plan: Plan, model: nn.Module, halved: Collection[str] = ()) -> str | None:
-    """The reason why an engine does not take the result of a plan, a whole line; None where it does. halved: layers to
-    be stored without the zeros of 2:4."""
+def why_not_merged(name: str, plan: Plan, model: nn.Module, written: Sequence[WrittenLayer]) -> str | None:
+    """The reason why an engine does not take the result of a plan, a whole line; None where it does. written: the
+    layers that it holds."""
     loads = engine_named(name).loads
     if not loads.experts:
         return None
     if loads.fuses and (why := _why_not_trained(name, plan.passes)) is not None:
         return why
-    layers = {layer.name: layer for layer in stored_layers(plan, halved)}
+    layers = {layer.name: layer for layer in written}
     coded = {layer.name: layer.scheme for layer in layers.values() if layer.scheme is not None}
     schemes = with_dense(coded, plan)
     if mixed := mixed_experts(schemes):

@@ -27,7 +27,7 @@ from compress.engine.plan.task_loss import check_loss, check_predictions
 from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
-from compress.jobs.forecast.forecast import Outline, outline
+from compress.jobs.forecast.forecast import Outline, outline, written_layers
 from compress.jobs.forecast.peak_memory import looks_beyond, memory_modes_of, token_counts, weights_in
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
@@ -161,7 +161,8 @@ def _outline(request: Request, opened: OpenedModel, data: RunData, plan_: Plan) 
     """The outline of the run. Of little work the time is not told, which takes a measurement; nor the memory of tensors
     that lie in files."""
     timed, tokens = sum(map(weights_in, plan_.layers.values())) >= TIMED, token_counts(data.batches)
-    told = outline(opened.source, opened.device, opened.model, plan_, request, tokens, timed=timed)
+    of_model = opened.model, plan_, written_layers(plan_, request.store)
+    told = outline(opened.source, opened.device, *of_model, request, tokens, timed=timed)
     return told if request.spill is None else replace(told, memory=None)
 
 

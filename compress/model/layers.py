@@ -72,7 +72,7 @@ class Layer:
     def parameter(self) -> nn.Parameter:
         """The whole parameter, of which the weight may be a slice."""
         weight = self.module._parameters[self.key]  # not the attribute, which may be what is made of it
-        assert isinstance(weight, nn.Parameter)
+        assert weight is not None
         return weight
 
     @property
@@ -98,7 +98,8 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K); also right while the parameter is sharded."""
-        first, second = self.stored_shape[0], self.stored_shape[1:].numel()
+        shape = self.stored_shape
+        first, second = shape[0], shape[1:].numel()
         return (second, first) if self.transposed else (first, second)
 
     def stored(self, weight_NK: Tensor) -> Tensor:

@@ -325,6 +325,7 @@ def _check(plan: Plan) -> None:
         p.check({layer.name: layer.shape for layer in wanted})
         _check_grouped(p, wanted)
         _check_called(p, wanted)
+        decides, rounds = p.stage(Decide) and not p.stage(Learn), p.rounds_inputs or p.stage(Fix)
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
             if earlier is not None and p.reads == "dense weight":
@@ -344,12 +345,12 @@ def _check(plan: Plan) -> None:
                     f"{first}give them different layers (`only`, `but`)"
                 )
             rounding = rounded_by.get(layer.name)
-            if rounding is not None and p.stage(Decide) and not p.stage(Learn):
+            if rounding is not None and decides:
                 raise InputError(
                     f"{rounding.name!r} rounds the input or output of {layer.name}, about which {p.name!r} decides "
                     "after it; leave that to the last pass on a layer"
                 )
-            if p.rounds_inputs or p.stage(Fix):
+            if rounds:
                 rounded_by[layer.name] = p
             if p.writes == "mask":
                 pruned_by[layer.name] = p

@@ -55,18 +55,19 @@ def bytes_of_tensors(tensors: Tensors) -> int:
 def stored_layers(plan: Plan, halved: Collection[str] = ()) -> list[WrittenLayer]:
     """Every layer and table that a plan treats. halved: names of those that are stored without the zeros of 2:4."""
     of_tables = () if plan.embeddings is None else (plan.embeddings,)
-    found = [_written_layer(layer, plan.passes, layer.name in halved) for layer in plan.treated_layers]
-    return found + [_written_layer(table, of_tables, halved=False) for table in plan.tables]
+    # Ranks that a survey finds, and exact weights that a loss chooses, are not known before the work.
+    surveying = [p for p in (*plan.passes, *of_tables) if p.stage(Survey)]
+    found = [_written_layer(layer, plan.passes, surveying, layer.name in halved) for layer in plan.treated_layers]
+    return found + [_written_layer(table, of_tables, surveying, halved=False) for table in plan.tables]
 
 
-def _written_layer(layer: Layer, passes: Sequence[Pass], halved: bool) -> WrittenLayer:
+def _written_layer(layer: Layer, passes: Sequence[Pass], surveying: Sequence[Pass], halved: bool) -> WrittenLayer:
     mine = [p for p in passes if p.wants(layer.name)]
     names = tuple(p.name for p in mine)
     scheme = scheme_after(layer, mine, halved) if layer.has_format else None
     if scheme is None:
         return WrittenLayer(layer.name, layer.shape, names, None, {}, exact=True)
-    # Ranks that a survey finds, and exact weights that a loss chooses, are not known before the work.
-    exact = not any(isinstance(term, SparseRows) for term in scheme.terms) and not any(p.stage(Survey) for p in mine)
+    exact = not any(isinstance(term, SparseRows) for term in scheme.terms) and not any(p in surveying for p in mine)
     return WrittenLayer(layer.name, layer.shape, names, scheme, _tensors(layer, scheme), exact)
 
 

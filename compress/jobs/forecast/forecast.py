@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,9 +160,9 @@ def plan(
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
     model may also be a config.json alone, or the name of a well-known model (`known_models`), and device a GPU that is
     not here, or a name of `CARDS`. ranks: tell what each of so many takes, too. The options mean what they mean in
-    `quantize`. device_memory: what the device has, like "12GB", for which the forecast then says whether the run and
-    its result fit. output: where the result would be, for the free disk. samples, length, bos, batch_size: of the
-    calibration data, for memory and time. Raises InputError for what `quantize` refuses by shapes and names.
+    `quantize`. device_memory: what the device has, like "12GB", which the run and its result are to fit in. output:
+    where the result would be, for the free disk. samples, length, bos, batch_size: of the calibration data, for memory
+    and time. Raises InputError for what `quantize` refuses by shapes and names.
     """
     check_ranks(ranks)
     alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
@@ -173,8 +173,7 @@ def plan(
     device = None if elsewhere is None or is_absent(elsewhere) else elsewhere
     request = Request.of({**locals(), "output": "" if output is None else output})
     check_windows(length, samples)
-    check_structural(request)
-    _check_shapes_stay(request.passes)
+    _check_shapes_stay(request)
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
@@ -185,9 +184,10 @@ def plan(
     worked_on = elsewhere or find_device(None if opened.device is None else opened.device)
     tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)
     memory = partial(_memory, empty, worked_on, loaded, limit)
-    told = outline(opened.source, worked_on, empty, planned, request, tokens, loaded, available=limit)
+    layers = written_layers(planned, request.store)
+    told = outline(opened.source, worked_on, empty, planned, layers, request, tokens, loaded, available=limit)
     forecast = replace(
-        (forecast := _forecast(told, empty, planned, request)),
+        (forecast := _forecast(told, empty, planned, layers)),
         model=forecast.model if alone is None else name,
         run=run_memory(empty, forecast.saving.after, planned.cache_scheme),
         device_memory=limit,
@@ -217,9 +217,10 @@ def _decimal(words: int | str | None, size: int | None) -> list[str]:
     ]
 
 
-def _check_shapes_stay(passes: Sequence[Pass]) -> None:
+def _check_shapes_stay(request: Request) -> None:
     """Raises InputError for a pass that removes structure, after which no shape is known beforehand."""
-    if removing := next((p.name for p in passes if p.removes), None):
+    check_structural(request)
+    if removing := next((p.name for p in request.passes if p.removes), None):
         raise InputError(
             f"{removing} changes the shapes of the layers by what it finds in their values, so nothing can be told "
             "before it; plan the passes behind it on its output"
@@ -296,18 +297,18 @@ def outline(
     device: torch.device,
     model: nn.Module,
     plan: Plan,
+    layers: Sequence[WrittenLayer],
     request: Request,
     tokens: TokenCounts | None,
     loaded: int = 0,
     timed: bool = True,
     available: int | None = None,
 ) -> Outline:
-    """The outline of a plan's run. model: of any device. tokens: the calibration data; None where it is not of tokens.
-    loaded: bytes of the model that do not stay in mapped files. timed: whether the rate of this machine is measured.
-    available: bytes that the device has; None: those that are free."""
+    """The outline of a plan's run. model: of any device. layers: those of `written_layers`. tokens: the calibration
+    data; None where it is not of tokens. loaded: bytes of the model that do not stay in mapped files. timed: whether
+    the rate of this machine is measured. available: bytes that the device has; None: those that are free."""
     check_storable(plan)
     caches_config(plan, model)
-    layers = _written_layers(plan, request.store)
     coded = [layer for layer in layers if layer.scheme is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in coded)
     tensors = stored_tensors(model, plan, layers)
@@ -337,23 +338,18 @@ def outline(
     )
 
 
-def _forecast(told: Outline, model: nn.Module, plan: Plan, request: Request) -> Forecast:
+def _forecast(told: Outline, model: nn.Module, plan: Plan, layers: Sequence[WrittenLayer]) -> Forecast:
     """An outline, with what the result runs on."""
-    coded = [layer for layer in _written_layers(plan, request.store) if layer.scheme is not None]
+    coded = [layer for layer in layers if layer.scheme is not None]
     tables = {table.name for table in plan.tables}
     device = torch.device(told.device)
     kernels = [] if is_absent(device) else kernels_for(model, coded, tables, stored_dtype(model), device)
-    return Forecast(
-        **vars(told), engines=engines_for(plan, model, _layers_without_zeros(plan, request.store)), kernels=kernels
-    )
+    return Forecast(**vars(told), engines=engines_for(plan, model, layers), kernels=kernels)
 
 
-def _written_layers(plan: Plan, store: str | None) -> list[WrittenLayer]:
-    return stored_layers(plan, _layers_without_zeros(plan, store))
-
-
-def _layers_without_zeros(plan: Plan, store: str | None) -> Collection[str]:
-    return plan.treated if store == TWO_OF_FOUR else plan.halved
+def written_layers(plan: Plan, store: str | None) -> list[WrittenLayer]:
+    """Every layer and table that a plan treats, as a run with such a `store` writes them."""
+    return stored_layers(plan, plan.treated if store == TWO_OF_FOUR else plan.halved)
 
 
 def _layer_forecast(layer: WrittenLayer) -> LayerForecast:

@@ -30,6 +30,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from math import prod
 
 import torch
@@ -124,6 +125,23 @@ class PeakMemory:
         return self.program + self.loaded + self.working
 
 
+@dataclass(frozen=True)
+class _Site:
+    """A site in numbers, by which it is compared; the end of a block is one without layers. opened: weights of its
+    block that are open at one time; hidden, rows: columns of the block's first layer, and the most rows of one. place:
+    in its block, no further than it matters. decided: weights before it of which values stay. shapes: of its layers.
+    passes: places of those that treat it."""
+
+    name: str = field(compare=False)
+    opened: int
+    hidden: int
+    rows: int
+    place: int
+    decided: int
+    shapes: tuple[tuple[int, int], ...]
+    passes: tuple[int, ...]
+
+
 def memory_of(
     plan: Plan, tokens: TokenCounts, width: int, available: int | None, loaded: int = 0, own: bool = False
 ) -> PeakMemory | None:
@@ -141,13 +159,10 @@ def peak_of(
     """`memory_of` of the walk through the blocks alone, in the first mode that fits, or else the one that
     takes least; None for a plan without layers."""
     program, kept, least = (anonymous_bytes() or 0) + 2 * 4 * PIECE, None, None
+    blocks = (_in_numbers(plan, b, plan.layers.get(name, ())) for stack in plan.stacks for name, b in stack.blocks)
+    sites = dict.fromkeys(chain.from_iterable(blocks))
     for mode in memory_modes(plan, tokens, own and available is not None):
-        peaks = (
-            each
-            for stack in plan.stacks
-            for name, block in stack.blocks
-            for each in _of_block(plan, block, plan.layers.get(name, ()), tokens, width, program, mode)
-        )
+        peaks = (each for site in sites for each in _of_site(plan, site, tokens, width, program, mode))
         highest = max(peaks, key=lambda each: each.total, default=None)
         if highest is None:
             return None
@@ -212,14 +227,8 @@ def looks_beyond(p: Pass) -> bool:
 def sites_of(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     """Layers that seem to read one input, and so are decided together where they are calibrated: neighbours of one
     module with as many inputs. (A run finds out by a forward.)"""
-    site: list[Layer] = []
-    for layer in layers:
-        if site and (_place(layer), layer.shape[1]) != (_place(site[0]), site[0].shape[1]):
-            yield site
-            site = []
-        site.append(layer)
-    if site:
-        yield site
+    for _, site in groupby(layers, lambda layer: (layer.name.rpartition(".")[0], layer.shape[1])):
+        yield list(site)
 
 
 def weights_in(layers: Sequence[Layer]) -> int:
@@ -236,56 +245,52 @@ def open_weights(block: nn.Module) -> int:
     return sum(p.numel() for p in block.parameters()) - sizes.total() + 3 * max(sizes.values(), default=0)
 
 
-def _place(layer: Layer) -> str:
-    return layer.name.rpartition(".")[0]
+def _in_numbers(plan: Plan, block: nn.Module, layers: Sequence[Layer]) -> Iterator[_Site]:
+    apart, decided, name = apart_in(block), 0, ""
+    hidden, rows = layers[0].shape[1] if layers else 0, max((layer.shape[0] for layer in layers), default=0)
+    of_block = open_weights(block), hidden, rows
+    for i, site in enumerate(sites_of(layers) if plan.calibrated else ([layer] for layer in layers)):
+        name, shapes = site[0].name, tuple(layer.shape for layer in site)
+        passes = tuple(k for k, p in enumerate(plan.passes) if any(p.wants(layer.name) for layer in site))
+        yield _Site(name, *of_block, min(i, REPEATED_SITES), decided, shapes, passes)
+        # Values, and codes, which are in files otherwise.
+        decided += sum(map(prod, shapes)) if plan.calibrated and site[0].parameter not in apart else 0
+    if layers:
+        yield _Site(name, *of_block, REPEATED_SITES, decided, (), ())
 
 
-def _of_block(
-    plan: Plan,
-    block: nn.Module,
-    layers: Sequence[Layer],
-    tokens: TokenCounts,
-    width: int,
-    program: int,
-    mode: MemoryMode,
+def _of_site(
+    plan: Plan, site: _Site, tokens: TokenCounts, width: int, program: int, mode: MemoryMode
 ) -> Iterator[PeakMemory]:
-    """The memory while each site of a block is decided by each pass."""
-    own, apart = open_weights(block) * width, apart_in(block)
-    passes = [p for p in plan.passes if any(p.wants(layer.name) for layer in layers)]
-    streams = 1 + plan.compares if plan.calibrated else 0
-    hidden = layers[0].shape[1] if layers else 0
-    rows = max((layer.shape[0] for layer in layers), default=0)
+    """The memory while each pass decides about a site, or at the end of a block."""
+    streams, hidden = 1 + plan.compares if plan.calibrated else 0, site.hidden
     batch = min(tokens.batch, tokens.samples) * tokens.length
     at_once = batch if mode.at_once is None else mode.at_once * tokens.length
-    forward = WIDEST * at_once * rows * width if plan.calibrated else 0
+    forward = WIDEST * at_once * site.rows * width if plan.calibrated else 0
     between = 0 if mode.offloads else streams * tokens.count * hidden * width
-    decided, last = 0, ""
-    for i, site in enumerate(sites_of(layers) if plan.calibrated else ([layer] for layer in layers)):
-        columns = site[0].shape[1]
-        last = site[0].name
-        per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
-        waiting = int(streams * tokens.count * per_token * width)
-        passing = 0
-        if mode.repeats and i < REPEATED_SITES:
-            joined = batch * columns if at_once < batch else 0
-            waiting, passing = between, int(streams * (at_once * per_token + joined) * width)
-        for p in (p for p in passes if any(p.wants(layer.name) for layer in site)):
-            at_site = PeakMemory(program, own + decided, waiting, 0, 0, last, mode=mode)
-            if plan.calibrated:
-                statistics = statistics_of(p, columns, tokens, done=False)
-                counting = max(forward, _counting(p, batch, columns, width))
-                yield replace(at_site, activations=waiting + passing, statistics=statistics, solving=counting)
-            statistics = statistics_of(p, columns, tokens, done=True) if plan.calibrated else 0
-            solving = _solving(p, site, mode)
-            if mode.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
-                yield replace(at_site, statistics=statistics)
-                statistics = 0
-            yield replace(at_site, statistics=statistics, solving=solving)
-        kept = plan.calibrated and site[0].parameter not in apart  # values, and codes, which are in files otherwise
-        decided += weights_in(site) * (width + 1) if kept else 0
-    if mode.repeats and last:
-        # Its outputs, beside its inputs.
-        yield PeakMemory(program, own + decided, 2 * between, 0, forward, last, mode=mode)
+    weights = site.opened * width + site.decided * (width + 1)
+    if not site.shapes:
+        if mode.repeats:  # outputs of the block, beside its inputs
+            yield PeakMemory(program, weights, 2 * between, 0, forward, site.name, mode=mode)
+        return
+    columns = site.shapes[0][1]
+    per_token = max(WITHIN_ATTENTION * hidden, WITHIN_BLOCK * hidden + columns)
+    waiting, passing = int(streams * tokens.count * per_token * width), 0
+    if mode.repeats and site.place < REPEATED_SITES:
+        joined = batch * columns if at_once < batch else 0
+        waiting, passing = between, int(streams * (at_once * per_token + joined) * width)
+    for p in (plan.passes[k] for k in site.passes):
+        at_site = PeakMemory(program, weights, waiting, 0, 0, site.name, mode=mode)
+        if plan.calibrated:
+            statistics = statistics_of(p, columns, tokens, done=False)
+            counting = max(forward, _counting(p, batch, columns, width))
+            yield replace(at_site, activations=waiting + passing, statistics=statistics, solving=counting)
+        statistics = statistics_of(p, columns, tokens, done=True) if plan.calibrated else 0
+        solving = _solving(p, site.shapes, mode)
+        if mode.offloads and isinstance(p, SecondOrder):  # complete, and only then on the host
+            yield replace(at_site, statistics=statistics)
+            statistics = 0
+        yield replace(at_site, statistics=statistics, solving=solving)
 
 
 def statistics_of(p: Pass, columns: int, tokens: TokenCounts, done: bool) -> int:
@@ -322,13 +327,13 @@ def _statistic_bytes(statistic: Statistic, columns: int, tokens: TokenCounts) ->
     return sum(t.nbytes for t in tensors) + min(per_batch * batches, tokens.count) * columns * 4
 
 
-def _solving(p: Pass, site: Sequence[Layer], mode: MemoryMode) -> int:
-    """Bytes of the work on a site, beside its statistics where these stay."""
-    copies, columns = weights_in(site) * 4, site[0].shape[1]
+def _solving(p: Pass, shapes: Sequence[tuple[int, int]], mode: MemoryMode) -> int:
+    """Bytes of the work on a site of layers of these shapes, beside its statistics where these stay."""
+    sizes, columns = [*map(prod, shapes)], shapes[0][1]
+    copies = sum(sizes) * 4
     if not (isinstance(p, SecondOrder) and p.calibrated):
         return int(ROUNDING * copies)
-    matrix, copies = columns**2 * _size(p), weights_in(site) * _size(p)
-    largest = max(map(weights_in, ([layer] for layer in site))) * _size(p)
+    matrix, copies, largest = (each * _size(p) for each in (columns**2, sum(sizes), max(sizes)))
     polished = getattr(p, "refit", 1) or getattr(p, "sweeps", 1)
     each = SOLVING if polished else SWEEPING
     extra = p.act_order != "none"

@@ -28,14 +28,13 @@ class Kernel:
     why_not: tuple[str, ...]
 
 
-def engines_for(plan: Plan, model: nn.Module, halved: Collection[str]) -> dict[str, str | None]:
-    """{engine: the reason why it does not run the result of a plan, None where it does}. halved: layers that are stored
-    without the zeros of 2:4."""
+def engines_for(plan: Plan, model: nn.Module, layers: Sequence[WrittenLayer]) -> dict[str, str | None]:
+    """{engine: the reason why it does not run the result of a plan, None where it does}. layers: what it holds."""
     reasons: dict[str, str | None] = {}
     for name in ENGINES:
         try:
             check_engine(name, plan.recipe)
-            reasons[name] = why_not_merged(name, plan, model, halved)
+            reasons[name] = why_not_merged(name, plan, model, layers)
         except InputError as why:
             reasons[name] = str(why)
     return reasons

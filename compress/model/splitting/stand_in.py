@@ -12,10 +12,11 @@ def take_attributes(stand_in: nn.Module, module: nn.Module) -> None:
 def linear_of(weight_NK: Tensor, bias_N: Tensor | None, trained: bool | None = None) -> nn.Linear:
     """A linear layer with these parameters, or with views of tensors. trained: whether these take gradients, unless
     they say it themselves."""
-    layer = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias_N is not None, device="meta", dtype=weight_NK.dtype)
+    layer = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(layer)  # without values that would be made for nothing, of each of many experts
+    layer.out_features, layer.in_features = weight_NK.shape
     layer.weight = _parameter(weight_NK, trained)
-    if bias_N is not None:
-        layer.bias = _parameter(bias_N, trained)
+    layer.register_parameter("bias", None if bias_N is None else _parameter(bias_N, trained))
     return layer
 
 
