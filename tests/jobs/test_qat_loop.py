@@ -148,16 +148,20 @@ def test_the_trainer_of_transformers_trains_what_is_prepared(tmp_path):
 
 @pytest.mark.slow
 def test_the_trainer_in_two_processes_trains_what_it_trains_in_one(tmp_path):
-    """Replicas whose gradients are averaged (DDP, gloo), as `accelerate launch` starts them on several devices."""
+    """Replicas whose gradients are averaged (DDP, gloo), as `accelerate launch` starts them on several devices, and
+    shards (FSDP2)."""
     pytest.importorskip("accelerate")
-    for name, processes in (("one", 1), ("two", 2)):
+    for name, processes in (("one", 1), ("two", 2), ("sharded", 2)):
         (tmp_path / name).mkdir()
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
-        done = python(*launch, RANKS / "trainer_worker.py", tmp_path / name, processes)
+        done = python(*launch, RANKS / "trainer_worker.py", tmp_path / name, processes, name)
         assert done.returncode == 0, done.stderr
     one, first, second = (torch.load(tmp_path / at) for at in ("one/seen-0.pt", "two/seen-0.pt", "two/seen-1.pt"))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.load(tmp_path / "sharded/seen-1.pt"), one, rtol=1e-5, atol=1e-5)
+    written = compress.load(tmp_path / "sharded/out", dequantize=True)
+    torch.testing.assert_close(logits(written), one, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits(compress.load(tmp_path / "two" / "out", dequantize=True)), first)
 
 

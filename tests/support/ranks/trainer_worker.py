@@ -1,5 +1,5 @@
 """Run by every process of `torchrun`, as `accelerate launch` does it: transformers' Trainer over a prepared model, then
-`convert`: trainer_worker.py FOLDER PROCESSES."""
+`convert`: trainer_worker.py FOLDER PROCESSES [sharded]."""
 
 import os
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from commands import fast_gptq
 from models import build, tokens
 
@@ -24,8 +26,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def main(here: Path, processes: int) -> None:
-    """All samples in every step, however many processes there are."""
+def main(here: Path, processes: int, sharded: bool) -> None:
+    """All samples in every step, however many processes there are. sharded: by FSDP2."""
     prepared = compress.prepare_qat(
         build("llama"), fast_gptq(scheme="w2a16", group_size=16), calibration=tokens(8), batch_size=4
     )
@@ -39,9 +41,18 @@ def main(here: Path, processes: int) -> None:
         save_strategy="no",
         logging_strategy="no",
         dataloader_pin_memory=False,
+        fsdp=sharded or None,
     )
-    optimizer = torch.optim.AdamW(prepared.groups(learning_rate=1e-3))
-    transformers.Trainer(prepared.model, arguments, train_dataset=Rows(), optimizers=(optimizer, None)).train()
+    if sharded and arguments.device.type == "cpu":  # accelerate shards over devices, for which CPUs pass here
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+    class Trainer(transformers.Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(prepared.groups(learning_rate=1e-3))
+            return self.optimizer
+
+    Trainer(prepared.model, arguments, train_dataset=Rows()).train()
+    assert isinstance(prepared.model, torch.distributed.fsdp.FSDPModule) == sharded
     with torch.no_grad():
         seen = prepared.model.eval()(input_ids=tokens(4, seed=9)).logits
     prepared.convert(here / "out", verify=False)
@@ -49,4 +60,4 @@ def main(here: Path, processes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), "sharded" in sys.argv)
