@@ -69,6 +69,7 @@ def read_all(folder: Path) -> None:
         weight_of(source, layer).dequantize()
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 # {what is wrong: (the layouts, the change of the tensors, keys of the configuration, what the line says)}
 CASES: dict[str, tuple[tuple[str, ...], Callable[[Tensors], object], dict[str, Any], str]] = {
     "no scales": (BOTH, lambda t: t.pop(f"{LAYER}.scales"), {}, f"{LAYER}.scales is missing"),
@@ -93,11 +94,25 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Tensors], object], dict[str, A
     "marlin": (("gptq",), nothing, {"checkpoint_format": "marlin"}, "of the format 'marlin'"),
     "marlin, as it was": (("gptq",), nothing, {"is_marlin_format": True}, "format 'marlin'"),
     "other words": (("gptq",), nothing, {"pack_dtype": "int64"}, "readable: 'int32'"),
-    "no pattern": (("gptq",), nothing, {"dynamic": {"+:(": {"bits": 8}}}, "which is no pattern"),
+    "no pattern": (("gptq",), nothing, {"dynamic": {"+:(": {"bits": 8}}}, "is no regular expression"),
     "a group too large": (("gptq",), part("g_idx", lambda g: g + 1), {}, "g_idx does not give each of 2 groups 32"),
     "groups that differ": (("gptq",), part("g_idx", lambda g: g * 0), {}, "g_idx does not give each of 2 groups 32"),
     "other zero points": (("gptq",), part("qzeros", lambda z: z + 1), {}, "zero points beside 8"),
     "zero points that overflow": (("gptq",), part("qzeros", lambda z: z | -1), {"sym": False}, "for 16 or for 0"),
+    **{
+        f"AutoRound's {key}": (
+            BOTH,
+            nothing,
+            {**AUTO_ROUND, key: value},
+            "readable: int weights alone, as auto_round:auto",
+        )
+        for key, value in {
+            "packing_format": "auto_round:fp8",
+            "data_type": "mx_fp",
+            "act_bits": 8,
+            "rotation_config": {"a": 1},
+        }.items()
+    },
     "gemv": (("awq",), nothing, {"version": "gemv"}, "AWQ, version 'gemv'; readable: 'gemm'"),
     "another tool's": (("awq",), nothing, {"backend": "llm-awq"}, "version of 'llm-awq'"),
     "no zero points": (("awq",), nothing, {"zero_point": False}, "without zero points"),

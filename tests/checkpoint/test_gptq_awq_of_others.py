@@ -107,6 +107,33 @@ def test_a_layer_of_another_width_is_found_by_its_pattern(edited: Callable[..., 
     assert torch.equal(model.get_submodule(DOWN).dequantize(), gptq_weight(parts, 8).half())
 
 
+@pytest.mark.parametrize("form", ["auto_round:auto_gptq", "auto_round"])
+def test_the_words_of_auto_round_are_those_of_gptq(edited: Callable[..., Path], form: str) -> None:
+    """One width for a layer by its name, one for others by a pattern, and a name that begins another's."""
+    less = {"auto_round:auto_gptq": 1, "auto_round": 0}[form]
+
+    def wider(tensors: Tensors) -> None:
+        for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
+            codes = unpack_rows(
+                tensors[f"{name}.qweight"].t().contiguous(), 4, 8 * len(tensors[f"{name}.qweight"]), signed=False
+            )
+            bits = 8 if name == DOWN or ".1.mlp." in name else 4
+            tensors[f"{name}.qweight"] = pack_rows(codes, bits, signed=False).t()
+            zeros = torch.full(tensors[f"{name}.scales"].shape, 2 ** (bits - 1) - less, dtype=torch.uint8)
+            tensors[f"{name}.qzeros"] = pack_rows(zeros, bits, signed=False)
+
+    own = {DOWN: {"bits": 8}, "model.layers.0.mlp.up": {"bits": 16}, r".*\.1\.mlp\..*": {"bits": 8, "sym": None}}
+    words = {"quant_method": "auto-round", "packing_format": form, "checkpoint_format": None, "data_type": "int"}
+    folder = edited(wider, **words, act_bits=16, extra_config=own)
+    model, read = compress.load(folder), 0
+    for name, parts in layers_of(folder).items():
+        bits = 8 if name == DOWN or ".1.mlp." in name else 4
+        weight = gptq_weight(parts, bits) + (less - 1) * -parts["scales"][parts["g_idx"]].t().float()
+        assert torch.equal(model.get_submodule(name).dequantize(), weight.half()), name
+        read += 1
+    assert read == 14
+
+
 def test_biases_of_zeros_are_left_out_and_others_are_refused(edited: Callable[..., Path]) -> None:
     def biases(value: float) -> Callable[[Tensors], None]:
         return lambda tensors: tensors.update({f"{DOWN}.bias": torch.full((64,), value, dtype=torch.float16)})

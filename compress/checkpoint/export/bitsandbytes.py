@@ -50,18 +50,19 @@ class BitsandbytesLayout(Exporter):
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Repack the layers, one after the other, and write config.json."""
         dtype = read_config(checkpoint).dtype or torch.float32
+        word = str(dtype).removeprefix("torch.")
 
         def values(name: str) -> Tensor:
             return weight_of(checkpoint, name, dtype).dequantize().to(dtype)
 
-        written = write_layers(checkpoint, place, partial(_parts, checkpoint, _word(dtype)), len(PARTS), values)
+        written = write_layers(checkpoint, place, partial(_parts, checkpoint, word), len(PARTS), values)
         quantization = {
             "quant_method": METHOD,
             "load_in_4bit": True,
             "load_in_8bit": False,
             "bnb_4bit_quant_type": KIND,
             "bnb_4bit_use_double_quant": False,
-            "bnb_4bit_compute_dtype": _word(dtype),
+            "bnb_4bit_compute_dtype": word,
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": uncompressed(checkpoint),
         }
@@ -96,7 +97,3 @@ def _differs(source: Source, name: str) -> bool:
     state = QuantState.from_dict({f"weight{ending}": part for ending, part in held.items()}, device="cpu")
     found = dequantize_4bit(packed, state)
     return not torch.equal(found, weight_of(source, name).dequantize().to(found.dtype))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,6 @@ are refused. Scales may be negative in both.
 import re
 from collections.abc import Mapping
 from math import gcd
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +41,7 @@ class GPTQLayout(Exporter):
     about = "GPTQ's layout (format 1), for GPTQModel, ExLlama, vLLM and other readers of it; symmetric codes"
     kind = "gptq"
     reads_back = True
+    read_back = staticmethod(read_back)
     parts = 4  # tensors of a layer
     version: ClassVar[Mapping[str, str]] = {"checkpoint_format": FORMAT}
 
@@ -90,10 +90,6 @@ class GPTQLayout(Exporter):
             "meta": {"quantizer": [f"compress:{VERSION}"]},
             **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in dense}} if dense else {}),
         }
-
-    def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-        """By our reader, and by GPTQModel where it is installed."""
-        return read_back(folder, record)
 
 
 class AWQLayout(GPTQLayout):

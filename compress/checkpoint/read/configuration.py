@@ -15,7 +15,7 @@ from compress.base.errors import CheckpointError
 from compress.base.schema import fits
 from compress.weights import own_config
 
-METHOD, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
+METHOD, GPTQ, AWQ, AUTO_ROUND = "compressed-tensors", "gptq", "awq", "auto-round"
 # Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
 COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
 NUMBER = ("num_", "n_")  # others are places, like vision_feature_layer: -2
@@ -78,6 +78,10 @@ class GPTQNumbers(LayerWords, total=False):
     pack_dtype: str | None
     is_marlin_format: bool | None
     dynamic: dict[str, LayerWords] | None
+    packing_format: str | None  # this and the following: AutoRound's
+    data_type: str
+    act_bits: int | None
+    extra_config: dict[str, LayerWords] | None
 
 
 class AWQNumbers(TypedDict, total=False):
@@ -93,6 +97,7 @@ QUANTIZATIONS: dict[Any, Any] = {
     METHOD: CompressedTensorsConfig,
     own_config.METHOD: own_config.OwnQuantization,
     GPTQ: GPTQNumbers,
+    AUTO_ROUND: GPTQNumbers,
     AWQ: AWQNumbers,
 }
 

@@ -3,6 +3,8 @@
     {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": true, "checkpoint_format": "gptq",
      "dynamic": {"+:PATTERN": {"bits": 8, ...}, "-:PATTERN": {}}, ...}
     {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": true, ...}
+    {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128, "sym": true,
+     "data_type": "int", "extra_config": {"LAYER or PATTERN": {"bits": 8, ...}}, ...}
 
 Of a layer with N outputs, K inputs, G groups and codes q of n bits, whose values are (q - z) scale:
 
@@ -30,11 +32,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compress.base.errors import CheckpointError, InputError
-from compress.base.sandbox import check_expressions
-from compress.checkpoint.read.configuration import AWQ, GPTQ
+from compress.checkpoint.read.configuration import AUTO_ROUND, AWQ, GPTQ
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.kernels.layouts.words import WORD, pack_rows, unpack_rows, words_of
+from compress.model.patterns import REGULAR, check_quick, matches
 from compress.weights.formats.act_order import INDEX, ActOrder
 from compress.weights.formats.codes import Packed
 from compress.weights.grid import Grid
@@ -47,19 +49,28 @@ AWQ_BITS, GPTQ_BITS = 4, (2, 3, 4, 8)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # {checkpoint_format: what is subtracted from zero points before they are stored}.
 LESS = {"gptq": 1, "gptq_v2": 0}
+# {AutoRound's packing_format: (method, checkpoint_format)} of the same words (auto_round 0.16.1, inference/backend.py).
+PACKED = {
+    "auto_round:auto_gptq": (GPTQ, "gptq"),
+    "auto_round:gptqmodel": (GPTQ, "gptq_v2"),
+    "auto_round": (GPTQ, "gptq_v2"),
+    "auto_round:auto_awq": (AWQ, None),
+}
 INTS = (torch.int32,)
+PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")  # a sign that a name has not
 
 
 def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tuple[WeightFiles, dict[str, Any]]:
     """(Files in which such codes are packed as compressed-tensors packs them, the configuration that says so). Raises
     CheckpointError for another layout of words, and for tensors that are missing or of the wrong shape."""
+    if quantization["quant_method"] == AUTO_ROUND:
+        quantization = _of_auto_round(quantization, where)
     method = quantization["quant_method"]
     layers = sorted(name.removesuffix(f".{MARK}") for name in files.headers if name.endswith(f".{MARK}"))
     if not layers:
         raise CheckpointError(f"{where} says it is {method} but holds no {MARK}")
     if method == GPTQ:  # AWQ has no words for single layers
-        patterns = [*(quantization.get("dynamic") or ())]
-        check_expressions(f"dynamic {patterns[:1]}", [pattern.removeprefix("+:") for pattern in patterns], layers)
+        check_quick([f"{REGULAR}{pattern.removeprefix('+:')}" for pattern in quantization.get("dynamic") or ()], layers)
     views: dict[str, View] = {}
     schemes: dict[str, Scheme] = {}
     hidden: set[str] = set()
@@ -74,13 +85,29 @@ def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
     return ViewedFiles(files, hidden, views), groups_of(schemes)
 
 
+def _of_auto_round(told: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """AutoRound's configuration in the words of GPTQ or AWQ. Raises CheckpointError for one of other tensors."""
+    form, number, inputs = told.get("packing_format"), told.get("data_type", "int"), told.get("act_bits") or WORD
+    if form not in PACKED or number != "int" or inputs < WORD // 2 or told.get("rotation_config"):
+        raise CheckpointError(
+            f"{where} is AutoRound's {form!r} with {number!r} weights and inputs of {inputs} bits, or has rotations; "
+            f"readable: int weights alone, as {', '.join(PACKED)}"
+        )
+    own = (told.get("extra_config") or {}).items()  # names, and patterns that may match anywhere
+    dynamic = {f".*?(?:{name})" if PATTERN.search(name) else f"{name}$": words for name, words in own}
+    method, version = PACKED[form]
+    return {**told, "quant_method": method, "checkpoint_format": version, "dynamic": dynamic}
+
+
 def gptq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> tuple[Grid, int]:
     """(The grid of a layer, what its stored zero points are less by). Raises CheckpointError, which names `where`, for
     one that cannot be read."""
-    settings = {**quantization, **_own_words(quantization, layer, where)}
+    own = (quantization.get("dynamic") or {}).items()
+    words = next((words for pattern, words in own if matches(layer, f"{REGULAR}{pattern.removeprefix('+:')}")), {})
+    settings = {**quantization, **words}
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if form not in LESS or settings.get("is_marlin_format"):
-        form = "marlin" if settings.get("is_marlin_format") else form
+    form = "marlin" if settings.get("is_marlin_format") else form
+    if form not in LESS:
         raise CheckpointError(f"{where} is GPTQ of the format {form!r}; readable: {', '.join(LESS)}")
     if settings.get("pack_dtype") not in (None, "int32"):
         raise CheckpointError(f"{where} packs GPTQ's codes into {settings['pack_dtype']!r}; readable: 'int32'")
@@ -109,18 +136,6 @@ def _grid(given: Mapping[str, Any], layer: str, where: object, readable: Sequenc
         return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=size)
     except InputError as error:
         raise CheckpointError(f"{where}: {layer}: {error}") from None
-
-
-def _own_words(quantization: Mapping[str, Any], layer: str, where: object) -> Mapping[str, Any]:
-    """The entry of `dynamic` for a layer; empty where there is none. Raises CheckpointError for what is no pattern."""
-    for pattern, words in (quantization.get("dynamic") or {}).items():
-        try:
-            matches = re.match(pattern.removeprefix("+:"), layer) is not None
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{where} has {pattern!r} in dynamic, which is no pattern ({error})") from None
-        if matches and not pattern.startswith("-:"):
-            return words
-    return {}
 
 
 def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed, dict[str, View]]:

@@ -14,7 +14,7 @@ from compress.base.regular_files import special
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.leftovers import COMPANIONS
 from compress.checkpoint.read import bitsandbytes, coded_heads, gpt_oss, gptq_awq, mlx, modelopt, narrow_bytes
-from compress.checkpoint.read.configuration import AWQ, GPTQ, Header, check_config
+from compress.checkpoint.read.configuration import AUTO_ROUND, AWQ, GPTQ, Header, check_config
 from compress.checkpoint.read.configuration import METHOD as COMPRESSED_TENSORS
 from compress.checkpoint.read.content import Stamp, content_of, contents_of, stamp_of
 from compress.checkpoint.read.weight_files import NAMING, WeightFiles, weight_files
@@ -285,7 +285,7 @@ Seen = Callable[[WeightFiles, Mapping[str, Any], Path], tuple[WeightFiles, dict[
 METHODS: dict[Any, Seen] = {
     COMPRESSED_TENSORS: narrow_bytes.view,
     gpt_oss.METHOD: gpt_oss.view,
-    **dict.fromkeys((GPTQ, AWQ), gptq_awq.view),
+    **dict.fromkeys((GPTQ, AWQ, AUTO_ROUND), gptq_awq.view),
     bitsandbytes.METHOD: bitsandbytes.view,
     modelopt.METHOD: modelopt.view,
     mlx.METHOD: mlx.view,

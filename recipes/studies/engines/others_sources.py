@@ -37,13 +37,14 @@ import json, sys
 from importlib.metadata import version
 from auto_round import AutoRound
 model, output, rows, options = json.load(sys.stdin)
+form = options.pop("format")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 held = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 tokens = [torch.tensor([row]) for row in rows]
 made = AutoRound(held, AutoTokenizer.from_pretrained(model), iters=2, nsamples=len(rows), seqlen=len(rows[0]),
                  dataset=tokens, device_map="cpu", batch_size=4, **options)
-made.quantize_and_save(output, format="auto_gptq")
+made.quantize_and_save(output, format=form)
 print(version("auto-round"), file=sys.stderr)
 """
 GPTQ_MODEL = """
@@ -59,8 +60,9 @@ print(version("gptqmodel"), file=sys.stderr)
 """
 SIZES = {"bits": 4, "group_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "AutoRound, symmetric": (AUTO_ROUND, {**SIZES, "sym": True}),
-    "AutoRound, asymmetric": (AUTO_ROUND, {**SIZES, "sym": False}),
+    "AutoRound, symmetric": (AUTO_ROUND, {**SIZES, "sym": True, "format": "auto_gptq"}),
+    "AutoRound, asymmetric": (AUTO_ROUND, {**SIZES, "sym": False, "format": "auto_gptq"}),
+    "AutoRound's own format, symmetric": (AUTO_ROUND, {**SIZES, "sym": True, "format": "auto_round"}),
     "GPTQModel, symmetric": (GPTQ_MODEL, {**SIZES, "sym": True, "desc_act": False}),
     "GPTQModel, act-order": (GPTQ_MODEL, {**SIZES, "sym": True, "desc_act": True}),
     "GPTQModel, 8 bits": (GPTQ_MODEL, {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}),
