@@ -103,7 +103,9 @@ def gptq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> tup
     """(The grid of a layer, what its stored zero points are less by). Raises CheckpointError, which names `where`, for
     one that cannot be read."""
     own = (quantization.get("dynamic") or {}).items()
-    words = next((words for pattern, words in own if matches(layer, f"{REGULAR}{pattern.removeprefix('+:')}")), {})
+    words: Mapping[str, Any] = next(
+        (words for pattern, words in own if matches(layer, f"{REGULAR}{pattern.removeprefix('+:')}")), {}
+    )
     settings = {**quantization, **words}
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     form = "marlin" if settings.get("is_marlin_format") else form
