@@ -18,11 +18,15 @@ MIXED = [
 ]
 
 
+ROPE = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 32}
+
+
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
 def exported(request, tmp_path_factory):
     """(Our checkpoint, the same in MLX's layout)."""
     folder = tmp_path_factory.mktemp("mlx")
-    shape = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True}
+    shape = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True, "rope_parameters": ROPE}
     model = make_llama(num_hidden_layers=1, **shape).to(request.param)
     compress.quantize(save(model, folder / "model"), MIXED, output=folder / "out", verify=False)
     compress.export(folder / "out", folder / "there", "mlx")
@@ -36,6 +40,11 @@ def values(held, name, bits, group):
     codes = (ones.view(len(ones), -1, bits) << torch.arange(bits)).sum(-1)
     scales, biases = (held[f"{name}.{part}"].double().repeat_interleave(group, 1) for part in ("scales", "biases"))
     return codes * scales + biases
+
+
+def test_mlx_lm_is_told_of_rotary_positions_where_it_looks(exported):
+    config = json.loads((exported[1] / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e4, config["rope_parameters"])
 
 
 @pytest.mark.first

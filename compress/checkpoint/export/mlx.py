@@ -71,12 +71,21 @@ class MLXLayout(Exporter):
         usual = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0]
         others = {name: kind for name, kind in kinds.items() if tuple(kind.items()) != usual}
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        place.json("config.json", {**config, "quantization": {**dict(usual), **others}})
+        place.json("config.json", {**_rotary(config), **config, "quantization": {**dict(usual), **others}})
         return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         """By our reader, and by MLX where it is installed."""
         return read_by_package(folder, record, METHOD, _differs)
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary positions that mlx-lm reads: those of transformers 4. Without them it takes its defaults."""
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" not in rope:  # none, or one entry for each kind of layer
+        return {}
+    named = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    return named if rope.get("rope_type", "default") == "default" else {**named, "rope_scaling": rope}
 
 
 def _group(layer: StoredLayer) -> int:
