@@ -78,11 +78,12 @@ class Opened:
             yield
         finally:
             self._inside[expert] -= 1
-            for p in () if self._inside[expert] else expert.parameters():
-                self.drop(p)
-                for call in self.on_close:
-                    call(p)
-            give_back()  # the fragments of hundreds of experts would pile up until the block ends
+            if not self._inside[expert]:
+                for p in expert.parameters():
+                    self.drop(p)
+                    for call in self.on_close:
+                        call(p)
+                give_back()  # the fragments of hundreds of experts would pile up until the block ends
 
     def value(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The value of a parameter in its stored dtype; that of `home`, unchanged, where the parameter was not

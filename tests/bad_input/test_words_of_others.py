@@ -94,7 +94,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Tensors], object], dict[str, A
     "marlin": (("gptq",), nothing, {"checkpoint_format": "marlin"}, "of the format 'marlin'"),
     "marlin, as it was": (("gptq",), nothing, {"is_marlin_format": True}, "format 'marlin'"),
     "other words": (("gptq",), nothing, {"pack_dtype": "int64"}, "readable: 'int32'"),
-    "no pattern": (("gptq",), nothing, {"dynamic": {"+:(": {"bits": 8}}}, "is no regular expression"),
+    "no pattern": (("gptq",), nothing, {"dynamic": {"+:(": {"bits": 8}}}, "which is no pattern"),
     "a group too large": (("gptq",), part("g_idx", lambda g: g + 1), {}, "g_idx does not give each of 2 groups 32"),
     "groups that differ": (("gptq",), part("g_idx", lambda g: g * 0), {}, "g_idx does not give each of 2 groups 32"),
     "other zero points": (("gptq",), part("qzeros", lambda z: z + 1), {}, "zero points beside 8"),

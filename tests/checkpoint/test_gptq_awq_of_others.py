@@ -134,6 +134,22 @@ def test_the_words_of_auto_round_are_those_of_gptq(edited: Callable[..., Path], 
     assert read == 14
 
 
+def test_auto_round_packs_asymmetric_codes_as_awq_does(tmp_path: Path) -> None:
+    model = save(make_llama().half(), tmp_path / "model")
+    rounding = make_pass("rtn", {"group_size": 32, "grid": "asymmetric"})
+    compress.quantize(model, rounding, output=tmp_path / "out", verify=False)
+    folder = compress.export(tmp_path / "out", tmp_path / "awq", "awq").output
+    (folder / "compress.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    words = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "data_type": "int", "sym": False}
+    config["quantization_config"] = {**words, "bits": 4, "group_size": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    found, expected = (compress.load(at, dequantize=True).state_dict() for at in (folder, tmp_path / "out"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
 def test_biases_of_zeros_are_left_out_and_others_are_refused(edited: Callable[..., Path]) -> None:
     def biases(value: float) -> Callable[[Tensors], None]:
         return lambda tensors: tensors.update({f"{DOWN}.bias": torch.full((64,), value, dtype=torch.float16)})

@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compress.base.errors import CheckpointError, InputError
+from compress.base.sandbox import check_expressions
 from compress.checkpoint.read.configuration import AUTO_ROUND, AWQ, GPTQ
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.kernels.layouts.words import WORD, pack_rows, unpack_rows, words_of
-from compress.model.patterns import REGULAR, check_quick, matches
 from compress.weights.formats.act_order import INDEX, ActOrder
 from compress.weights.formats.codes import Packed
 from compress.weights.grid import Grid
@@ -70,7 +70,8 @@ def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
     if not layers:
         raise CheckpointError(f"{where} says it is {method} but holds no {MARK}")
     if method == GPTQ:  # AWQ has no words for single layers
-        check_quick([f"{REGULAR}{pattern.removeprefix('+:')}" for pattern in quantization.get("dynamic") or ()], layers)
+        patterns = [*(quantization.get("dynamic") or ())]
+        check_expressions(f"dynamic {patterns[:1]}", [pattern.removeprefix("+:") for pattern in patterns], layers)
     views: dict[str, View] = {}
     schemes: dict[str, Scheme] = {}
     hidden: set[str] = set()
@@ -86,7 +87,8 @@ def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
 
 
 def _of_auto_round(told: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """AutoRound's configuration in the words of GPTQ or AWQ. Raises CheckpointError for one of other tensors."""
+    """AutoRound's configuration in the words of GPTQ or AWQ. Raises CheckpointError for other packings and numbers, for
+    rounded inputs and for rotations."""
     form, number, inputs = told.get("packing_format"), told.get("data_type", "int"), told.get("act_bits") or WORD
     if form not in PACKED or number != "int" or inputs < WORD // 2 or told.get("rotation_config"):
         raise CheckpointError(
@@ -102,11 +104,7 @@ def _of_auto_round(told: Mapping[str, Any], where: Path) -> dict[str, Any]:
 def gptq_grid(quantization: Mapping[str, Any], layer: str, where: object) -> tuple[Grid, int]:
     """(The grid of a layer, what its stored zero points are less by). Raises CheckpointError, which names `where`, for
     one that cannot be read."""
-    own = (quantization.get("dynamic") or {}).items()
-    words: Mapping[str, Any] = next(
-        (words for pattern, words in own if matches(layer, f"{REGULAR}{pattern.removeprefix('+:')}")), {}
-    )
-    settings = {**quantization, **words}
+    settings = {**quantization, **_own_words(quantization, layer, where)}
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     form = "marlin" if settings.get("is_marlin_format") else form
     if form not in LESS:
@@ -138,6 +136,18 @@ def _grid(given: Mapping[str, Any], layer: str, where: object, readable: Sequenc
         return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=size)
     except InputError as error:
         raise CheckpointError(f"{where}: {layer}: {error}") from None
+
+
+def _own_words(quantization: Mapping[str, Any], layer: str, where: object) -> Mapping[str, Any]:
+    """The entry of `dynamic` for a layer; empty where there is none. Raises CheckpointError for what is no pattern."""
+    for pattern, words in (quantization.get("dynamic") or {}).items():
+        try:
+            matches = re.match(pattern.removeprefix("+:"), layer) is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{where} has {pattern!r} in dynamic, which is no pattern ({error})") from None
+        if matches and not pattern.startswith("-:"):
+            return words
+    return {}
 
 
 def _gptq(files: WeightFiles, layer: str, grid: Grid, less: int) -> tuple[Packed, dict[str, View]]:

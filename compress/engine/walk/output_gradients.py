@@ -103,11 +103,11 @@ def drawn(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     draws = torch.empty_like(logits_BTV)
     with torch.no_grad():
         rows = max(1, AT_ONCE // logits_BTV.shape[-1])
-        pairs = zip(logits_BTV, draws, strict=True)
-        for logits_MV, draws_MV in (part for row in pairs for part in zip(*(x.split(rows) for x in row), strict=True)):
-            p = logits_MV.softmax(-1)
-            z = p.sqrt().mul_(random_signs(p, signs))
-            torch.sub(z, p.mul_(z.sum(-1, keepdim=True)), out=draws_MV)
+        for logits_TV, draws_TV in zip(logits_BTV, draws, strict=True):
+            for logits_MV, draws_MV in zip(logits_TV.split(rows), draws_TV.split(rows), strict=True):
+                p = logits_MV.softmax(-1)
+                z = p.sqrt().mul_(random_signs(p, signs))
+                torch.sub(z, p.mul_(z.sum(-1, keepdim=True)), out=draws_MV)
         if mask_BT is not None:
             draws[~mask_BT[:, 1:].to(draws.device)] = 0.0
     return logits_BTV, draws

@@ -160,9 +160,9 @@ def plan(
     No weight is read: of a checkpoint its configuration and the headers of its files, of a model in memory its shapes.
     model may also be a config.json alone, or the name of a well-known model (`known_models`), and device a GPU that is
     not here, or a name of `CARDS`. ranks: tell what each of so many takes, too. The options mean what they mean in
-    `quantize`. device_memory: what the device has, like "12GB", which the run and its result are to fit in. output:
-    where the result would be, for the free disk. samples, length, bos, batch_size: of the calibration data, for memory
-    and time. Raises InputError for what `quantize` refuses by shapes and names.
+    `quantize`. device_memory: what the device has, like "12GB", for which the forecast then says whether the run and
+    its result fit. output: where the result would be, for the free disk. samples, length, bos, batch_size: of the
+    calibration data, for memory and time. Raises InputError for what `quantize` refuses by shapes and names.
     """
     check_ranks(ranks)
     alone = model_from_configuration(str(model)) if isinstance(model, str | Path) else None
@@ -173,7 +173,7 @@ def plan(
     device = None if elsewhere is None or is_absent(elsewhere) else elsewhere
     request = Request.of({**locals(), "output": "" if output is None else output})
     check_windows(length, samples)
-    _check_shapes_stay(request)
+    _check_structure(request)
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
@@ -181,7 +181,7 @@ def plan(
         open_one_by_one(empty)
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
-    worked_on = elsewhere or find_device(None if opened.device is None else opened.device)
+    worked_on = elsewhere or find_device(opened.device)
     tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)
     memory = partial(_memory, empty, worked_on, loaded, limit)
     layers = written_layers(planned, request.store)
@@ -217,8 +217,9 @@ def _decimal(words: int | str | None, size: int | None) -> list[str]:
     ]
 
 
-def _check_shapes_stay(request: Request) -> None:
-    """Raises InputError for a pass that removes structure, after which no shape is known beforehand."""
+def _check_structure(request: Request) -> None:
+    """Raises InputError for what `check_structural` refuses, and for a pass that removes structure, after which no
+    shape is known beforehand."""
     check_structural(request)
     if removing := next((p.name for p in request.passes if p.removes), None):
         raise InputError(
