@@ -2,6 +2,7 @@
 
 import json
 
+import mixtures
 import pytest
 import torch
 from commands import make_llama, refusal_of_export, save
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.base.errors import CheckpointError
+from compress.checkpoint.read.compressed_layers import stored_in, weight_of
+from compress.checkpoint.read.source import find_source
 
 MIXED = [
     compress.only(compress.RTN(scheme="w3a16", group_size=32), "*down_proj"),
@@ -44,7 +47,7 @@ def values(held, name, bits, group):
 
 def test_mlx_lm_is_told_of_rotary_positions_where_it_looks(exported):
     config = json.loads((exported[1] / "config.json").read_text())
-    assert (config["rope_theta"], config["rope_scaling"]) == (5e4, config["rope_parameters"])
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e4, {"type": "llama3", **config["rope_parameters"]})
 
 
 @pytest.mark.first
@@ -84,6 +87,50 @@ def test_mlx_lm_computes_the_same_logits(exported):
     theirs = torch.tensor(model(mx.array([[1, 2, 3]])).astype(mx.float32).tolist())
     ours = compress.load(out)(torch.tensor([[1, 2, 3]])).logits.float()
     assert (theirs - ours).norm() < 0.05 * ours.norm()  # products in 16 bits, each rounded its own way
+
+
+@pytest.fixture(scope="module", params=[("mixtral", "block_sparse_moe", "w1"), ("qwen3-moe", "mlp", "gate_proj")])
+def mixture(request, tmp_path_factory):
+    """(The checkpoint of a mixture, the same in MLX's layout, its block of experts, an expert's gate)."""
+    family, *names = request.param
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = {"intermediate_size": 64, **({"moe_intermediate_size": 32} if family == "qwen3-moe" else {})}
+    model = save(mixtures.made(family, **sizes).bfloat16(), folder / "model")
+    compress.quantize(model, compress.RTN(group_size=32), output=folder / "out", verify=False)
+    compress.export(folder / "out", folder / "there", "mlx")
+    return folder / "out", folder / "there", *names
+
+
+def test_experts_lie_in_stacks_of_which_our_reader_makes_layers(mixture):
+    out, there, block, gate = mixture
+    held, config = load_file(there / "model.safetensors"), json.loads((there / "config.json").read_text())
+    stack, first, again = f"model.layers.0.{block}.switch_mlp.gate_proj", find_source(str(out)), find_source(str(there))
+    assert config["num_experts"] == len(held[f"{stack}.scales"]) == 4  # mlx-lm's name, not transformers 5's
+    for i in range(4):
+        expert = {f"{gate}.{part}": held[f"{stack}.{part}"][i] for part in ("weight", "scales", "biases")}
+        weight = weight_of(first, f"model.layers.0.{block}.experts.{i}.{gate}").dequantize()
+        assert torch.equal(values(expert, gate, 4, 32).to(weight.dtype), weight)
+    layers = stored_in(first).layers
+    assert layers.keys() == stored_in(again).layers.keys()
+    assert all(torch.equal(weight_of(first, name).dequantize(), weight_of(again, name).dequantize()) for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("passes", "says"),
+    [
+        ([compress.but(compress.RTN(group_size=32), "*experts.1.w2")], "experts.1.w2.weight is not compressed"),
+        (
+            [
+                compress.only(compress.RTN(scheme="w8a16", group_size=32), "*experts.1.w2"),
+                compress.but(compress.RTN(group_size=32), "*experts.1.w2"),
+            ],
+            "switch_mlp.down_proj holds all experts, and these have several kinds of codes",
+        ),
+    ],
+)
+def test_a_stack_has_one_kind_of_codes(passes, says, tmp_path):
+    model = save(mixtures.made("mixtral", intermediate_size=64).half(), tmp_path / "model")
+    assert says in refusal_of_export(model, passes, "mlx", tmp_path)
 
 
 def test_biases_that_mlx_rounds_itself_are_refused(exported, copy_of):

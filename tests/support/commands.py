@@ -20,6 +20,7 @@ import compress
 from compress.base.progress import Silent
 from compress.checkpoint.read.source import DEMO
 from compress.cli.main import main
+from compress.passes.protocol.base import Pass
 
 VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
 PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}  # the paper's, and fast
@@ -192,8 +193,8 @@ def last_line(outcome: Outcome) -> str:
     return lines[-1]
 
 
-def refusal_of_export(model: Path, method: compress.RTN, to: str, folder: Path) -> str:
-    """The line that refuses to export what a method makes of a model; nothing is left of the export."""
+def refusal_of_export(model: Path, method: Pass | Sequence[Pass], to: str, folder: Path) -> str:
+    """The line that refuses to export what passes make of a model; nothing is left of the export."""
     compress.quantize(model, method, output=folder / "out", verify=False)
     outcome = command("export", folder / "out", "--to", to, "--output", folder / "there")
     assert outcome.code == 2

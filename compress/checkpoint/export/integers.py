@@ -1,7 +1,8 @@
 """Layers that hold nothing but integer codes and scales, for layouts that store just these."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -67,23 +68,34 @@ def write_layers(
     parts: int | None = None,
     values_of: Callable[[str], Tensor] | None = None,
     caches: Mapping[str, Tensor] | None = None,
+    stacks: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Written:
     """Write every layer, one after the other, behind the tensors that are no part of one. pack: makes so many tensors
     of a layer, by default as many as it has. values_of: makes the values that they stand for, by default those of the
-    checkpoint. caches: the scales of key-value caches; None where the layout has none, which is noted."""
+    checkpoint. caches: the scales of key-value caches; None where the layout has none, which is noted. stacks: {name:
+    layers whose tensors are written as one of that name, along a dimension in front}."""
     if caches is None:
         note_losses(source, place)
     layers = {name: layer for name, layer in stored_in(source).layers.items() if layer.shares is None}
     rest, values = list(names_to_copy(source)), dict[str, str]()
+    stacked = {each for stack in stacks.values() for each in stack}
+    single = [name for name in layers if name not in stacked]
+
+    def packed(name: str) -> Mapping[str, Tensor]:
+        values[name] = summary(values_of(name) if values_of else weight_of(source, name).dequantize())
+        return pack(name)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from ((name, source.weights.tensor(name)) for name in rest)
         yield from (caches or {}).items()
-        for name in layers:
-            values[name] = summary(values_of(name) if values_of else weight_of(source, name).dequantize())
-            yield from ((f"{name}.{part}", tensor) for part, tensor in pack(name).items())
+        for name in single:
+            yield from ((f"{name}.{part}", tensor) for part, tensor in packed(name).items())
+        for name, stack in stacks.items():
+            held = [packed(each) for each in stack]
+            yield from ((f"{name}.{part}", torch.stack([each[part] for each in held])) for part in held[0])
 
-    count = sum(len(layer.parts) if parts is None else parts for layer in layers.values())
+    firsts = (*single, *(stack[0] for stack in stacks.values()))
+    count = sum(len(layers[name].parts) if parts is None else parts for name in firsts)
     place.tensors(tensors(), len(rest) + len(caches or {}) + count)
     return Written(len(layers), {"values": values})
 

@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.integers import (
     grid_of,
     integers_of,
+    names_to_copy,
     why_no_linear_codes,
     why_not_codes,
     why_not_grid,
@@ -26,13 +27,18 @@ from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_by_package
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
-from compress.checkpoint.read.mlx import METHOD, PARTS
-from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.mlx import METHOD, PARTS, expert_of, stack_of
+from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.kernels.layouts.words import pack_rows
 from compress.model.experts import Experts
+from compress.model.layers import transposed_weights
 
 GROUPS = (128, 64, 32)
+ROTARY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+# Families whose mixtures mlx-lm 0.32.2 computes from stacks of experts. It makes two matrices of DeepSeek's `kv_b_proj`
+# as it loads, and rounds them again.
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 
 
 class MLXLayout(Exporter):
@@ -42,11 +48,23 @@ class MLXLayout(Exporter):
     kind = METHOD
     reads_back = True
 
+    def why_not_model(self, model: Source) -> list[str]:
+        """Mixtures of some families; no weights that mlx-lm turns as it loads, without their codes."""
+        empty, reasons = empty_model(model), []
+        if (
+            any(isinstance(module, Experts) for module in empty.modules())
+            and model.config["model_type"] not in MIXTURES
+        ):
+            reasons.append(f"it is a mixture; of these MLX takes {', '.join(MIXTURES)}; `--to gguf` takes it")
+        if turned := transposed_weights(empty):
+            reasons.append(f"{min(turned)} is stored as [inputs, outputs]; `--to gguf` takes it")
+        return reasons
+
     def why_not(self, checkpoint: Source) -> list[str]:
-        """Weight-only symmetric codes, in layers that mlx-lm finds under the names of the checkpoint."""
+        """Weight-only symmetric codes, the same for all experts of a block."""
         layers = stored_in(checkpoint).layers
-        if not layers:
-            return why_no_linear_codes(checkpoint)
+        if reasons := why_no_linear_codes(checkpoint) if not layers else self.why_not_model(checkpoint):
+            return reasons
         for name, layer in layers.items():
             if (why := why_not_codes(layer)) is not None:
                 return [f"{name} {why}"]
@@ -55,23 +73,28 @@ class MLXLayout(Exporter):
                 return [f"{name} {found[0]}"]
             if not grid.symmetric:
                 return [f"{name} has asymmetric codes, whose minima MLX would round; quantize with --grid signed-scale"]
-        if any(isinstance(module, Experts) for module in empty_model(checkpoint).modules()):
-            return ["mlx-lm joins the experts of a block as it loads, dense ones alone; `--to gguf` takes it"]
+        for stack, experts in stacks_of(layers).items():
+            if len({grid_of(layers[each]) for each in experts}) > 1:
+                return [f"{stack} holds all experts, and these have several kinds of codes; give them one scheme"]
+        plain = (name for name in names_to_copy(checkpoint) if stack_of(name.removesuffix(".weight")))
+        if (first := next(plain, None)) is not None and stacks_of(layers):
+            return [f"{first} is not compressed, and other experts are; compress all, or none"]
         return []
 
     def write(self, checkpoint: Source, place: Place) -> Written:
         """Write the layers, one after the other, and config.json."""
         layers = stored_in(checkpoint).layers
-        written = write_layers(checkpoint, place, partial(_parts, checkpoint), len(PARTS))
+        stacks = stacks_of(layers)
+        written = write_layers(checkpoint, place, partial(_parts, checkpoint), len(PARTS), stacks=stacks)
         kinds = {
-            name: {"group_size": _group(layer), "bits": grid_of(layer).bits}
+            stack_of(name) or name: {"group_size": _group(layer), "bits": grid_of(layer).bits}
             for name, layer in layers.items()
             if layer.shares is None
         }
         usual = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0]
         others = {name: kind for name, kind in kinds.items() if tuple(kind.items()) != usual}
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        place.json("config.json", {**_rotary(config), **config, "quantization": {**dict(usual), **others}})
+        place.json("config.json", {**_older_keys(checkpoint), **config, "quantization": {**dict(usual), **others}})
         return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,13 +102,26 @@ class MLXLayout(Exporter):
         return read_by_package(folder, record, METHOD, _differs)
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of rotary positions that mlx-lm reads: those of transformers 4. Without them it takes its defaults."""
+def stacks_of(layers: Iterable[str]) -> dict[str, list[str]]:
+    """{stack of experts as mlx-lm names it: its layers, in the order of the experts}."""
+    found: dict[str, list[str]] = {}
+    for name in layers:
+        if (stack := stack_of(name)) is not None:
+            found.setdefault(stack, []).append(name)
+    return {stack: sorted(names, key=expert_of) for stack, names in found.items()}
+
+
+def _older_keys(checkpoint: Source) -> dict[str, Any]:
+    """Keys of the configuration as transformers 4 named them, which mlx-lm reads, for what has another name now: it
+    takes its defaults without them, or refuses the model."""
+    config = checkpoint.config
+    older = {old: config[new] for old, new in read_config(checkpoint).attribute_map.items() if new in config}
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" not in rope:  # none, or one entry for each kind of layer
-        return {}
-    named = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    return named if rope.get("rope_type", "default") == "default" else {**named, "rope_scaling": rope}
+    if "rope_theta" in rope:  # not one entry for each kind of layer
+        kind = rope.get("rope_type", "default")
+        older |= {key: rope[key] for key in ROTARY if key in rope}
+        older["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return older
 
 
 def _group(layer: StoredLayer) -> int:
@@ -108,7 +144,10 @@ def _differs(source: Source, name: str) -> bool:
     import mlx.core as mx
     import numpy as np
 
-    weight, *rest = (source.weights.stored_tensor(f"{name}.{part}") for part in PARTS)
+    stack = stack_of(name)
+    weight, *rest = (source.weights.stored_tensor(f"{stack or name}.{part}") for part in PARTS)
+    if stack is not None:
+        weight, *rest = (part[expert_of(name)] for part in (weight, *rest))
     words = mx.array(weight.view(torch.int32).numpy().view(np.uint32))
     scales = (mx.array(each.float().numpy()) for each in rest)
     grid = grid_of(stored_in(source).layers[name])

@@ -8,10 +8,14 @@ Of a layer with N outputs, K inputs and G groups, whose values are codes * scale
     scales    any float [N, G]
     biases    the same [N, G]
 
+All experts of a block lie in one stack, with a dimension E in front, `mlp.switch_mlp.gate_proj` for
+`mlp.experts.0.gate_proj` and the others.
+
 The words are those of compressed-tensors, so symmetric codes need no repacking: their biases are -2^(n-1) scales.
 MLX's own rounding has a minimum of each group as its bias, which no integer zero point gives: that is refused.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.kernels.layouts.words import words_of
+from compress.model.split_experts import LEAVES, SPARSE, SPARSE_LEAVES
 from compress.weights.formats.codes import Packed
 from compress.weights.grid import Grid
 from compress.weights.own_config import groups_of
@@ -31,6 +36,32 @@ from compress.weights.terms import FLOATS
 
 METHOD = "mlx"
 PARTS = ("weight", "scales", "biases")
+STACK = "switch_mlp"
+EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)")
+NAMES = dict(zip(SPARSE_LEAVES, LEAVES, strict=True))  # of Mixtral's layers in a stack
+
+
+def stack_of(layer: str) -> str | None:
+    """The stack that holds the layer of an expert; None for another layer."""
+    found = EXPERT.fullmatch(layer)
+    return None if found is None else f"{found[1]}.{STACK}.{NAMES.get(found[3], found[3])}"
+
+
+def expert_of(layer: str) -> int:
+    """The number of the expert whose layer it is."""
+    found = EXPERT.fullmatch(layer)
+    assert found is not None
+    return int(found[2])
+
+
+def layers_of(stack: str, experts: int) -> list[str]:
+    """The layers that lie in a stack, in their order. Raises CheckpointError."""
+    block, named, leaf = stack.rpartition(f".{STACK}.")
+    if not named or leaf not in LEAVES:
+        raise CheckpointError(f"{stack} has three dimensions; those can be read of {STACK}.{', '.join(LEAVES)}")
+    if block.rpartition(".")[2] == SPARSE:
+        leaf = SPARSE_LEAVES[LEAVES.index(leaf)]
+    return [f"{block}.experts.{i}.{leaf}" for i in range(experts)]
 
 
 def entry(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -50,12 +81,13 @@ def view(files: WeightFiles, quantization: Mapping[str, Any], where: Path) -> tu
     hidden: set[str] = set()
     views: dict[str, View] = {}
     schemes: dict[str, Scheme] = {}
-    for layer in layers:
-        own = quantization.get(layer)
-        grid = _grid({**quantization, **own} if isinstance(own, Mapping) else quantization, layer, where)
-        schemes[layer] = Scheme(terms=(Packed(grid=grid),))
-        hidden |= {f"{layer}.{part}" for part in PARTS}
-        views |= _layer(files, layer, grid)
+    for stored in layers:
+        own = quantization.get(stored)
+        grid = _grid({**quantization, **own} if isinstance(own, Mapping) else quantization, stored, where)
+        hidden |= {f"{stored}.{part}" for part in PARTS}
+        for place, layer in _layers(files, stored):
+            schemes[layer] = Scheme(terms=(Packed(grid=grid),))
+            views |= _layer(files, stored, layer, place, grid)
     return ViewedFiles(files, hidden, views), groups_of(schemes)
 
 
@@ -68,24 +100,32 @@ def _grid(given: Mapping[str, Any], layer: str, where: Path) -> Grid:
         raise CheckpointError(f"{where}: {layer}: {error}") from None
 
 
-def _layer(files: WeightFiles, layer: str, grid: Grid) -> dict[str, View]:
-    """The views of a layer's tensors."""
-    weight, scales, biases = (f"{layer}.{part}" for part in PARTS)
-    (rows, groups), dtype = files.headers[scales]
+def _layers(files: WeightFiles, stored: str) -> list[tuple[tuple[int, ...], str]]:
+    """(Its place in the stored tensors, the name) of each layer that they hold."""
+    shape, _ = files.headers[f"{stored}.scales"]
+    if len(shape) not in (2, 3):
+        raise CheckpointError(f"{stored}.scales has shape {shape}; it must have two dimensions, of experts three")
+    return [((), stored)] if len(shape) == 2 else [((i,), each) for i, each in enumerate(layers_of(stored, shape[0]))]
+
+
+def _layer(files: WeightFiles, stored: str, layer: str, place: tuple[int, ...], grid: Grid) -> dict[str, View]:
+    """The views of a layer's tensors, at a place of the stored ones."""
+    weight, scales, biases = (f"{stored}.{part}" for part in PARTS)
+    (*stack, rows, groups), dtype = files.headers[scales]
     columns, size = groups * (grid.group_size or 0), (rows, groups)
     words = (rows, words_of(columns, grid.bits))
     for name, shape, kinds in ((weight, words, (torch.uint32,)), (scales, size, FLOATS), (biases, size, FLOATS)):
-        files.expect(name, shape, kinds)
+        files.expect(name, (*stack, *shape), kinds)
 
     def scale(held: Tensor, bias: Tensor) -> Tensor:
-        if not torch.equal(held * -(2 ** (grid.bits - 1)), bias):
+        if not torch.equal(held[place] * -(2 ** (grid.bits - 1)), bias[place]):
             raise CheckpointError(
                 f"{biases} are no multiples of the scales, as MLX's own rounding makes them; readable: symmetric codes"
             )
-        return held
+        return held[place]
 
     return {
-        f"{layer}.weight_packed": View((words, "I32"), (weight,), lambda held: held.view(torch.int32)),
+        f"{layer}.weight_packed": View((words, "I32"), (weight,), lambda held: held[place].view(torch.int32)),
         f"{layer}.weight_scale": View((size, dtype), (scales, biases), scale),
         f"{layer}.weight_shape": View(((2,), "I64"), (scales,), lambda _: torch.tensor((rows, columns))),
     }

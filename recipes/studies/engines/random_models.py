@@ -83,6 +83,14 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=64, norm_topk_prob=True)
     ),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**{**SIZES, "intermediate_size": 256}, num_experts=8, num_experts_per_tok=2)
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(
+            **HEADS, moe_intermediate_size=256, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=2
+        )
+    ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
     ),
