@@ -21,8 +21,9 @@ from typing import Any
 
 import compress
 from compress.base.fresh_process import fresh
-from compress.checkpoint.files import read_json, write_json
+from compress.checkpoint.files import read_json
 from compress.passes.protocol.recipe import make_pass
+from compress.recipes.studies.engines.gguf_check import keep
 from compress.recipes.studies.figures import asked, made_by
 
 
@@ -95,14 +96,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print("| model | scheme | groups | GPTQModel |\n|---|---|---|---|", flush=True)
-    rows: list[dict[str, Any]] = []
     for model in arguments.models:
         for case in CASES:
             with tempfile.TemporaryDirectory() as scratch:
-                rows.append(row_of(model, case, arguments.python, Path(scratch)))
-            print(line_of(rows[-1]), flush=True)
+                row = row_of(model, case, arguments.python, Path(scratch))
+            print(line_of(row), flush=True)
             if arguments.json:
-                write_json(arguments.json, {"command": asked(__file__), **made_by(), "rows": rows})
+                keep(arguments.json, {**row, "command": asked(__file__), "made_by": made_by()})
 
 
 if __name__ == "__main__":
