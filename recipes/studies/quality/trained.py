@@ -17,6 +17,7 @@ STARTS: dict[str, list[dict[str, dict[str, object]]]] = {
     "w4a4 smoothquant, gptq": [{"smoothquant": {"scheme": "w4a4", "rounding": "none"}}, {"gptq": {"scheme": "w4a4"}}],
     "w4a4 static smoothquant, gptq": [{"smoothquant": {**STATIC, "rounding": "none"}}, {"gptq": STATIC}],
     "sparsegpt 2:4": [{"sparsegpt": {"pattern": "2:4"}}],
+    "w4a16 sparsegpt 2:4, gptq": [{"sparsegpt": {"pattern": "2:4"}}, {"gptq": {"scheme": "w4a16"}}],
     "ternary": [{"ternary": {}}],
 }
 
