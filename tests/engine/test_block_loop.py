@@ -1,6 +1,7 @@
 """The pipeline on every family of models: what is compressed, what is left alone, in which order, and what it costs."""
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import compress
 from compress.base.errors import CompressError, InputError
 from compress.checkpoint.write.record import LayerRecord
-from compress.engine.walk.block import ELSEWHERE
+from compress.engine.walk.block import ELSEWHERE, BlockRun
 from compress.engine.walk.remarks import remark_on_few_tokens, remark_on_less
 from compress.model.layers import find_stacks, layers_of
 from compress.model.splitting.split_layers import ADVICE
@@ -93,6 +94,19 @@ def test_gptq_loses_less_than_rtn_on_a_model_with_structure():
 def test_rtn_needs_no_forward():
     result = compress.quantize(build("llama"), compress.RTN(group_size=16))
     assert result.record.block_forwards == 0
+
+
+@pytest.mark.parametrize(
+    "method", [compress.RTN(group_size=16), GPTQ, replace(GPTQ, objective="loss")], ids=["rtn", "gptq", "loss"]
+)
+def test_what_was_decided_about_a_block_is_freed_with_it(method):
+    gc.collect()
+    gc.disable()  # which looks for cycles the less often, the more objects a model has
+    try:
+        compress.quantize(build("llama"), method, calibration=tokens())
+        assert not [each for each in gc.get_objects() if isinstance(each, BlockRun)]
+    finally:
+        gc.enable()
 
 
 def test_two_runs_are_identical():

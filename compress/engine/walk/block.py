@@ -72,6 +72,9 @@ def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Stream
             here.repeat(before)
     run.record.changed.append(name or "all of it")
     run.steps.finish(name, usual=before is None)
+    # They hold the block's decisions, which hold `opened`: a cycle that would wait for Python's collector.
+    opened.on_open.clear()
+    opened.on_close.clear()
     give_back()
     return here.streams
 
