@@ -42,8 +42,8 @@ def row_of(name: str, model: Path, scheme: str, arguments: argparse.Namespace, s
     rows = load_tokens(arguments.text, tokenizer, source.config, what="text", **limits).ids
     np.save(scratch / "ids.npy", rows.numpy())
     worker = str(Path(__file__).with_name("mlx_worker.py"))
-    words = (str(folder), str(scratch / "ids.npy"), str(scratch / "out.npz"), str(arguments.tokens), arguments.dtype)
-    done = subprocess.run([arguments.mlx_python, worker, *words], stderr=subprocess.PIPE, text=True)
+    task = (str(folder), str(scratch / "ids.npy"), str(scratch / "out.npz"), str(arguments.tokens), arguments.dtype)
+    done = subprocess.run([arguments.mlx_python, worker, *task], stderr=subprocess.PIPE, text=True)
     row = {"model": name, "title": f"{scheme} {arguments.dtype}", "scheme": scheme, "dtype": arguments.dtype}
     if done.returncode:
         return {**row, "error": done.stderr.strip().splitlines()[-1]}
