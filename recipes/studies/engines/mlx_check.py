@@ -85,7 +85,8 @@ def main() -> None:
                     row = row_of(name, model, scheme, arguments, Path(scratch))
                 shown = ("model", "title", "kl", "perplexity", "same_top", "same_greedy", "error")
                 print({key: row[key] for key in shown if key in row}, flush=True)
-                keep(arguments.json, {**row, "tokens": arguments.tokens, "command": asked(__file__), "made_by": made_by()})
+                made_here = {"tokens": arguments.tokens, "command": asked(__file__), "made_by": made_by()}
+                keep(arguments.json, row | made_here)
 
 
 if __name__ == "__main__":
