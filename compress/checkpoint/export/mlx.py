@@ -50,11 +50,8 @@ class MLXLayout(Exporter):
 
     def why_not_model(self, model: Source) -> list[str]:
         """Mixtures of some families; no weights that mlx-lm turns as it loads, without their codes."""
-        empty, reasons = empty_model(model), []
-        if (
-            any(isinstance(module, Experts) for module in empty.modules())
-            and model.config["model_type"] not in MIXTURES
-        ):
+        empty, reasons, family = empty_model(model), [], model.config["model_type"]
+        if family not in MIXTURES and any(isinstance(module, Experts) for module in empty.modules()):
             reasons.append(f"it is a mixture; of these MLX takes {', '.join(MIXTURES)}; `--to gguf` takes it")
         if turned := transposed_weights(empty):
             reasons.append(f"{min(turned)} is stored as [inputs, outputs]; `--to gguf` takes it")
