@@ -10,6 +10,7 @@ import torch
 import transformers
 from commands import Desk, command, make_llama, save
 from mixtures import made, tokens
+from models import build
 from transformers import CompressedTensorsConfig
 
 import compress
@@ -118,12 +119,8 @@ EXPORTED: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, object] | Non
     ),
     "zero points on Macs": (make_llama, {**W4, "grid": "asymmetric"}, "mlx", "quantize with --grid signed-scale"),
     "groups on Macs": (make_llama, {"group_size": 16}, "mlx", "allowed: multiples of 32; quantize with --group-size"),
-    "a mixture on Macs": (
-        partial(made, "deepseek-v3"),
-        {"group_size": 16},
-        "mlx",
-        "of these MLX takes mixtral",
-    ),
+    "a mixture on Macs": (partial(made, "deepseek-v3"), {"group_size": 16}, "mlx", "of these MLX takes mixtral"),
+    "GPT-2 on Macs": (partial(build, "gpt2"), W4, "mlx", "c_attn.weight is stored as [inputs, outputs]"),
     "rounded inputs": (make_llama, {"scheme": "w8a8"}, "mlx", "quantize weights alone, like --scheme w8a16"),
     "integers for TensorRT": (make_llama, W4, "modelopt", "modelopt has nvfp4, nvfp4a16, mxfp8, fp8, and fp8 with"),
     "an activation": (partial(make_llama, hidden_act="relu"), W4, "gguf", "its activation is relu; llama.cpp computes"),

@@ -27,7 +27,7 @@ from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_by_package
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
-from compress.checkpoint.read.mlx import METHOD, PARTS, expert_of, stack_of
+from compress.checkpoint.read.mlx import METHOD, PARTS, place_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.kernels.layouts.words import pack_rows
@@ -70,11 +70,12 @@ class MLXLayout(Exporter):
                 return [f"{name} {found[0]}"]
             if not grid.symmetric:
                 return [f"{name} has asymmetric codes, whose minima MLX would round; quantize with --grid signed-scale"]
-        for stack, experts in stacks_of(layers).items():
+        stacks = stacks_of(layers)
+        for stack, experts in stacks.items():
             if len({grid_of(layers[each]) for each in experts}) > 1:
                 return [f"{stack} holds all experts, and these have several kinds of codes; give them one scheme"]
-        plain = (name for name in names_to_copy(checkpoint) if stack_of(name.removesuffix(".weight")))
-        if (first := next(plain, None)) is not None and stacks_of(layers):
+        plain = (name for name in names_to_copy(checkpoint) if place_of(name.removesuffix(".weight")))
+        if stacks and (first := next(plain, None)) is not None:
             return [f"{first} is not compressed, and other experts are; compress all, or none"]
         return []
 
@@ -84,7 +85,7 @@ class MLXLayout(Exporter):
         stacks = stacks_of(layers)
         written = write_layers(checkpoint, place, partial(_parts, checkpoint), len(PARTS), stacks=stacks)
         kinds = {
-            stack_of(name) or name: {"group_size": _group(layer), "bits": grid_of(layer).bits}
+            (place_of(name) or (name,))[0]: {"group_size": _group(layer), "bits": grid_of(layer).bits}
             for name, layer in layers.items()
             if layer.shares is None
         }
@@ -101,11 +102,12 @@ class MLXLayout(Exporter):
 
 def stacks_of(layers: Iterable[str]) -> dict[str, list[str]]:
     """{stack of experts as mlx-lm names it: its layers, in the order of the experts}."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[int, str]] = {}
     for name in layers:
-        if (stack := stack_of(name)) is not None:
-            found.setdefault(stack, []).append(name)
-    return {stack: sorted(names, key=expert_of) for stack, names in found.items()}
+        if (place := place_of(name)) is not None:
+            stack, expert = place
+            found.setdefault(stack, {})[expert] = name
+    return {stack: [experts[i] for i in sorted(experts)] for stack, experts in found.items()}
 
 
 def _older_keys(checkpoint: Source) -> dict[str, Any]:
@@ -141,10 +143,8 @@ def _differs(source: Source, name: str) -> bool:
     import mlx.core as mx
     import numpy as np
 
-    stack = stack_of(name)
-    weight, *rest = (source.weights.stored_tensor(f"{stack or name}.{part}") for part in PARTS)
-    if stack is not None:
-        weight, *rest = (part[expert_of(name)] for part in (weight, *rest))
+    stack, expert = place_of(name) or (name, ...)
+    weight, *rest = (source.weights.stored_tensor(f"{stack}.{part}")[expert] for part in PARTS)
     words = mx.array(weight.view(torch.int32).numpy().view(np.uint32))
     scales = (mx.array(each.float().numpy()) for each in rest)
     grid = grid_of(stored_in(source).layers[name])

@@ -41,17 +41,10 @@ EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)")
 NAMES = dict(zip(SPARSE_LEAVES, LEAVES, strict=True))  # of Mixtral's layers in a stack
 
 
-def stack_of(layer: str) -> str | None:
-    """The stack that holds the layer of an expert; None for another layer."""
+def place_of(layer: str) -> tuple[str, int] | None:
+    """(The stack that holds the layer of an expert, its place in it); None for another layer."""
     found = EXPERT.fullmatch(layer)
-    return None if found is None else f"{found[1]}.{STACK}.{NAMES.get(found[3], found[3])}"
-
-
-def expert_of(layer: str) -> int:
-    """The number of the expert whose layer it is."""
-    found = EXPERT.fullmatch(layer)
-    assert found is not None
-    return int(found[2])
+    return None if found is None else (f"{found[1]}.{STACK}.{NAMES.get(found[3], found[3])}", int(found[2]))
 
 
 def layers_of(stack: str, experts: int) -> list[str]:

@@ -24,7 +24,7 @@ from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import DEMO, find_source
 from compress.recipes.studies.engines.agreement import same_start
 from compress.recipes.studies.engines.gguf_check import keep
-from compress.recipes.studies.engines.random_models import FAMILIES, made
+from compress.recipes.studies.engines.random_models import FAMILIES, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 FORMS = ("onnx-exact", "onnx")
@@ -90,8 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| model | form | same greedy | tokenizer |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        models = {Path(name).name: find_source(name).path for name in arguments.models}
-        models |= {f"random {family}": made(family, Path(folder) / family / "model") for family in arguments.random}
+        models = named_models(arguments.models, arguments.random, Path(folder))
         for name, model in models.items():
             with tempfile.TemporaryDirectory() as scratch:
                 for row in rows_of(name, model, arguments, Path(scratch)):

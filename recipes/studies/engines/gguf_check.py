@@ -40,7 +40,7 @@ from compress.checkpoint.read.source import DEMO, find_source
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
-from compress.recipes.studies.engines.random_models import FAMILIES, made
+from compress.recipes.studies.engines.random_models import FAMILIES, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 WORKER = Path(__file__).with_name("gguf_worker.py")
@@ -331,9 +331,7 @@ def main(words: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     print(TABLE, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        models = {Path(name).name: find_source(name).path for name in arguments.models}
-        # llama.cpp looks for some families' special tokens where a model has their name.
-        models |= {f"random {family}": made(family, Path(folder) / family / "model") for family in arguments.random}
+        models = named_models(arguments.models, arguments.random, Path(folder))
         for name, model in models.items():
             for title in arguments.titles:
                 with tempfile.TemporaryDirectory() as scratch:

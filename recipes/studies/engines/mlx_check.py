@@ -24,7 +24,7 @@ from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.gguf_check import keep
-from compress.recipes.studies.engines.random_models import FAMILIES, made
+from compress.recipes.studies.engines.random_models import FAMILIES, named_models
 from compress.recipes.studies.figures import asked, command, made_by
 
 SCHEMES = [f"w{bits}a16" for bits in (2, 3, 4, 5, 6, 8)]
@@ -77,8 +77,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        models = {Path(name).name: find_source(name).path for name in arguments.models}
-        models |= {f"random {family}": made(family, Path(folder) / family / "model") for family in arguments.random}
+        models = named_models(arguments.models, arguments.random, Path(folder))
         for name, model in models.items():
             for scheme in arguments.schemes:
                 with tempfile.TemporaryDirectory() as scratch:

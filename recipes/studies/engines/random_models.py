@@ -6,7 +6,7 @@ demo's text.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.gguf.pre_tokenizers import GPT4O, LLAMA3, QWEN2
-from compress.checkpoint.read.source import DEMO
+from compress.checkpoint.read.source import DEMO, find_source
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048,
@@ -151,6 +151,13 @@ def made(family: str, folder: Path) -> Path:
     write_json(folder / "tokenizer.json", held)
     shutil.copyfile(DEMO / "tokenizer_config.json", folder / "tokenizer_config.json")
     return folder
+
+
+def named_models(models: Sequence[str], families: Sequence[str], folder: Path) -> dict[str, Path]:
+    """{name: model} of directories (or `demo`), and of random models of families, which are made in a folder."""
+    found = {Path(name).name: find_source(name).path for name in models}
+    # llama.cpp looks for some families' special tokens where a model has their name.
+    return found | {f"random {family}": made(family, folder / family / "model") for family in families}
 
 
 def _split(pattern: str) -> dict[str, Any]:
