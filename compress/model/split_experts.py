@@ -46,6 +46,11 @@ def _gets_sorted_rows(module: nn.Module) -> bool:
     return list(inspect.signature(type(module).forward).parameters) == ["self", "hidden_states"]
 
 
+def has_experts(model: nn.Module) -> bool:
+    """True for a mixture, whether its experts lie in one parameter or are layers."""
+    return any(isinstance(module, Experts) or is_joined(module) for module in model.modules())
+
+
 def split_experts(model: nn.Module, stored: Collection[str] | None = None) -> list[str]:
     """Replace the marked experts of a model by linear layers, in place. Returns the names of the modules. stored: the
     names of tensors of a checkpoint; where these are not of single experts, nothing is replaced.

@@ -30,9 +30,8 @@ from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.inference.load.dense_model import without_weights
 from compress.inference.load.kv_caches import cache_hook
-from compress.model.experts import Experts
 from compress.model.layers import transposed_weights
-from compress.model.split_experts import is_joined
+from compress.model.split_experts import has_experts
 from compress.onnx import genai
 from compress.onnx.graph_edits import narrow_tables
 from compress.onnx.layers import Dynamic, GraphLayer, InBlocks, NBits, Static
@@ -90,7 +89,7 @@ def why_no_graph(source: Source) -> str | None:
         return f"a {type(model).__name__} is an encoder with a decoder, two graphs; `--to dense` takes it"
     if getattr(model, "main_input_name", None) not in ("input_ids", "pixel_values"):
         return f"a {type(model).__name__} takes neither token ids nor images; `--to dense` takes it"
-    if any(isinstance(module, Experts) or is_joined(module) for module in model.modules()):
+    if has_experts(model):
         return f"a {type(model).__name__} routes tokens to experts, which no graph here does; `--to dense` takes it"
     if transposed_weights(model):
         return (

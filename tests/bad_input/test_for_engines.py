@@ -106,6 +106,24 @@ def test_what_an_engine_does_not_run_is_one_line(what: str, desk: Desk) -> None:
     assert not list(desk.here.glob("output*"))
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (partial(made, "deepseek-v3"), "it is a mixture; of these MLX takes mixtral"),
+        (partial(build, "gpt2"), "c_attn.weight is stored as [inputs, outputs]"),
+    ],
+    ids=["a mixture", "gpt2"],
+)
+def test_a_model_that_an_engine_does_not_run_is_refused_before_it_is_quantized(
+    model: Callable[[], torch.nn.Module], says: str, tmp_path: Path
+) -> None:
+    words = ("--method", "rtn", "--for", "mlx", "--output", tmp_path / "output", "--quiet")
+    outcome = command("quantize", save(model().half(), tmp_path / "model"), *words)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome
+    assert says in outcome.err
+    assert not list(tmp_path.glob("output*"))
+
+
 W4 = {"group_size": 32}
 # (What is quantized by RTN's options, or left as it is, --to, what the line says)
 EXPORTED: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, object] | None, str, str]] = {

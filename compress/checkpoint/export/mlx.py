@@ -31,8 +31,8 @@ from compress.checkpoint.read.mlx import METHOD, PARTS, place_of
 from compress.checkpoint.read.pretrained import empty_model, read_config
 from compress.checkpoint.read.source import Source
 from compress.kernels.layouts.words import pack_rows
-from compress.model.experts import Experts
 from compress.model.layers import transposed_weights
+from compress.model.split_experts import has_experts
 
 GROUPS = (128, 64, 32)
 ROTARY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -51,7 +51,7 @@ class MLXLayout(Exporter):
     def why_not_model(self, model: Source) -> list[str]:
         """Mixtures of some families; no weights that mlx-lm turns as it loads, without their codes."""
         empty, reasons, family = empty_model(model), [], model.config["model_type"]
-        if family not in MIXTURES and any(isinstance(module, Experts) for module in empty.modules()):
+        if family not in MIXTURES and has_experts(empty):
             reasons.append(f"it is a mixture; of these MLX takes {', '.join(MIXTURES)}; `--to gguf` takes it")
         if turned := transposed_weights(empty):
             reasons.append(f"{min(turned)} is stored as [inputs, outputs]; `--to gguf` takes it")
