@@ -83,14 +83,6 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=64, norm_topk_prob=True)
     ),
-    "olmoe": lambda: transformers.OlmoeForCausalLM(
-        transformers.OlmoeConfig(**{**SIZES, "intermediate_size": 256}, num_experts=8, num_experts_per_tok=2)
-    ),
-    "glm4-moe": lambda: transformers.Glm4MoeForCausalLM(
-        transformers.Glm4MoeConfig(
-            **HEADS, moe_intermediate_size=256, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=2
-        )
-    ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
     ),
@@ -119,6 +111,17 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         transformers.GPT2Config(vocab_size=2048, n_embd=256, n_layer=6, n_head=8, n_positions=512, **IDS)
     ),
 }
+# Families that a GGUF file holds by a template alone.
+BY_TEMPLATE: dict[str, Callable[[], nn.Module]] = {
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**{**SIZES, "intermediate_size": 256}, num_experts=8, num_experts_per_tok=2)
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(
+            **HEADS, moe_intermediate_size=256, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=2
+        )
+    ),
+}
 # How tokenizers of these families split a text; others split like GPT-2's.
 SPLITS = dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), QWEN2)
 SPLITS |= {**dict.fromkeys(("llama3", "olmo2", "glm4"), LLAMA3), "gpt-oss": GPT4O}
@@ -136,7 +139,7 @@ PIECES = (
 def made(family: str, folder: Path) -> Path:
     """A model of a family with random weights, norms and biases among them, float16, with a tokenizer."""
     torch.manual_seed(0)
-    model: Any = FAMILIES[family]()
+    model: Any = (FAMILIES | BY_TEMPLATE)[family]()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
