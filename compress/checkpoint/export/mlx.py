@@ -92,6 +92,10 @@ class MLXLayout(Exporter):
         usual = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0]
         others = {name: kind for name, kind in kinds.items() if tuple(kind.items()) != usual}
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        rope = getattr(read_config(checkpoint), "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]:
+            length = rope["original_max_position_embeddings"]
+            place.note(f"mlx-lm takes rope's long_factor for texts of up to {length} tokens, too: their logits differ")
         place.json("config.json", {**_older_keys(checkpoint), **config, "quantization": {**dict(usual), **others}})
         return written
 

@@ -53,8 +53,9 @@ def rows_of(name: str, model: Path, arguments: argparse.Namespace, scratch: Path
     compress.quantize(model, compress.RTN(scheme="w4a16", group_size=32), output=out, verify=False)
     dense: Any = compress.load(out, torch.float32, dequantize=True)
     text = (DEMO / "heldout.txt").read_text(encoding="utf-8")[: 8 * PROMPT]
-    words = load_tokenizer(find_source(str(out)))(text)["input_ids"]
-    ids = words[:PROMPT]
+    tokenizer = load_tokenizer(find_source(str(out)))
+    ids = tokenizer(text)["input_ids"][:PROMPT]
+    words = tokenizer(text, add_special_tokens=False)["input_ids"]  # GenAI's adds no special tokens by default.
     counts = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
     wanted = dense.generate(torch.tensor([ids]), do_sample=False, **counts)[0, len(ids) :].tolist()
     for form in arguments.forms:

@@ -3,6 +3,8 @@
     python recipes/studies/engines/vllm_check.py MODEL --vllm-python VENV/bin/python --text TEXT \\
         --calibration TEXT --json OUT.json
 
+`--random qwen3` in the place of MODEL makes models of families with random weights (`random_models`).
+
 Writes a checkpoint per scheme, lets vLLM give the log-probabilities of held-out tokens and continue a prompt, each time
 in a process of its own, and holds them against `compress.load` in float32. An int8 scheme is also held against our
 emulation of other runtimes' arithmetic (`int8_products`). A scheme that vLLM refuses has a row with the reason.
@@ -42,6 +44,7 @@ from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.int8_products import emulate
+from compress.recipes.studies.engines.random_models import FAMILIES, named_models
 from compress.recipes.studies.figures import asked, head, stored
 from compress.weights.grid import MAX_BITS
 from compress.weights.number_formats import MIN_BITS, NARROW
@@ -221,7 +224,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of one scheme, one for each requested CPU."""
     layout = {} if case.layout is None else {"layout": case.layout}
-    base = {"title": title, "passes": list(case.passes), **layout, "command": arguments.command, "commit": head()}
+    named = {"model": arguments.name} if arguments.random else {}
+    made = {"command": arguments.command, "commit": head()}
+    base = {**named, "title": title, "passes": list(case.passes), **layout, **made}
     checkpoint = find_source(arguments.model).path
     try:
         if case.passes:
@@ -284,7 +289,8 @@ def flags() -> list[str]:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked; ends with exit code 2 and a line where they cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory, hub id or 'demo'")
+    parser.add_argument("model", nargs="?", help="directory, hub id or 'demo'")
+    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
     parser.add_argument("--vllm-python", default=os.environ.get(PYTHON), help=f"python with vLLM (or set {PYTHON})")
     parser.add_argument("--text", default="demo", help="held-out text or token rows")
     parser.add_argument("--calibration", default="demo", help="for static inputs and caches")
@@ -309,6 +315,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         for name in ("samples", "calibration_samples", "prompt", "tokens", "top", "limit"):
             if getattr(arguments, name) <= 0:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(arguments, name)}; allowed: 1 or more")
+        if bool(arguments.model) == bool(arguments.random):
+            raise InputError("give MODEL or --random, one of them")
+        for family in arguments.random:
+            one_of("family", family, FAMILIES)
         for cpu in arguments.cpu:
             one_of("CPU", cpu, CPUS)
         titles = list(cases(arguments.group_size))
@@ -333,6 +343,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
     transformers.utils.logging.disable_progress_bar()
+    print(TABLE, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        given = [] if arguments.random else [arguments.model]
+        for name, path in named_models(given, arguments.random, Path(folder)).items():
+            arguments.name, arguments.model = name, str(path)
+            check(arguments)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Print and store the rows of one model."""
     source = find_source(arguments.model)
     tokens = load_tokens(
         arguments.text,
@@ -343,11 +363,12 @@ def main(words: Sequence[str] | None = None) -> None:
         samples=arguments.samples,
     )
     arguments.length = arguments.length or tokens.ids.shape[1]
-    print(TABLE, flush=True)
     for title in arguments.titles:
         with tempfile.TemporaryDirectory() as scratch:
             case = cases(arguments.group_size)[title]
             done = rows_of(title, case, arguments, tokens.ids, Path(scratch))
+        if arguments.random:
+            print(f"{arguments.name}:")
         print("\n".join(line_of(row) for row in done), flush=True)
         if arguments.json:
             keep(arguments.json, arguments, tokens.ids, done)
@@ -355,11 +376,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequence[dict[str, Any]]) -> None:
     """Write the rows, in the order of the schemes, with their provenance; other contents of the file stay."""
-    by_key = {(row["title"], row["cpu"]): row for row in (*stored(target), *done)}
-    order = [(title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
-    order += [key for key in by_key if key not in order]  # of another version of this file
+    by_key = {(row.get("model"), row["title"], row["cpu"]): row for row in (*stored(target), *done)}
+    order = [(done[0].get("model"), title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
+    order += [key for key in by_key if key not in order]  # of other models, or of another version of this file
     record = {
-        "model": Path(arguments.model).name,
+        "model": "random" if arguments.random else arguments.name,
         "text": f"{Path(arguments.text).name} {list(rows.shape)}",
         "calibration": Path(arguments.calibration).name,
         "commit": head(),
