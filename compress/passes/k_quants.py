@@ -1,10 +1,11 @@
-"""K-quants: llama.cpp's super-blocks, by GPTQ (arXiv 2210.17323) where text calibrates, else by rounding to nearest.
+"""K-quants and IQ4_XS: llama.cpp's super-blocks, by GPTQ (arXiv 2210.17323) where text calibrates, else to nearest.
 
-Shapes: N outputs, K inputs. A super-block is 256 weights of a row in groups of g: 32 for q4_k and q5_k, else 16. Of
-each weight the code q, of each group the codes s and m of a scale and a minimum, of each super-block two float16:
+Shapes: N outputs, K inputs. A super-block is 256 weights of a row in groups of g: 16 for q2_k, q3_k and q6_k, else 32.
+Of each weight the code q, of each group the codes s and m of a scale and a minimum, of each super-block two float16:
 
     q2_k, q4_k, q5_k    w = d s q - dmin m          bits per weight: 2.625, 4.5, 5.5
     q3_k, q6_k          w = d s (q - z)             3.4375, 6.5625; s is signed, z = 2^(bits - 1)
+    iq4_xs              w = d s level(q)            4.25; s is signed, levels of IQ4_NL
 
     minimise over all of them     tr((W* - Q) H (W* - Q)^T)     H, target W* and drift: `compress methods gptq`
 
@@ -20,7 +21,8 @@ With rounding=nearest, which is what `--method rtn --scheme q4_k` asks for, ever
 needed.
 
 Inputs that are no multiple of 256 take what llama.cpp falls back to, in groups of 32: q2_k and q3_k become w4a16 (its
-Q4_0), q4_k and q5_k w5a16 (Q5_0), q6_k w8a16 (Q8_0). llama.cpp has Q5_1 for q5_k, whose minimum is float16.
+Q4_0), q4_k and q5_k w5a16 (Q5_0), q6_k w8a16 (Q8_0), iq4_xs iq4_nl. llama.cpp has Q5_1 for q5_k, whose minimum is
+float16.
 
 Mixes are llama.cpp's, too. `more` of n blocks are the first and the last eighth and every third between them:
 
@@ -54,11 +56,12 @@ from compress.solvers.statistics.input_statistics import StatisticFactory
 from compress.weights.decision import Decision
 from compress.weights.formats.k_quants import KQuant
 from compress.weights.matrix import Matrix
+from compress.weights.number_formats import LEVELS
 from compress.weights.scheme import Scheme
 
 Rounding = Literal["gptq", "nearest"]
-# What llama.cpp has instead where super-blocks do not fit, as schemes of groups of 32 on grids with signed scales.
-FALLBACKS = {"q2_k": "w4a16", "q3_k": "w4a16", "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16"}
+# What llama.cpp has instead where super-blocks do not fit, as schemes of groups of 32 with signed scales.
+FALLBACKS = {"q2_k": "w4a16", "q3_k": "w4a16", "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16", "iq4_xs": "iq4_nl"}
 FALLBACK_GROUP = 32
 # The options that are of the sweep, and of the fallback's.
 OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps", "objective")
@@ -73,7 +76,8 @@ class KQuants(LossAware):
     act_order: ClassVar[ActOrder] = "none"  # type: ignore[misc]  # groups and super-blocks are runs of columns
 
     scheme: str = "q4_k"
-    """q2_k, q3_k, q4_k, q5_k, q6_k: the type of all layers; or a mix: q3_k_m, q3_k_l, q4_k_s, q4_k_m, q5_k_m."""
+    """q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs: the type of all layers; or a mix: q3_k_m, q3_k_l, q4_k_s, q4_k_m,
+    q5_k_m."""
 
     rounding: Rounding = "gptq"
     """Codes by GPTQ's sweep, or to nearest without calibration data."""
@@ -160,10 +164,12 @@ class KQuants(LossAware):
     def fallback(self) -> Pass:
         """The pass for layers whose inputs are no multiple of 256."""
         scheme = FALLBACKS[self.scheme]
+        # iq4_nl has scales of float16 only.
+        form: dict[str, Any] = {"scheme": scheme} if scheme in LEVELS else {"scheme": scheme, "scales": "float16"}
         if not self.calibrates:
-            return RTN(scheme=scheme, group_size=FALLBACK_GROUP, clip=True, scales="float16")
+            return RTN(**form, group_size=FALLBACK_GROUP, clip=True)
         same = {option: getattr(self, option) for option in OF_GPTQ}
-        return GPTQ(scheme=scheme, group_size=FALLBACK_GROUP, scales="float16", **same)
+        return GPTQ(**form, group_size=FALLBACK_GROUP, **same)
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Matrix:
         return nearest_blocks(site.weights[name].to(dtype), self.format)

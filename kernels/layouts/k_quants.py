@@ -1,5 +1,5 @@
-"""The bytes of llama.cpp's K-quants: super-blocks of 256 weights whose scales are codes themselves (ggml,
-`block_q2_K` ... `block_q6_K`; layouts as gguf-py's `quants.py` reads them).
+"""The bytes of llama.cpp's K-quants and IQ4_XS: super-blocks of 256 weights whose scales are codes themselves (ggml,
+`block_q2_K` ... `block_q6_K`, `block_iq4_xs`; layouts as gguf-py's `quants.py` reads them).
 
 A super-block is G groups of g weights. All of its numbers but d and dmin are unsigned codes. Sections, in order:
 
@@ -9,6 +9,7 @@ A super-block is G groups of g weights. All of its numbers but d and dmin are un
     q5_k  176 bytes   d, dmin, scales 12, high bits 32,
                       codes 128                             g 32   likewise
     q6_k  210 bytes   codes 128, high bits 64, scales 16, d g 16   scales of 8 bits
+    iq4_xs 136 bytes  d, scales 6, codes 128                g 32   scales of 6 bits
 
 d, dmin: little-endian float16. A plane holds b bits of every code: bytes of `span` codes lie side by side, and bits
 [i b, (i + 1) b) of a byte belong to the code i spans on.
@@ -20,6 +21,10 @@ The 12 bytes of scales (s) and minima (m) of q4_k and q5_k, high bits first:
 and of q3_k:
 
     byte  0...7   s8..s15 | s0..s7 (4 low bits each)    8...11   bits 4, 5 of s12..s15 | s8..s11 | s4..s7 | s0..s3
+
+and the 6 bytes of iq4_xs:
+
+    byte  0, 1    bits 4, 5 of s3..s0, of s7..s4        2...5    s1 | s0, s3 | s2, s5 | s4, s7 | s6 (4 low bits each)
 """
 
 from dataclasses import dataclass
@@ -43,7 +48,8 @@ class Plane(NamedTuple):
 @dataclass(frozen=True)
 class KLayout:
     """The layout of a type. group: weights that share a scale. planes: of the codes, low bits first. sections: names in
-    the order of the bytes. scale_bits: of a scale's code, and of a minimum's. scale_bytes: of the section `scales`."""
+    the order of the bytes. scale_bits: of a scale's code, and of a minimum's. scale_bytes: of the section `scales`.
+    scale_planes: of its codes, by their place in it; none where they are bytes, or have minima beside them."""
 
     group: int
     planes: tuple[Plane, ...]
@@ -51,6 +57,7 @@ class KLayout:
     scale_bits: int
     scale_bytes: int
     has_minima: bool
+    scale_planes: tuple[tuple[int, Plane], ...] = ()
 
     @property
     def bits(self) -> int:
@@ -80,14 +87,22 @@ class KLayout:
 _WITH_MINIMA = ("d", "dmin", "scales")
 K_QUANTS = {
     "q2_k": KLayout(16, (Plane(2, 32),), ("scales", "codes0", "d", "dmin"), 4, 16, True),
-    "q3_k": KLayout(16, (Plane(2, 32), Plane(1, 32)), ("codes1", "codes0", "scales", "d"), 6, 12, False),
+    "q3_k": KLayout(
+        16,
+        (Plane(2, 32), Plane(1, 32)),
+        ("codes1", "codes0", "scales", "d"),
+        6,
+        12,
+        False,
+        ((0, Plane(4, 8)), (4, Plane(2, 4))),
+    ),
     "q4_k": KLayout(32, (Plane(4, 32),), (*_WITH_MINIMA, "codes0"), 6, 12, True),
     "q5_k": KLayout(32, (Plane(4, 32), Plane(1, 32)), (*_WITH_MINIMA, "codes1", "codes0"), 6, 12, True),
     "q6_k": KLayout(16, (Plane(4, 64), Plane(2, 32)), ("codes0", "codes1", "scales", "d"), 8, 16, False),
+    "iq4_xs": KLayout(
+        32, (Plane(4, 16),), ("d", "scales", "codes0"), 6, 6, False, ((4, Plane(2, 1)), (0, Plane(4, 1)))
+    ),
 }
-
-# Of the 16 scales of q3_k: four low bits, two high ones.
-_SCALE_PLANES = Plane(4, 8), Plane(2, 4)
 
 
 class KFields(NamedTuple):
@@ -151,9 +166,8 @@ def _side_by_side(held: Tensor, plane: Plane) -> Tensor:
 def _pack_scales(scales: Tensor, minima: Tensor | None, layout: KLayout) -> Tensor:
     """The section of scales, which has the minima, too, where there are any."""
     if minima is None:
-        low, high = _SCALE_PLANES
-        whole = layout.scale_bits == 8
-        return scales if whole else torch.cat([_interleaved(scales & 15, low), _interleaved(scales >> 4, high)], -1)
+        planes = [_interleaved(scales >> bit & 2**plane.bits - 1, plane) for bit, plane in layout.scale_planes]
+        return torch.cat(planes, -1) if planes else scales
     if layout.scale_bits == 4:
         return scales | minima << 4
     (s, late_s), (m, late_m) = scales.chunk(2, -1), minima.chunk(2, -1)
@@ -167,9 +181,10 @@ def _unpack_scales(held: Tensor, layout: KLayout) -> tuple[Tensor, Tensor | None
     if layout.scale_bits == 4:
         return held & 15, held >> 4
     if not layout.has_minima:
-        low, high = _SCALE_PLANES
-        first = low.span
-        return _side_by_side(held[..., :first], low) | _side_by_side(held[..., first:], high) << 4, None
+        sizes = [layout.groups * plane.bits // 8 for _, plane in layout.scale_planes]
+        parts = zip(held.split(sizes, -1), layout.scale_planes, strict=True)
+        found = [_side_by_side(part, plane) << bit for part, (bit, plane) in parts]
+        return found[0] | found[1], None
     s, m, late = held.chunk(3, -1)
     late_s, late_m = late & 15 | s >> 6 << 4, late >> 4 | m >> 6 << 4
     return torch.cat([s & 63, late_s], -1), torch.cat([m & 63, late_m], -1)

@@ -17,6 +17,7 @@ from compress.passes.options.k_mixes import blocks_of_names, takes_more, type_in
 from compress.passes.protocol.recipe import describe, make_pass, parse_recipe
 from compress.solvers.k_quants.solve import k_quant, nearest_blocks
 from compress.weights.formats.k_quants import KBlocks, KQuant
+from compress.weights.levels import IQ4_NL
 
 WEIGHT, X = realistic_layer(12, 2 * BLOCK, seed=3)
 H = mean_square(X)
@@ -47,8 +48,10 @@ def _levels(fields, format_: KQuant, group: int) -> Tensor:
     scale = fields.scales[:, block, inside]
     if format_.type == "q6_k":
         scale = scale.view(torch.int8).double()
-    elif format_.type == "q3_k":
+    elif format_.type in ("q3_k", "iq4_xs"):
         scale = scale.double() - 32
+    if format_.type == "iq4_xs":
+        codes = torch.tensor(IQ4_NL.values, dtype=torch.float64)
     step = fields.d[:, block].double() * scale.double()
     offset = 0.0
     if fields.minima is not None:

@@ -9,9 +9,11 @@ from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, pack_blocks, unpa
 from compress.solvers.k_quants.fit import fit_blocks
 from compress.solvers.k_quants.solve import nearest_blocks
 from compress.weights.formats.k_quants import PART, KBlocks, KQuant
+from compress.weights.levels import IQ4_NL
 
-# Bytes of a super-block, and weights of a group: ggml's `block_q2_K` ... `block_q6_K`.
+# Bytes of a super-block, and weights of a group: ggml's `block_q2_K` ... `block_q6_K`, `block_iq4_xs`.
 SIZES = {"q2_k": (84, 16), "q3_k": (110, 16), "q4_k": (144, 32), "q5_k": (176, 32), "q6_k": (210, 16)}
+SIZES["iq4_xs"] = (136, 32)
 every_type = pytest.mark.parametrize("name", K_QUANTS)
 
 
@@ -54,10 +56,12 @@ def test_packing_is_the_inverse_of_unpacking(name):
 
 @every_type
 def test_numbers_are_packed_to_what_stands_for_them(name):
-    """From codes, scales with signs, minima and steps, by the definition of the type."""
+    """From codes (of iq4_xs, levels), scales with signs, minima and steps, by the definition of the type."""
     format_, draw = KQuant(type=name), torch.Generator().manual_seed(2)
     layout, (least, most) = format_.layout, format_.scale_range
     codes = torch.randint(2**layout.bits, (4, 2 * BLOCK), generator=draw)
+    if name == "iq4_xs":
+        codes = torch.tensor(IQ4_NL.values)[codes]
     scales, minima = (torch.randint(low, most + 1, (4, 2 * layout.groups), generator=draw) for low in (least, 0))
     d, dmin = (torch.rand(4, 2, generator=draw).half().double() for _ in range(2))
     found = format_.packed(codes, scales, minima, d, dmin)

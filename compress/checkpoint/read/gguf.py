@@ -1,7 +1,7 @@
 """Reads a GGUF file as a checkpoint: its configuration, its tokenizer, and its tensors in the names of transformers.
 
     Q4_0, Q5_0, Q8_0, Q2_0    shown as packed codes in groups of 32 (Q2_0: 64), scales of float16
-    Q2_K ... Q6_K             shown as super-blocks, the same bytes
+    Q2_K ... Q6_K, IQ4_XS     shown as super-blocks, the same bytes
     F32, F16, BF16            as they are
     others                    dequantized to float32 by gguf-py
 
@@ -34,6 +34,7 @@ from compress.checkpoint.gguf.tokenizer_files import SPECIAL, write_tokenizer
 from compress.checkpoint.read.content import stamp_of
 from compress.checkpoint.read.views import View, ViewedFiles
 from compress.checkpoint.read.weight_files import DTYPES, WeightFiles
+from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.kernels.layouts.words import pack_rows, words_of
 from compress.model.disk_names import disk_names
 from compress.model.layers import is_linear, transposed_weights
@@ -48,7 +49,7 @@ FLOATS = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 BITS: Mapping[str, tuple[int, Block]] = {
     block.name: (bits, block) for bits, block in ((2, Q2_0), (4, Q4_0), (5, Q5_0), (8, Q8_0))
 }
-SUPER_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+SUPER_BLOCKS = tuple(kind.upper() for kind in K_QUANTS)
 SPLIT = "split.count"  # a key of files that hold a part of a model
 HALF_STEP = 2**-23  # of numbers near 1, in float32: what shifting a norm may cost
 

@@ -62,7 +62,7 @@ OTHER_NAMES = {
     "qtip": "trellis",
 }
 # llama.cpp's types are a pass of their own, as none of the options of grids is theirs: {method: its `rounding`}.
-K_QUANT = re.compile(r"q\d_k(_\w)?")
+K_QUANT = re.compile(r"q\d_k(_\w)?|iq4_xs")
 ROUNDINGS = {"gptq": "gptq", "rtn": "nearest"}
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}

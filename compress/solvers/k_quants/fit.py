@@ -22,7 +22,6 @@ from torch import Tensor
 from compress.kernels.division import divide
 from compress.solvers.candidates import Candidate, least_cost
 from compress.weights.formats.k_quants import KQuant
-from compress.weights.grid import encode_unsigned
 
 # First guesses of a group's scale: its range over so many steps more than there are, as a share of them.
 SHRINKS = tuple(-0.08 + 0.06 * i for i in range(9))
@@ -68,22 +67,22 @@ def affine(coded: Coded, steps: KSteps, format_: KQuant) -> Affine:
     return Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), minimum / scale))
 
 
-def values_of(x: Tensor, at: Affine, bits: int) -> tuple[Tensor, Tensor]:
+def values_of(x: Tensor, at: Affine, format_: KQuant) -> tuple[Tensor, Tensor]:
     """(Codes, values) nearest to x [..., g] in groups of such scales [...]."""
     scale, zero = at.scale.unsqueeze(-1), at.zero.unsqueeze(-1)
-    codes = encode_unsigned(x, scale, zero, bits)
+    codes = format_.encode(x, scale, zero)
     return codes, (codes - zero) * scale
 
 
 def fit_groups(x: Tensor, cost: Tensor, format_: KQuant) -> tuple[Tensor, Tensor]:
     """(Scales, minima) [...] of groups x [..., g] alone, not coded yet. cost: broadcasts against x."""
-    bits, most, zero = format_.layout.bits, 2**format_.layout.bits - 1, format_.zero
+    zero = format_.zero
 
     def tried() -> Iterator[Candidate]:
-        for scale, minimum in _guesses(x, most, zero, format_.layout.has_minima):
+        for scale, minimum in _guesses(x, format_):
             for _ in range(ROUNDS):
                 at = Affine(scale, torch.where(scale == 0, torch.zeros_like(scale), minimum / scale + zero))
-                codes, values = values_of(x, at, bits)
+                codes, values = values_of(x, at, format_)
                 yield (cost * (x - values).square()).sum(-1), (scale, minimum)
                 scale, minimum = least_squares(x, cost, codes - zero, format_.layout.has_minima)
 
@@ -92,9 +91,10 @@ def fit_groups(x: Tensor, cost: Tensor, format_: KQuant) -> tuple[Tensor, Tensor
     return scale, minimum
 
 
-def _guesses(x: Tensor, most: int, zero: int, has_minima: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _guesses(x: Tensor, format_: KQuant) -> Iterator[tuple[Tensor, Tensor]]:
     """First guesses of (scale, minimum) of groups x [..., g]."""
-    if has_minima:
+    least, most = format_.range
+    if format_.layout.has_minima:
         low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
         for shrink in SHRINKS:
             scale = divide(high - low, most * (1 + shrink))
@@ -103,8 +103,8 @@ def _guesses(x: Tensor, most: int, zero: int, has_minima: bool) -> Iterator[tupl
     low, high = x.amin(-1), x.amax(-1)
     extreme = torch.where(high > -low, high, low)
     for shrink in SHRINKS:
-        yield divide(-extreme, zero * (1 + shrink)), torch.zeros_like(low)
-        yield divide(extreme, (most - zero) * (1 + shrink)), torch.zeros_like(low)
+        yield divide(extreme, least * (1 + shrink)), torch.zeros_like(low)
+        yield divide(extreme, most * (1 + shrink)), torch.zeros_like(low)
 
 
 def least_squares(x: Tensor, cost: Tensor, steps: Tensor, has_minima: bool) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def coded_groups(
     """(Codes, errors) [..., G] of scales and minima [..., G] in steps [..., 1], the neighbours of least error."""
 
     def tried(codes: Coded) -> Candidate:
-        _, values = values_of(x, affine(codes, steps, format_), format_.layout.bits)
+        _, values = values_of(x, affine(codes, steps, format_), format_)
         return (cost * (x - values).square()).sum(-1), codes
 
     none = x.new_full(scale.shape, torch.inf), (torch.zeros_like(scale), torch.zeros_like(scale))
@@ -196,7 +196,7 @@ def fit_blocks(x: Tensor, cost: Tensor, format_: KQuant) -> Fit:
 
 def refit_steps(x: Tensor, cost: Tensor, fit: Fit, format_: KQuant) -> KSteps:
     """The steps [B, 1] of least error for the codes that a fit has."""
-    codes, _ = values_of(x, affine(fit.coded, fit.steps, format_), format_.layout.bits)
+    codes, _ = values_of(x, affine(fit.coded, fit.steps, format_), format_)
     slope = fit.coded.scales.unsqueeze(-1) * (codes - format_.zero)
     if not format_.layout.has_minima:
         alone = least_squares(x.flatten(1), cost.expand_as(x).flatten(1), slope.flatten(1), False)

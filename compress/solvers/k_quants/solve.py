@@ -30,7 +30,6 @@ from compress.solvers.k_quants.fit import (
     values_of,
 )
 from compress.weights.formats.k_quants import KBlocks, KQuant
-from compress.weights.grid import encode_unsigned
 
 # Codes of a scale and of a minimum that a refit tries around the optimum for fixed codes of weights.
 REACH = (-1, 0, 1)
@@ -113,7 +112,7 @@ class KRule(CodeRule):
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         group = self.group_of[column]
-        self.codes[column] = encode_unsigned(target_N, self.scale[group], self.zero[group], self.format.layout.bits)
+        self.codes[column] = self.format.encode(target_N, self.scale[group], self.zero[group])
         return (self.codes[column] - self.zero[group]) * self.scale[group]
 
     def codes_at(self, column: int) -> tuple[Tensor, ...]:
@@ -122,7 +121,9 @@ class KRule(CodeRule):
     def decisions(self) -> DecidedColumns | None:
         if not takes(self.codes, torch.float32):
             return None
-        rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=True)
+        levels = self.format.levels
+        table = None if levels is None else levels.table(self.codes.device)
+        rounding = Rounding(0, 2**self.format.layout.bits - 1, torch.float32, free_zero=levels is None, table=table)
         return DecidedColumns(self.codes, self.scale, self.zero, self.groups, rounding, None, None, None, self.cost_K)
 
     def to_weight(self, problem: Problem, values_NK: Tensor) -> KBlocks:
@@ -228,5 +229,5 @@ def nearest_blocks(x_NK: Tensor, format_: KQuant, cost_K: Tensor | None = None) 
     cost = torch.ones_like(x_NK) if cost_K is None else cost_K.expand_as(x_NK)
     x, cost = (t.reshape(-1, layout.groups, layout.group) for t in (x_NK, cost))
     steps, coded, _ = fit_blocks(x, cost, format_)
-    codes, _ = values_of(x, affine(coded, steps, format_), layout.bits)
+    codes, _ = values_of(x, affine(coded, steps, format_), format_)
     return format_.packed(*(t.reshape(rows, -1) for t in (codes, *coded, *steps)))

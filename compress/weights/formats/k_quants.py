@@ -1,4 +1,5 @@
-"""K-quants of llama.cpp as a term of a weight: the bytes of a GGUF tensor as they are, so that exporting is copying.
+"""K-quants of llama.cpp, and its IQ4_XS, as a term of a weight: the bytes of a GGUF tensor as they are, so that
+exporting is copying.
 
 N outputs, K inputs; a super-block is 256 weights of a row in G groups (`compress.kernels.layouts.k_quants`).
 
@@ -6,11 +7,12 @@ N outputs, K inputs; a super-block is 256 weights of a row in G groups (`compres
 
     q2_k, q4_k, q5_k   value = d scale code - dmin minimum      scales and minima unsigned
     q3_k, q6_k         value = d scale (code - 2^(bits - 1))    scales signed
+    iq4_xs             value = d scale level(code)              scales signed; `weights.levels.IQ4_NL`
 
 computed in float32 as ggml does: d scale and dmin minimum first, both exact, then the product with the code, then the
 difference. d and dmin are float16, whatever dtype the model has.
 
-Bits per weight: q2_k 2.625, q3_k 3.4375, q4_k 4.5, q5_k 5.5, q6_k 6.5625.
+Bits per weight: q2_k 2.625, q3_k 3.4375, q4_k 4.5, q5_k 5.5, q6_k 6.5625, iq4_xs 4.25.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,8 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, KFields, KLayout, pack_blocks, unpack_blocks
-from compress.weights.grid import Grid
+from compress.weights.grid import Grid, encode_unsigned
+from compress.weights.levels import IQ4_NL, Levels
 from compress.weights.roles import Role
 from compress.weights.terms import Format, Part, StoredTerm
 
@@ -31,7 +34,7 @@ PART = "weight_blocks"
 
 @dataclass(frozen=True, kw_only=True)
 class KQuant(Format):
-    """Super-blocks of one of llama.cpp's K-quants. type: `q2_k` ... `q6_k`."""
+    """Super-blocks of one of llama.cpp's types. type: `q2_k` ... `q6_k` or `iq4_xs`."""
 
     kind: ClassVar[str] = "k-quant"
     type: str = "q4_k"
@@ -41,9 +44,27 @@ class KQuant(Format):
         return K_QUANTS[self.type]
 
     @property
+    def levels(self) -> Levels | None:
+        """The levels that its codes stand for; None where they are numbers."""
+        return IQ4_NL if self.type == "iq4_xs" else None
+
+    @property
     def zero(self) -> int:
-        """The code whose value is 0, if the type has no minima; 0 with them."""
-        return 0 if self.layout.has_minima else 2 ** (self.layout.bits - 1)
+        """The code whose value is 0, if the type has no minima; 0 with them, and for levels."""
+        return 0 if self.layout.has_minima or self.levels is not None else 2 ** (self.layout.bits - 1)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the largest weight in units of its scale, without a minimum."""
+        if self.levels is not None:
+            return self.levels.least, self.levels.largest
+        return -self.zero, 2**self.layout.bits - 1 - self.zero
+
+    def encode(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """The codes nearest to x, in its dtype; of iq4_xs, levels. Where the scale is 0: 0, or the level next to it."""
+        if self.levels is None:
+            return encode_unsigned(x, scale, zero, self.layout.bits)
+        return self.levels.nearest(torch.where(scale == 0, torch.zeros_like(x), x / scale))
 
     @property
     def scale_range(self) -> tuple[int, int]:
@@ -83,9 +104,11 @@ class KQuant(Format):
         return unpack_blocks(blocks.unflatten(-1, (-1, self.layout.size)), self.layout)
 
     def packed(self, codes: Tensor, scales: Tensor, minima: Tensor, d: Tensor, dmin: Tensor) -> "KBlocks":
-        """The term of whole numbers in any dtype: codes [N, K], scales and minima [N, K / g], and of d and dmin
-        [N, K / 256], which are exact in float16. minima and dmin of a type without them are not looked at."""
+        """The term of whole numbers in any dtype: codes [N, K] (of iq4_xs, levels), scales and minima [N, K / g], and
+        of d and dmin [N, K / 256], which are exact in float16. minima and dmin of a type without them are not looked
+        at."""
         layout, (rows, columns) = self.layout, codes.shape
+        codes = codes if self.levels is None else self.levels.codes(codes)
         whole, signed = codes.to(torch.int16), scales.to(torch.int16)
         if not layout.has_minima:
             # q3_k adds half of its range, and q6_k has numbers of 8 bits in two's complement.
@@ -115,7 +138,8 @@ class KBlocks(StoredTerm):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         fields, layout, format_ = self.format._fields(self.blocks), self.format.layout, self.format
         scale = fields.d.float().unsqueeze(-1) * self._scales(fields.scales)
-        codes = fields.codes.unflatten(-1, (layout.groups, layout.group)).float() - format_.zero
+        codes = fields.codes.unflatten(-1, (layout.groups, layout.group))
+        codes = codes.float() - format_.zero if format_.levels is None else format_.levels.of(codes)
         values = scale.unsqueeze(-1) * codes
         if fields.minima is not None and fields.dmin is not None:
             values = values - (fields.dmin.float().unsqueeze(-1) * fields.minima.float()).unsqueeze(-1)

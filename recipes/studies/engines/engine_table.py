@@ -37,6 +37,7 @@ ROWS = (
     "mxfp8",
     "fp8",
     "iq4_nl",
+    "iq4_xs",
     "w4a8",
     "w8a8",
 )

@@ -68,6 +68,7 @@ SCHEMES = (
     "q3_k_m",
     "q4_k_m",
     "q6_k",
+    "iq4_xs",
 )
 WORDS = (FOR, *(f"{FOR} --scheme {scheme}" for scheme in (*SCHEMES, "q4_k_m --embeddings w8a16")))
 COMMANDS = {words: f"--method gptq {words}" for words in WORDS}

@@ -70,6 +70,8 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
         ("ternary", torch.float16, "TQ2_0", {"group_size": 256, "model": WIDE}),
         ("rtn", torch.bfloat16, "Q4_K", {"scheme": "q4_k", "model": WIDE}),
         ("rtn", torch.float16, "Q6_K", {"scheme": "q6_k", "model": WIDE}),
+        ("rtn", torch.float32, "IQ4_XS", {"scheme": "iq4_xs", "model": WIDE}),
+        ("k-quants", torch.float16, "IQ4_NL", {"scheme": "iq4_xs"}),
         ("gptq", torch.float32, "Q4_0", {"scheme": "w4a16", "group_size": 32, "scales": "float16"}),
         ("ternary", torch.float32, "TQ2_0", {"group_size": 256, "model": WIDE, "scales": "float16"}),
         ("k-quants", torch.float32, "Q5_0", {"scheme": "q4_k"}),

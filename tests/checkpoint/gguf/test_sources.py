@@ -83,6 +83,7 @@ def test_a_file_is_evaluated_and_distilled(tmp_path: Path) -> None:
         ("rtn", {**HALF, "scheme": "w8a16"}, "w8a16 g32 symmetric"),
         ("k-quants", {"scheme": "q3_k"}, "q3_k"),
         ("k-quants", {"scheme": "q6_k"}, "q6_k"),
+        ("k-quants", {"scheme": "iq4_xs"}, "iq4_xs"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
