@@ -42,11 +42,11 @@ from compress.passes.options.k_mixes import blocks_of_names, type_in
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.figures import OF_A_ROW, flat, keep_evaluated
 
-SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k")
+SCHEMES = ("q4_0", "q4_k", "q4_k_m", "q3_k_m", "q2_k", "q6_k", "iq4_xs")
 WAYS = ("llama", "imatrix", "rtn", "gptq")
 OF_LLAMA_CPP = WAYS[:2]
 # llama.cpp's names of the schemes that stand in where super-blocks do not fit.
-FALLBACK_TYPES = {"w4a16": "q4_0", "w5a16": "q5_0", "w8a16": "q8_0"}
+FALLBACK_TYPES = {"w4a16": "q4_0", "w5a16": "q5_0", "w8a16": "q8_0", "iq4_nl": "iq4_nl"}
 
 
 def types_of_layers(model: nn.Module, scheme: str) -> dict[str, str]:

@@ -83,7 +83,7 @@ def test_tiles(price: float | None) -> None:
 
 
 @pytest.mark.kernels("column_sweep.columns_kernel")
-@pytest.mark.parametrize("name", ["q2_k", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q2_k", "q4_k", "q6_k", "iq4_xs"])
 def test_k_quants(name: str) -> None:
     check(lambda weight, problem: KRule.of(weight, problem, KQuant(type=name)).solve(weight, problem, 1, 1))
 
