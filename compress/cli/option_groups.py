@@ -143,7 +143,8 @@ method_options = group(
         help="Bits: w2a16 ... w8a16 quantize weights only; w2a2, w3a3, w4a4, w4a8, w8a8 also activations; fp8, "
         "fp8-block: float8 for both. Small floats in groups: "
         f"{', '.join(f'{name}a16' for name in LEVELS if name not in ALONE)} (weights), {', '.join(WITH_INPUTS)} (also "
-        "activations). iq4_nl, iq4_xs, q2_k ... q6_k: llama.cpp's types.  [default: w4a16]",
+        "activations). iq4_nl, and of gptq and rtn iq4_xs, q2_k ... q6_k and mixes like q4_k_m: llama.cpp's types.  "
+        "[default: w4a16]",
     ),
     click.option("--bits", type=int, help="Short for a scheme of weights only: --bits 3 is --scheme w3a16."),
     click.option(

@@ -20,9 +20,8 @@ byte for byte, so that a GGUF file of them is a copy.
 With rounding=nearest, which is what `--method rtn --scheme q4_k` asks for, every weight counts the same and no text is
 needed.
 
-Inputs that are no multiple of 256 take what llama.cpp falls back to, in groups of 32: q2_k and q3_k become w4a16 (its
-Q4_0), q4_k and q5_k w5a16 (Q5_0), q6_k w8a16 (Q8_0), iq4_xs iq4_nl. llama.cpp has Q5_1 for q5_k, whose minimum is
-float16.
+Inputs that are no multiple of 256 take what llama.cpp falls back to, in groups of 32: q2_k, q3_k and iq4_xs become
+iq4_nl, q4_k and q5_k w5a16 (its Q5_0), q6_k w8a16 (Q8_0). llama.cpp has Q5_1 for q5_k, whose minimum is float16.
 
 Mixes are llama.cpp's, too. `more` of n blocks are the first and the last eighth and every third between them:
 
@@ -61,7 +60,7 @@ from compress.weights.scheme import Scheme
 
 Rounding = Literal["gptq", "nearest"]
 # What llama.cpp has instead where super-blocks do not fit, as schemes of groups of 32 with signed scales.
-FALLBACKS = {"q2_k": "w4a16", "q3_k": "w4a16", "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16", "iq4_xs": "iq4_nl"}
+FALLBACKS = {**dict.fromkeys(("q2_k", "q3_k", "iq4_xs"), "iq4_nl"), "q4_k": "w5a16", "q5_k": "w5a16", "q6_k": "w8a16"}
 FALLBACK_GROUP = 32
 # The options that are of the sweep, and of the fallback's.
 OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps", "objective")
@@ -69,7 +68,7 @@ OF_GPTQ = ("damp", "drift", "shrink", "statistics", "refit", "sweeps", "objectiv
 
 @dataclass(frozen=True, kw_only=True)
 class KQuants(LossAware):
-    """llama.cpp's K-quants, by GPTQ or to nearest."""
+    """llama.cpp's K-quants and IQ4_XS, by GPTQ or to nearest."""
 
     name: ClassVar[str] = "k-quants"
     writes: ClassVar[Aspect] = "quantized weight"
@@ -87,7 +86,7 @@ class KQuants(LossAware):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("K-quant", self.scheme, K_SCHEMES)
+        one_of("scheme of k-quants", self.scheme, K_SCHEMES)
         one_of("rounding", self.rounding, get_args(Rounding))
         check_least(self, 0, "blocks")
         idle = [f.name for f in fields(self) if f.name in OF_GPTQ and getattr(self, f.name) != f.default]

@@ -24,7 +24,8 @@ and of q3_k:
 
 and the 6 bytes of iq4_xs:
 
-    byte  0, 1    bits 4, 5 of s3..s0, of s7..s4        2...5    s1 | s0, s3 | s2, s5 | s4, s7 | s6 (4 low bits each)
+    byte  0, 1    bits 4, 5 of s3 | s2 | s1 | s0, of s7 | s6 | s5 | s4
+          2...5   s1 | s0, s3 | s2, s5 | s4, s7 | s6 (4 low bits each)
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class Plane(NamedTuple):
 class KLayout:
     """The layout of a type. group: weights that share a scale. planes: of the codes, low bits first. sections: names in
     the order of the bytes. scale_bits: of a scale's code, and of a minimum's. scale_bytes: of the section `scales`.
-    scale_planes: of its codes, by their place in it; none where they are bytes, or have minima beside them."""
+    scale_planes: (lowest bit, plane) of each part of that section, in the order of its bytes; empty where a scale is a
+    byte, or has a minimum beside it."""
 
     group: int
     planes: tuple[Plane, ...]
@@ -84,24 +86,16 @@ class KLayout:
         return dict(zip(self.sections, blocks.split(self._sizes(), -1), strict=True))
 
 
+_Q3_SCALES = (0, Plane(4, 8)), (4, Plane(2, 4))
+_IQ4_SCALES = (4, Plane(2, 1)), (0, Plane(4, 1))
 _WITH_MINIMA = ("d", "dmin", "scales")
 K_QUANTS = {
     "q2_k": KLayout(16, (Plane(2, 32),), ("scales", "codes0", "d", "dmin"), 4, 16, True),
-    "q3_k": KLayout(
-        16,
-        (Plane(2, 32), Plane(1, 32)),
-        ("codes1", "codes0", "scales", "d"),
-        6,
-        12,
-        False,
-        ((0, Plane(4, 8)), (4, Plane(2, 4))),
-    ),
+    "q3_k": KLayout(16, (Plane(2, 32), Plane(1, 32)), ("codes1", "codes0", "scales", "d"), 6, 12, False, _Q3_SCALES),
     "q4_k": KLayout(32, (Plane(4, 32),), (*_WITH_MINIMA, "codes0"), 6, 12, True),
     "q5_k": KLayout(32, (Plane(4, 32), Plane(1, 32)), (*_WITH_MINIMA, "codes1", "codes0"), 6, 12, True),
     "q6_k": KLayout(16, (Plane(4, 64), Plane(2, 32)), ("codes0", "codes1", "scales", "d"), 8, 16, False),
-    "iq4_xs": KLayout(
-        32, (Plane(4, 16),), ("d", "scales", "codes0"), 6, 6, False, ((4, Plane(2, 1)), (0, Plane(4, 1)))
-    ),
+    "iq4_xs": KLayout(32, (Plane(4, 16),), ("d", "scales", "codes0"), 6, 6, False, _IQ4_SCALES),
 }
 
 

@@ -50,13 +50,14 @@ def test_mlx_lm_is_told_of_rotary_positions_where_it_looks(exported):
     assert (config["rope_theta"], config["rope_scaling"]) == (5e4, {"type": "llama3", **config["rope_parameters"]})
 
 
-def test_positions_that_mlx_lm_turns_otherwise_are_noted(tmp_path):
-    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-    rope = {**factors, "original_max_position_embeddings": 32}
+@pytest.mark.parametrize(("short", "noted"), [(1.0, 1), (2.0, 0)])
+def test_positions_that_mlx_lm_turns_otherwise_are_noted(short, noted, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [short] * 16, "long_factor": [2.0] * 16}
+    rope |= {"original_max_position_embeddings": 32}
     model = save(make_llama(num_hidden_layers=1, hidden_size=128, rope_parameters=rope).half(), tmp_path / "model")
     compress.quantize(model, compress.RTN(group_size=32), output=tmp_path / "out", verify=False)
-    (line,) = compress.export(tmp_path / "out", tmp_path / "there", "mlx").lost
-    assert "long_factor for texts of up to 32 tokens" in line
+    lines = compress.export(tmp_path / "out", tmp_path / "there", "mlx", verify=False).lost
+    assert ["short_factor up to 32 tokens" in line for line in lines] == [True] * noted
 
 
 @pytest.mark.first

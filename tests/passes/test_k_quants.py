@@ -13,7 +13,7 @@ import compress
 from compress.base.errors import InputError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, unpack_blocks
 from compress.passes.k_quants import FALLBACKS, KQuants
-from compress.passes.options.k_mixes import blocks_of_names, takes_more, type_in, types_of
+from compress.passes.options.k_mixes import K_SCHEMES, blocks_of_names, takes_more, type_in, types_of
 from compress.passes.protocol.recipe import describe, make_pass, parse_recipe
 from compress.solvers.k_quants.solve import k_quant, nearest_blocks
 from compress.weights.formats.k_quants import KBlocks, KQuant
@@ -70,7 +70,7 @@ def test_a_sweep_is_gptqs_in_the_scales_that_it_fits(name):
     torch.testing.assert_close(found.loss_N, row_losses(error, damped), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", ["q3_k", "q4_k"])
+@pytest.mark.parametrize("name", ["q3_k", "q4_k", "iq4_xs"])
 def test_every_step_after_the_sweep_lowers_the_loss_of_every_row(name):
     how = {"format_": KQuant(type=name), "polish_damp": 0.01}
     damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
@@ -84,12 +84,14 @@ def test_every_step_after_the_sweep_lowers_the_loss_of_every_row(name):
     assert losses[-1].sum() < 0.5 * row_losses(WEIGHT - nearest, H).sum()
 
 
-def test_float32_decides_about_as_well():
+@pytest.mark.parametrize("name", ["q4_k", "iq4_xs"])
+def test_float32_decides_about_as_well(name):
     """By the compiled loops, where the tests above took those of torch."""
-    losses = [
-        row_losses(WEIGHT - k_quant(w, h, format_=KQuant(), refit=2, sweeps=2).weight.dequantize(torch.float64), H)
+    found = [
+        k_quant(w, h, format_=KQuant(type=name), refit=2, sweeps=2)
         for w, h in ((WEIGHT, H), (WEIGHT.float(), H.float()))
     ]
+    losses = [row_losses(WEIGHT - one.weight.dequantize(torch.float64), H) for one in found]
     assert losses[1].sum() < 1.05 * losses[0].sum()
 
 
@@ -107,6 +109,10 @@ def test_gptq_and_rtn_of_a_type_are_this_pass():
     assert make_pass("gptq", {"scheme": "q4_k"}) == KQuants()
     assert make_pass("gptq", {"scheme": "Q4_K_M", "damp": 0.02}) == KQuants(scheme="q4_k_m", damp=0.02)
     assert make_pass("rtn", {"scheme": "q6_k"}) == KQuants(scheme="q6_k", rounding="nearest")
+    assert {type(make_pass("gptq", {"scheme": name.upper()})) for name in K_SCHEMES} == {KQuants}
+    assert {KQuants(scheme="iq4_xs", rounding=rounding).fallback.scheme for rounding in ("gptq", "nearest")} == {
+        "iq4_nl"
+    }
     assert parse_recipe(describe([KQuants(scheme="q3_k_m", blocks=4)]), "here") == (KQuants(scheme="q3_k_m", blocks=4),)
 
 

@@ -343,7 +343,7 @@ def test_what_is_offered_fits_the_model(model, tmp_path):
         assert any(c.name == "w2-trellis" for c in made.schemes)
     assert recipe_space(request_of(model), Wishes("vllm")).rotation == ()
     types = recipe_space(request_of(model), Wishes(method="k-quants"))
-    assert [c.name for c in types.schemes] == ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+    assert [c.name for c in types.schemes] == ["q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k"]
     assert (types.tables, types.rotation) == ((), ())
 
 

@@ -161,7 +161,7 @@ def test_a_method_decides_what_its_mathematics_finds(made: Callable[[], tuple[Te
     assert not torch.equal(found, WEIGHT.to(found.dtype))
 
 
-@pytest.mark.parametrize("scheme", ["q3_k", "q4_k"])
+@pytest.mark.parametrize("scheme", ["q3_k", "q4_k", "iq4_xs"])
 def test_super_blocks(scheme: str):
     one = compress.KQuants(scheme=scheme, **AS_IS)
     how = {"refit": 2, "sweeps": 2, "polish_damp": POLISH_DAMP + WIDE_X.shape[1] / len(WIDE_X)}

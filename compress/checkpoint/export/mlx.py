@@ -95,7 +95,10 @@ class MLXLayout(Exporter):
         rope = getattr(read_config(checkpoint), "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]:
             length = rope["original_max_position_embeddings"]
-            place.note(f"mlx-lm takes rope's long_factor for texts of up to {length} tokens, too: their logits differ")
+            place.note(
+                f"mlx-lm always takes rope's long_factor, and transformers short_factor up to {length} tokens: there "
+                "logits differ"
+            )
         place.json("config.json", {**_older_keys(checkpoint), **config, "quantization": {**dict(usual), **others}})
         return written
 

@@ -78,7 +78,8 @@ def recipe_space(request: FitRequest, wishes: Wishes) -> RecipeSpace:
     if one_of("method", wishes.method, METHODS) == "k-quants":
         if engine is not None:
             raise InputError(f"--for {engine} has schemes of its own; leave out either it or --method k-quants")
-        return RecipeSpace([Candidate(type_, (KQuants(scheme=type_, objective=objective),)) for type_ in K_QUANTS])
+        types = sorted(K_QUANTS, key=lambda type_: K_QUANTS[type_].size)
+        return RecipeSpace([Candidate(type_, (KQuants(scheme=type_, objective=objective),)) for type_ in types])
     schemes = _schemes(engine, objective)
     if engine is None and not (wishes.embeddings or wishes.trellis or wishes.rotate):
         return RecipeSpace(schemes)

@@ -9,7 +9,7 @@ Shapes: B super-blocks, G groups of each, g weights of a group. c is the cost of
     4. d and dmin again      least squares for these q and codes; rounded, kept where the error falls
 
 z is the code whose value is 0, and m is 0, of a type without minima. With minima z is 0; m is never negative, so that
-0 lies in the range of every group.
+0 lies in the range of every group. Of iq4_xs q is a level, and z is 0.
 """
 
 from collections.abc import Iterator, Sequence

@@ -56,8 +56,9 @@ class KRule(CodeRule):
     """Round each target to its group's values. A super-block's steps are fitted when the sweep opens it, and hold; the
     codes of a group's scale and minimum are chosen in these steps when it begins.
 
-    cost_K [K]: of an error of each column in the sweep. codes [K, N]; scale, zero [G, N], as `fit.Affine` has them, of
-    the codes scales, minima [G, N] and the steps d, dmin [S, N]; all in sweep order but for the order of the groups.
+    cost_K [K]: of an error of each column in the sweep. codes [K, N], of iq4_xs levels; scale, zero [G, N], as
+    `fit.Affine` has them, of the codes scales, minima [G, N] and the steps d, dmin [S, N]; all in sweep order but for
+    the order of the groups.
     """
 
     format: KQuant
@@ -144,7 +145,8 @@ class KRule(CodeRule):
     def _refit_group(self, polish: Polish, group: int, columns: Tensor | slice) -> None:
         codes, steps = self.codes[columns], self.steps_of(group)
         own, slope = polish.hessian[columns][:, columns], codes - self.format.zero
-        parabola = Parabola.of(own, polish.gradient[columns], slope, torch.ones_like(slope), self.curvature)
+        offset = torch.full_like(slope, self.format.layout.has_minima)
+        parabola = Parabola.of(own, polish.gradient[columns], slope, offset, self.curvature)
         old = Coded(self.scales[group].clone(), self.minima[group].clone())
         scale, minimum = steps.d * old.scales, steps.dmin * old.minima
         more_a, more_b = parabola.best()

@@ -61,7 +61,7 @@ class KQuant(Format):
         return -self.zero, 2**self.layout.bits - 1 - self.zero
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """The codes nearest to x, in its dtype; of iq4_xs, levels. Where the scale is 0: 0, or the level next to it."""
+        """The codes nearest to x, in its dtype; of iq4_xs, levels. Where the scale is 0, so are all values."""
         if self.levels is None:
             return encode_unsigned(x, scale, zero, self.layout.bits)
         return self.levels.nearest(torch.where(scale == 0, torch.zeros_like(x), x / scale))

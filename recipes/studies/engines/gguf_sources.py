@@ -32,7 +32,7 @@ from compress.checkpoint.read.source import DEMO, Source, find_source
 from compress.recipes.studies.engines.gguf_check import keep
 from compress.recipes.studies.figures import asked, made_by
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS")
 LENGTH = 128
 QUANTIZE = "import sys; from compress.recipes.studies.engines.gguf_sources import quantize; quantize(*sys.argv[1:])"
 

@@ -111,7 +111,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         transformers.GPT2Config(vocab_size=2048, n_embd=256, n_layer=6, n_head=8, n_positions=512, **IDS)
     ),
 }
-# Families that a GGUF file holds by a template alone.
+# Families that `--to gguf` writes only with --template.
 BY_TEMPLATE: dict[str, Callable[[], nn.Module]] = {
     "olmoe": lambda: transformers.OlmoeForCausalLM(
         transformers.OlmoeConfig(**{**SIZES, "intermediate_size": 256}, num_experts=8, num_experts_per_tok=2)

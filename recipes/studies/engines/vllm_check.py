@@ -44,7 +44,7 @@ from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.int8_products import emulate
-from compress.recipes.studies.engines.random_models import FAMILIES, named_models
+from compress.recipes.studies.engines.random_models import BY_TEMPLATE, FAMILIES, named_models
 from compress.recipes.studies.figures import asked, head, stored
 from compress.weights.grid import MAX_BITS
 from compress.weights.number_formats import MIN_BITS, NARROW
@@ -224,9 +224,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of one scheme, one for each requested CPU."""
     layout = {} if case.layout is None else {"layout": case.layout}
-    named = {"model": arguments.name} if arguments.random else {}
     made = {"command": arguments.command, "commit": head()}
-    base = {**named, "title": title, "passes": list(case.passes), **layout, **made}
+    base = {"model": arguments.name, "title": title, "passes": list(case.passes), **layout, **made}
     checkpoint = find_source(arguments.model).path
     try:
         if case.passes:
@@ -290,7 +289,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked; ends with exit code 2 and a line where they cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="directory, hub id or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
+    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES | BY_TEMPLATE)}")
     parser.add_argument("--vllm-python", default=os.environ.get(PYTHON), help=f"python with vLLM (or set {PYTHON})")
     parser.add_argument("--text", default="demo", help="held-out text or token rows")
     parser.add_argument("--calibration", default="demo", help="for static inputs and caches")
@@ -318,7 +317,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         if bool(arguments.model) == bool(arguments.random):
             raise InputError("give MODEL or --random, one of them")
         for family in arguments.random:
-            one_of("family", family, FAMILIES)
+            one_of("family", family, FAMILIES | BY_TEMPLATE)
         for cpu in arguments.cpu:
             one_of("CPU", cpu, CPUS)
         titles = list(cases(arguments.group_size))
@@ -343,12 +342,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
     transformers.utils.logging.disable_progress_bar()
-    print(TABLE, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         given = [] if arguments.random else [arguments.model]
         for name, path in named_models(given, arguments.random, Path(folder)).items():
-            arguments.name, arguments.model = name, str(path)
-            check(arguments)
+            print(f"{name}\n\n{TABLE}", flush=True)
+            check(argparse.Namespace(**{**vars(arguments), "name": name, "model": str(path)}))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -367,8 +365,6 @@ def check(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             case = cases(arguments.group_size)[title]
             done = rows_of(title, case, arguments, tokens.ids, Path(scratch))
-        if arguments.random:
-            print(f"{arguments.name}:")
         print("\n".join(line_of(row) for row in done), flush=True)
         if arguments.json:
             keep(arguments.json, arguments, tokens.ids, done)
@@ -376,9 +372,11 @@ def check(arguments: argparse.Namespace) -> None:
 
 def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequence[dict[str, Any]]) -> None:
     """Write the rows, in the order of the schemes, with their provenance; other contents of the file stay."""
-    by_key = {(row.get("model"), row["title"], row["cpu"]): row for row in (*stored(target), *done)}
-    order = [(done[0].get("model"), title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
-    order += [key for key in by_key if key not in order]  # of other models, or of another version of this file
+    every = ((row.get("model", arguments.name), row) for row in (*stored(target), *done))
+    by_key = {(model, row["title"], row["cpu"]): row for model, row in every}
+    models = dict.fromkeys(model for model, _, _ in by_key)
+    order = [(model, title, cpu) for model in models for title in cases(arguments.group_size) for cpu in CPUS]
+    order += [key for key in by_key if key not in order]  # of another version of this file
     record = {
         "model": "random" if arguments.random else arguments.name,
         "text": f"{Path(arguments.text).name} {list(rows.shape)}",

@@ -16,6 +16,7 @@ def test_layers_have_the_types_that_both_write():
     assert types["model.layers.1.mlp.down_proj"] == "q8_0"
     assert types["model.layers.0.self_attn.v_proj"] == types["model.layers.1.self_attn.q_proj"] == "q4_k"
     assert types["model.layers.1.self_attn.v_proj"] == "q6_k"
+    assert types_of_layers(model, "iq4_xs")["model.layers.0.mlp.down_proj"] == "iq4_nl"
     plain = types_of_layers(model, "q4_0")
     assert plain.keys() == types.keys()
     assert bits_of(model, plain) == 4.5

@@ -129,16 +129,19 @@ def test_a_scheme_that_fails_leaves_the_others(tmp_path, capsys):
     words = ["demo", "--vllm-python", str(python), "--length", "32", "--json", str(target)]
     vllm_check.main([*words, "--only", "original", "--cpu", "native", "avx2"])
     vllm_check.main([*words, "--only", "w4a8 per group", "--group-size", "77"])
+    vllm_check.main(["--random", "olmoe", *words[1:], "--only", "original"])
     rows = json.loads(target.read_text(encoding="utf-8"))["rows"]
     assert [(row["title"], row["cpu"], row["vllm"]) for row in rows] == [
         ("original", "native", "dies"),
         ("original", "avx2", "dies"),
         ("w4a8 per group", "native", "not written"),
+        ("original", "native", "dies"),
     ]
+    assert [row["model"] for row in rows] == ["demo", "demo", "demo", "random olmoe"]
     assert rows[0]["reason"] == "exit code 1; its last line: broken"
     assert "77" in rows[2]["reason"]
     assert str(tmp_path) not in rows[0]["command"]
-    assert len(capsys.readouterr().out.splitlines()) == 2 * len(vllm_check.TABLE.splitlines()) + 3
+    assert len(capsys.readouterr().out.splitlines()) == 3 * (2 + len(vllm_check.TABLE.splitlines())) + 4
 
 
 def test_bad_arguments_are_one_line(monkeypatch, capsys):
@@ -148,6 +151,7 @@ def test_bad_arguments_are_one_line(monkeypatch, capsys):
         (): "no python with vLLM; give --vllm-python or set COMPRESS_VLLM_PYTHON",
         (*python, "--samples", "0"): "--samples 0; allowed: 1 or more",
         (*python, "--cpu", "avx3"): "unknown CPU 'avx3'",
+        (*python, "--random", "llama"): "give MODEL or --random, one of them",
         (*python, "--only", "w9a9"): "no scheme has w9a9 in its name; there are original, w8a8 dynamic",
         tuple(python): "has no vLLM; give the python of an environment that has",
         ("--vllm-python", "/nowhere/python"): "/nowhere/python cannot be run: No such file or directory",
