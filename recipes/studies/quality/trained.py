@@ -42,8 +42,9 @@ def main() -> None:
     reader.add_argument("--rows", type=int, default=8)
     reader.add_argument("--learning-rate", type=float, default=3e-4)
     reader.add_argument("--features", type=float, default=4.0)
+    reader.add_argument("--precision", default="full")
     said = reader.parse_args()
-    training = {name: getattr(said, name) for name in ("steps", "rows", "learning_rate", "features")}
+    training = {name: getattr(said, name) for name in ("steps", "rows", "learning_rate", "features", "precision")}
     training |= {"scales": "anchored", "scale_rate": 3e-3, "warmup": 0.1}
     compare(said, lambda size: recipes(size, training))
 
