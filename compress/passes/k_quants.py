@@ -86,7 +86,7 @@ class KQuants(LossAware):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("scheme of k-quants", self.scheme, K_SCHEMES)
+        one_of("K-quant", self.scheme, K_SCHEMES)
         one_of("rounding", self.rounding, get_args(Rounding))
         check_least(self, 0, "blocks")
         idle = [f.name for f in fields(self) if f.name in OF_GPTQ and getattr(self, f.name) != f.default]
