@@ -1,7 +1,7 @@
 """K-quants by GPTQ: against the algorithm in loops that share no code with it, and from words to a checkpoint."""
 
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -82,6 +82,26 @@ def test_every_step_after_the_sweep_lowers_the_loss_of_every_row(name):
         assert torch.all(after <= before * (1 + 1e-6))
     nearest = nearest_blocks(WEIGHT.float(), KQuant(type=name)).dequantize(torch.float64)
     assert losses[-1].sum() < 0.5 * row_losses(WEIGHT - nearest, H).sum()
+
+
+def test_refits_leave_few_scales_that_another_code_would_better():
+    """Where weights have one sign, a scale and a minimum would do nearly the same, and q3_k has no minimum."""
+    weight, format_ = WEIGHT.abs() + WEIGHT.abs().mean(), KQuant(type="q3_k")
+    damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
+    found = k_quant(weight, H, format_=format_, refit=3, polish_damp=0.01).weight
+    values = found.dequantize(torch.float64)
+    fields = unpack_blocks(found.blocks.view(len(weight), -1, format_.layout.size), format_.layout)
+    losses, better = row_losses(weight - values, damped), 0
+    for block, group in product(range(2), range(format_.layout.groups)):
+        columns = slice(group * format_.layout.group, (group + 1) * format_.layout.group)
+        codes = fields.codes[:, block, columns].double() - format_.zero
+        lower = torch.zeros(len(weight), dtype=torch.bool)
+        for code in range(-32, 32):
+            other = values.clone()
+            other[:, block * BLOCK :][:, columns] = fields.d[:, block : block + 1].double() * code * codes
+            lower |= row_losses(weight - other, damped) < losses * (1 - 1e-6)
+        better += int(lower.sum())
+    assert better < 0.02 * 2 * format_.layout.groups * len(weight)
 
 
 @pytest.mark.parametrize("name", ["q4_k", "iq4_xs"])

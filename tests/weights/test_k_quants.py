@@ -13,7 +13,7 @@ from compress.weights.levels import IQ4_NL
 
 # Bytes of a super-block, and weights of a group: ggml's `block_q2_K` ... `block_q6_K`, `block_iq4_xs`.
 SIZES = {"q2_k": (84, 16), "q3_k": (110, 16), "q4_k": (144, 32), "q5_k": (176, 32), "q6_k": (210, 16)}
-SIZES["iq4_xs"] = (136, 32)
+SIZES |= {"iq4_xs": (136, 32)}
 every_type = pytest.mark.parametrize("name", K_QUANTS)
 
 

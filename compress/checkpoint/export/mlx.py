@@ -96,8 +96,8 @@ class MLXLayout(Exporter):
         if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]:
             length = rope["original_max_position_embeddings"]
             place.note(
-                f"mlx-lm always takes rope's long_factor, and transformers short_factor up to {length} tokens: there "
-                "logits differ"
+                f"logits of texts of up to {length} tokens will differ: mlx-lm takes rope's long_factor for them, "
+                "transformers its short_factor"
             )
         place.json("config.json", {**_older_keys(checkpoint), **config, "quantization": {**dict(usual), **others}})
         return written

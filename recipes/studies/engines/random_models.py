@@ -122,6 +122,7 @@ BY_TEMPLATE: dict[str, Callable[[], nn.Module]] = {
         )
     ),
 }
+EVERY = FAMILIES | BY_TEMPLATE
 # How tokenizers of these families split a text; others split like GPT-2's.
 SPLITS = dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), QWEN2)
 SPLITS |= {**dict.fromkeys(("llama3", "olmo2", "glm4"), LLAMA3), "gpt-oss": GPT4O}
@@ -139,7 +140,7 @@ PIECES = (
 def made(family: str, folder: Path) -> Path:
     """A model of a family with random weights, norms and biases among them, float16, with a tokenizer."""
     torch.manual_seed(0)
-    model: Any = (FAMILIES | BY_TEMPLATE)[family]()
+    model: Any = EVERY[family]()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:

@@ -44,7 +44,7 @@ from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.int8_products import emulate
-from compress.recipes.studies.engines.random_models import BY_TEMPLATE, FAMILIES, named_models
+from compress.recipes.studies.engines.random_models import EVERY, named_models
 from compress.recipes.studies.figures import asked, head, stored
 from compress.weights.grid import MAX_BITS
 from compress.weights.number_formats import MIN_BITS, NARROW
@@ -289,7 +289,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked; ends with exit code 2 and a line where they cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="directory, hub id or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES | BY_TEMPLATE)}")
+    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(EVERY)}")
     parser.add_argument("--vllm-python", default=os.environ.get(PYTHON), help=f"python with vLLM (or set {PYTHON})")
     parser.add_argument("--text", default="demo", help="held-out text or token rows")
     parser.add_argument("--calibration", default="demo", help="for static inputs and caches")
@@ -317,7 +317,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         if bool(arguments.model) == bool(arguments.random):
             raise InputError("give MODEL or --random, one of them")
         for family in arguments.random:
-            one_of("family", family, FAMILIES | BY_TEMPLATE)
+            one_of("family", family, EVERY)
         for cpu in arguments.cpu:
             one_of("CPU", cpu, CPUS)
         titles = list(cases(arguments.group_size))
