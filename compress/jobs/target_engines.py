@@ -52,7 +52,7 @@ class Engine:
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
     loads: what it makes of layers as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase; untrained: what training costs, a sentence. run: command lines that run the result, of
+    prefer to it, a phrase. run: command lines that run the result, of
     {out}, its {name} and the model's {architecture}.
     """
 
@@ -72,7 +72,6 @@ class Engine:
     mix: str | None = None
     table_scheme: str | None = None
     other: str = ""
-    untrained: str = ""
     run: Sequence[str] = ()
 
 
@@ -102,8 +101,6 @@ ENGINES: Mapping[str, Engine] = {
         table_scheme="w8a16",  # Q8_0; llama.cpp's own mix has Q6_K for a head, and Q8_0 where that does not fit
         other="smaller: --scheme w4a16 --embeddings w8a16 (Q4_0); closer to the original: --scheme q5_k_m --embeddings "
         "w8a16",
-        untrained="--recover trains scales, which K-quants have not: this file is Q4_0; without it Q4_K_M is usually "
-        "closer to the original",
         run=(
             "llama-cli -m {out}/model.gguf",
             "ollama create {name} -f {out}/Modelfile && ollama run {name}",
@@ -185,15 +182,12 @@ def commands_to_run(name: str, output: str, architecture: str) -> list[str]:
     return [line.format(**words) for line in engine_named(name).run]
 
 
-def pick_options(
-    name: str, method: str, options: Mapping[str, Any], known: Sequence[str], trained: bool = False
-) -> Picked:
+def pick_options(name: str, method: str, options: Mapping[str, Any], known: Sequence[str]) -> Picked:
     """The options of a method for an engine. options: those that the person gave, which stay. known: the options that
-    the method has. trained: what it decides is trained afterwards, which K-quants are not."""
+    the method has."""
     engine = engine_named(name)
     opens = f"it reads {engine.reads}"
-    mixes = engine.mix is not None and method in ROUNDINGS and set(options) <= {*OF_GPTQ}
-    if mixes and not trained:
+    if engine.mix is not None and method in ROUNDINGS and set(options) <= {*OF_GPTQ}:
         mix = f"{engine.mix}, and {engine.table_scheme} for the embedding; {engine.other}"
         return Picked({**options, "scheme": engine.mix}, [f"--for {name} picks {mix}; {opens}"], engine.table_scheme)
     size = "group_up_to" if engine.several and "group_size" not in options else "group_size"
@@ -206,7 +200,7 @@ def pick_options(
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     words = ", ".join(f"{key} {value}" for key, value in added.items())
     why = f": {engine.why}" if words else ""
-    said = [f"--for {name} picks {words or 'nothing'}; {opens}{why}", *([engine.untrained] if mixes else [])]
+    said = [f"--for {name} picks {words or 'nothing'}; {opens}{why}"]
     return Picked({**options, **added}, said)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compress.base.errors import CheckpointError, CompressError
 from compress.weights.grid import Grid
-from compress.weights.matrix import Term, Weight  # noqa: F401 - formats of others import Weight from here
+from compress.weights.matrix import Matrix, Term, Weight  # noqa: F401 - formats of others import Weight from here
 from compress.weights.roles import Role
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -137,6 +137,15 @@ class StoredTerm(Term):
         """The same codes, with the scale of each output times a factor; None where outputs have no scale of their
         own."""
         return None
+
+    def on_grid(self) -> Matrix | None:
+        """The same values as codes on a grid and what is added to these, which training changes by its codes alone
+        (`recoded`); None where they are nothing of the kind."""
+        return None
+
+    def recoded(self, codes_NK: Tensor) -> "StoredTerm":
+        """The term with other codes of `on_grid`, and the same scales."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

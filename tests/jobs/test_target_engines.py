@@ -31,14 +31,10 @@ def test_llama_cpp_gets_its_mix_where_nothing_else_is_asked_for(asked: str) -> N
     assert (found.options["scheme"], found.options.get("group_size"), found.embeddings) == expected
 
 
-def test_what_is_trained_or_of_another_method_gets_groups() -> None:
-    known = ["scheme", "group_size"]
-    trained = pick_options("llama.cpp", "gptq", {}, known, trained=True)
-    other = pick_options("llama.cpp", "lqs", {}, known)
-    for found in (trained, other):
-        assert found.options == {"scheme": "w4a16", "group_size": 32}
-    assert any("Q4_K_M is usually closer" in line for line in trained.lines)
-    assert not any("Q4_K_M" in line for line in other.lines)
+def test_what_another_method_decides_gets_groups() -> None:
+    found = pick_options("llama.cpp", "lqs", {}, ["scheme", "group_size"])
+    assert found.options == {"scheme": "w4a16", "group_size": 32}
+    assert not any("Q4_K_M" in line for line in found.lines)
 
 
 @pytest.fixture(scope="module")

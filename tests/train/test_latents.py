@@ -58,8 +58,16 @@ def test_masks_and_other_terms_are_left_to_themselves():
     assert (latent - original).norm() < 0.7 * (summed.weight.dequantize() - original).norm()
 
 
-@every("grid", [Grid(bits=1, type="sign", **GROUPED), Grid(bits=8, granularity="channel", type="float")])
-def test_signs_and_floats_have_no_room(grid):
+WITHOUT_ROOM = [
+    Grid(bits=1, type="sign", **GROUPED),
+    Grid(bits=8, granularity="channel", type="float"),
+    Grid(bits=4, type="normal", **GROUPED),
+    Grid(bits=4, type="nonlinear", **GROUPED),
+]
+
+
+@every("grid", WITHOUT_ROOM)
+def test_signs_floats_and_levels_have_no_room(grid):
     assert places_of(Decision(quantize(numbers(0), grid, torch.float32)), numbers(0)) is None
 
 

@@ -9,11 +9,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.base.errors import InputError
+from compress.kernels.layouts.k_quants import K_QUANTS
 from compress.model.layers import Layer
+from compress.solvers.k_quants.solve import nearest_blocks
 from compress.solvers.trellis.solve import nearest_states
+from compress.train.rounding.latents import places_of, start_weight
 from compress.train.rounding.swapped_layers import PARTS, attach, decision_after, detach, quantizers_of, scales_in
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
+from compress.weights.formats.k_quants import KQuant
 from compress.weights.formats.levels import LEVEL_FORMATS
 from compress.weights.formats.trellis import TrellisCodes
 from compress.weights.grid import Grid, quantize
@@ -156,6 +160,34 @@ def test_of_a_trellis_scales_learn_and_codes_stay():
     assert torch.equal(made.states, codes.states)
     assert not torch.equal(made.scale, codes.scale)
     assert made.scale.dtype == torch.bfloat16
+
+
+@every("kind", K_QUANTS)
+def test_k_quants_keep_their_scales_and_train_their_codes(kind):
+    torch.manual_seed(0)
+    original = torch.randn(6, 512)
+    original[:, 32:96] = 0  # groups whose scale is 0
+    term = nearest_blocks(original + torch.randn(6, 512) * (original != 0), KQuant(type=kind))
+    module, decision, x = nn.Linear(512, 6, bias=False), Decision(term), torch.randn(3, 512)
+    places = places_of(decision, original)
+    start = term.dequantize() if places is None else start_weight(decision, places, torch.float32)
+    assert places is None or not torch.equal(start, term.dequantize())
+    module.weight.data = start
+    layer = Layer("layer", module)
+    attach(layer, decision, "learned")
+    assert torch.equal(module.rounded_weight, term.dequantize())
+    module(x).square().sum().backward()
+    assert module._parameters["weight"].grad.isfinite().all()
+    assert module._parameters["weight"].grad.any()
+    assert not scales_in(quantizers_of([layer]))
+    with torch.no_grad():
+        module._parameters["weight"].add_(torch.randn(6, 512))
+    made = decision_after(layer, layer.weight, decision, torch.bfloat16).weight
+    assert torch.equal(made.dequantize(), module.rounded_weight)
+    assert torch.equal(made.steps(), term.steps())
+    assert not torch.equal(made.blocks, term.blocks)
+    with pytest.raises(InputError, match=f"scales of {kind} stay as they are"):
+        module.weight_quantizer.fit(layer.weight)
 
 
 def test_what_is_not_trained_is_refused_with_its_name():

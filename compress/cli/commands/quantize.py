@@ -98,8 +98,7 @@ def quantize(
     remarks: list[str] = []
     if engine is not None and not (given("method") or any((recipe, effort, recover, settings, options["calibration"]))):
         method, remarks = method_without_text(engine, method)
-    asked = (method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
-    passes, notes = passes_asked(*asked, trained=recover is not None)
+    passes, notes = passes_asked(method, effort, recipe, rotate, engine, chosen, embeddings, kv_cache)
     passes, notes = with_recovery(passes, recover), [*notes, *remarks]
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
     run("quantize", model, passes, who, notes, engine, fsdp=fsdp, **options)
@@ -114,13 +113,12 @@ def passes_asked(
     chosen: dict[str, Any],
     embeddings: str | None,
     kv_cache: str | None,
-    trained: bool = False,
 ) -> tuple[tuple["Pass", ...], list[str]]:
-    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method.
-    trained: --recover follows."""
+    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the
+    method."""
     picks: list[str] = []
     if engine is not None:
-        chosen, picks, tables = for_engine(engine, method, chosen, recipe, trained)
+        chosen, picks, tables = for_engine(engine, method, chosen, recipe)
         embeddings = embeddings or tables
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     rotation, remarks = rotation_asked(rotate, method)
@@ -132,7 +130,7 @@ def passes_asked(
     return passes, [*picks, *remarks, *notes]
 
 
-def for_engine(engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None, trained: bool) -> "Picked":
+def for_engine(engine: str, method: str, chosen: Mapping[str, Any], recipe: str | None) -> "Picked":
     """The options of a method, with those that the engine needs, and what was picked. A recipe keeps its own."""
     from compress.jobs.target_engines import Picked, engine_named, pick_options
     from compress.passes.protocol.recipe import options_of, pass_class
@@ -140,7 +138,7 @@ def for_engine(engine: str, method: str, chosen: Mapping[str, Any], recipe: str 
     engine_named(engine)
     if recipe is not None:
         return Picked(dict(chosen), [])
-    return pick_options(engine, method, chosen, list(options_of(pass_class(method))), trained)
+    return pick_options(engine, method, chosen, list(options_of(pass_class(method))))
 
 
 def method_without_text(engine: str, method: str) -> tuple[str, list[str]]:

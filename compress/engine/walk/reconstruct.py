@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.base.collectives import Comm
-from compress.base.errors import CompressError
+from compress.base.errors import CompressError, InputError
 from compress.engine.layer_versions import Versions
 from compress.model.calls import Call, hidden_of
 from compress.model.layers import Layer
@@ -19,7 +19,7 @@ from compress.passes.protocol.stages import Reconstruction
 from compress.train.inputs.samples import SampleOrder
 from compress.train.loop.optimizer import BETAS, sum_gradients
 from compress.train.rounding.latents import places_of, start_weight
-from compress.train.rounding.quantizers import WeightQuantizer
+from compress.train.rounding.quantizers import FixedScales, WeightQuantizer
 from compress.train.rounding.swapped_layers import PARTS, decision_after, requiring, rounding
 from compress.weights.decision import Decision
 
@@ -60,6 +60,9 @@ def reconstruct(
         if not trained:
             return {}
         for layer in trained:
+            quantizer = layer.module._modules[PARTS[0]]
+            if not stage.rate and isinstance(quantizer, FixedScales):
+                raise InputError(f"{layer.name}: {quantizer.why_fixed}; give reconstruct a rate, by which codes train")
             _start(layer, decisions[layer.name], versions, stage.rate > 0)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, grouped
+from compress.weights.matrix import Matrix, added
+from compress.weights.terms import StoredTerm
 
 ROOM = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
 TOGETHER = 0.2
@@ -27,8 +29,17 @@ PARTS = 127
 
 def codes_with_room(decision: Decision) -> Quantized | None:
     """The decided codes, where several weights share a code; None where signs or floats are codes."""
-    codes = decision.weight.terms[0]
-    return codes if isinstance(codes, Quantized) and not (codes.grid.signs or codes.grid.floating) else None
+    codes = on_grid(decision.weight).terms[0]
+    if not isinstance(codes, Quantized) or codes.grid.levels is not None:
+        return None
+    return None if codes.grid.signs or codes.grid.floating else codes
+
+
+def on_grid(weight: Matrix) -> Matrix:
+    """A weight with codes on a grid as its first term, where its first term has any."""
+    first, *others = weight.terms
+    found = first.on_grid() if isinstance(first, StoredTerm) else None
+    return weight if found is None else added(*found.terms, *others)
 
 
 @torch.no_grad()
@@ -39,7 +50,7 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
     if codes is None:
         return None
     wanted = original_NK.to(torch.promote_types(original_NK.dtype, torch.float32))
-    for other in decision.weight.terms[1:]:
+    for other in on_grid(decision.weight).terms[1:]:
         wanted = wanted - other.dequantize().to(wanted)
     code, scale, zero = _in_groups(codes, wanted)
     offset = grouped(wanted, codes.grid) / scale + zero - code
@@ -62,7 +73,7 @@ def start_weight(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> T
     places = grouped(places_NK.to(codes.codes.device, dtype), codes.grid)
     code, scale, zero = _in_groups(codes, places)
     found = ((code - zero + places * (ROOM / PARTS)) * scale).reshape(places_NK.shape)
-    for other in decision.weight.terms[1:]:
+    for other in on_grid(decision.weight).terms[1:]:
         found = found + other.dequantize().to(found)
     return found
 

@@ -102,10 +102,11 @@ class WeightQuantizer(nn.Module):
             )
         weight_NK = weight.flatten(1)
         groups, scale, zero = self.in_groups(weight_NK)
-        if self.scales == "anchored":
-            values = rescale(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
-        else:
+        anchor = self.placed_by(scale)
+        if anchor is scale:
             values = round_with_gradient(groups, scale, zero, self.grid, self.scale_dtype)
+        else:
+            values = rescale(groups, anchor, scale, zero, self.grid, self.scale_dtype)
         values = ungrouped(values, weight_NK.shape, self.grid)
         if self.others:
             total = summed([values.detach().to(self.scale_dtype), *self.constants()])
@@ -162,6 +163,38 @@ class WeightQuantizer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.grid.bits} bits, {self.grid.granularity}, scales {self.scales}"
+
+
+class FixedScales(WeightQuantizer):
+    """Rounds a weight by the scales of a stored term, as K-quants have them. Scales stay, codes change."""
+
+    def __init__(self, term: StoredTerm, codes: Matrix, dtype: torch.dtype) -> None:
+        super().__init__(codes, "fixed", None, dtype)
+        self.term = term
+
+    @property
+    def why_fixed(self) -> str:
+        """The words of refusals."""
+        return f"scales of {self.term.format.words(None)} stay as they are"
+
+    def scale_and_zero(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, G]: the scale as the term has it, and the zero point."""
+        return self.start, self.zero_point
+
+    def placed_by(self, scale: Tensor) -> Tensor:
+        """[..., G, 1] the scale that chooses codes; any where it is 0."""
+        return torch.where(scale == 0, 1.0, scale)
+
+    def fit(self, weight_NK: Tensor) -> None:
+        """Raises InputError: the scales stay."""
+        raise InputError(f"{self.why_fixed}; give another scheme to fit them")
+
+    @torch.no_grad()
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """The decision to store the codes of `forward` for a weight."""
+        codes = super().decision(weight_NK, stored).weight.terms[0]
+        assert isinstance(codes, Quantized)
+        return Decision(self.term.recoded(codes.codes))
 
 
 class MaskedWeight(nn.Module):
@@ -294,6 +327,9 @@ def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> 
         return None if decision.kept is None else MaskedWeight(decision.kept)
     first, *others = decision.weight.terms
     if isinstance(first, StoredTerm) and not others and decision.kept is None:
+        codes = first.on_grid()
+        if codes is not None:
+            return FixedScales(first, codes, dtype)
         with suppress(ValueError):
             return ScaledCodes(first, scales, dtype)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)

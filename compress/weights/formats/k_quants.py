@@ -24,8 +24,10 @@ from torch import Tensor
 
 from compress.base.errors import CheckpointError
 from compress.kernels.layouts.k_quants import BLOCK, K_QUANTS, KFields, KLayout, pack_blocks, unpack_blocks
-from compress.weights.grid import Grid, encode_unsigned
+from compress.weights.formats.dense import dense
+from compress.weights.grid import Grid, Quantized, encode_unsigned
 from compress.weights.levels import IQ4_NL, Levels
+from compress.weights.matrix import Matrix, added
 from compress.weights.roles import Role
 from compress.weights.terms import Format, Part, StoredTerm
 
@@ -65,6 +67,14 @@ class KQuant(Format):
         if self.levels is None:
             return encode_unsigned(x, scale, zero, self.layout.bits)
         return self.levels.nearest(torch.where(scale == 0, torch.zeros_like(x), x / scale))
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of its codes, without minima."""
+        size = self.layout.group
+        if self.levels is not None:
+            return Grid(bits=self.layout.bits, type="nonlinear", granularity="group", group_size=size)
+        return Grid(bits=self.layout.bits, symmetric=False, signed=False, granularity="group", group_size=size)
 
     @property
     def scale_range(self) -> tuple[int, int]:
@@ -136,15 +146,30 @@ class KBlocks(StoredTerm):
         return len(self.blocks), self.blocks.shape[1] // self.format.layout.size * BLOCK
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        fields, layout, format_ = self.format._fields(self.blocks), self.format.layout, self.format
-        scale = fields.d.float().unsqueeze(-1) * self._scales(fields.scales)
-        codes = fields.codes.unflatten(-1, (layout.groups, layout.group))
-        codes = codes.float() - format_.zero if format_.levels is None else format_.levels.of(codes)
-        values = scale.unsqueeze(-1) * codes
-        if fields.minima is not None and fields.dmin is not None:
-            values = values - (fields.dmin.float().unsqueeze(-1) * fields.minima.float()).unsqueeze(-1)
-        values = values.flatten(1)
+        codes, minima = self._affine()
+        values = codes.dequantize()
+        if minima is not None:
+            values = (values.view(*minima.shape, -1) - minima.unsqueeze(-1)).view(values.shape)
         return values if dtype is None else values.to(dtype)
+
+    def on_grid(self) -> Matrix:
+        codes, minima = self._affine()
+        size = self.format.layout.group
+        return codes if minima is None else added(codes, dense(-minima.repeat_interleave(size, 1)))
+
+    def _affine(self) -> tuple[Quantized, Tensor | None]:
+        """(Codes with their scales, minima [N, K / g] in float32, which are taken from their values)."""
+        fields, format_ = self.format._fields(self.blocks), self.format
+        scale = (fields.d.float().unsqueeze(-1) * self._scales(fields.scales)).flatten(1)
+        zero = None if format_.levels is not None else torch.full_like(scale, format_.zero, dtype=torch.uint8)
+        codes = Quantized(fields.codes.flatten(1), scale, zero, format_.grid)
+        if fields.minima is None or fields.dmin is None:
+            return codes, None
+        return codes, (fields.dmin.float().unsqueeze(-1) * fields.minima.float()).flatten(1)
+
+    def recoded(self, codes_NK: Tensor) -> "KBlocks":
+        fields = self.format._fields(self.blocks)._replace(codes=codes_NK.unflatten(1, (-1, BLOCK)))
+        return KBlocks(pack_blocks(fields, self.format.layout).flatten(1), self.format)
 
     def steps(self) -> Tensor:
         """float16 [N, K / 256, 1 or 2]: d, and dmin where the type has minima."""

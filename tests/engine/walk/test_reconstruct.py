@@ -3,7 +3,7 @@
 import pytest
 import torch
 from combinations import every
-from commands import fast_gptq
+from commands import fast_gptq, make_llama
 from models import strong, tokens
 
 import compress
@@ -73,3 +73,6 @@ def test_what_it_needs_is_said():
         compress.quantize(strong(), [compress.RTN(group_size=16), FEW])
     with pytest.raises(CompressError, match="reconstruct compressed nothing"):
         compress.quantize(strong(), [FEW], **DATA)
+    wide = make_llama(hidden_size=256, intermediate_size=256)
+    with pytest.raises(InputError, match="scales of q2_k stay as they are; give reconstruct a rate"):
+        compress.quantize(wide, [compress.KQuants(scheme="q2_k", rounding="nearest"), FEW], calibration=tokens(8))
