@@ -12,6 +12,7 @@ from compress.train.rounding.straight_through import (
     whole_zero_point,
 )
 from compress.weights.grid import Grid, decode, encode, fit, quantize, stored_scale
+from compress.weights.rounding import ActivationCodes
 
 GRIDS = [
     Grid(bits=2, granularity="group", group_size=8, signed_scale=True),
@@ -127,6 +128,23 @@ def test_the_gradient_of_a_range_reaches_the_number_that_spans_it(grid):
     smooth = x + error * largest / (7.5 if grid.bits == 4 else 448)
     mine, theirs = (torch.autograd.grad(each, x, slope)[0] for each in (y, smooth))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+GROUPED_INPUTS = [
+    Grid(bits=4, granularity="group", group_size=4, type="float", scales="e8m0"),
+    Grid(bits=4, granularity="group", group_size=4, type="float", scales="e4m3", global_scale=500.0),
+    Grid(bits=8, granularity="block", block=(1, 4), type="float"),
+]
+
+
+@every("grid", GROUPED_INPUTS)
+def test_every_group_of_a_token_has_a_range_of_its_own(grid):
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 2, 8)
+    x.requires_grad_()
+    y = round_by_range(x, grid)
+    assert torch.equal(y, ActivationCodes(grid).fake_quantize(x))
+    (slope,) = torch.autograd.grad(y[0, 0, 0], x)
+    assert slope.count_nonzero() == slope[0, 0, :4].count_nonzero() > 0
 
 
 def test_a_learned_zero_point_is_whole_and_has_the_gradient_of_the_identity():

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.weights.grid import Grid, decode, encode, fit, straight_through
+from compress.weights.grid import Grid, decode, encode, fit, grouped, straight_through, ungrouped
 
 HALF_STEP = 0.5
 
@@ -45,15 +45,18 @@ def round_with_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid
 
 
 def round_by_range(x: Tensor, grid: Grid) -> Tensor:
-    """Values of x [..., g] on a grid that is fitted to each of its rows, in its dtype, with the gradient for the range:
+    """Values of x [..., K] on a grid, in its dtype. Each row, or each group or block of one, has a range that is fitted to
+    it, and has a gradient:
 
         dy_i/dx_j = [i = j] + (round(v_i) - v_i) ds/dx_j        ds/dx_j: not 0 for the numbers that span the range
 
     so that training also learns not to stretch it: a loss grows with the errors of all that share a scale.
     """
-    scale, zero = fit(x, grid, torch.float32)
-    work = x.to(scale.dtype)
-    return round_with_gradient(work, scale.unsqueeze(-1), zero.unsqueeze(-1), grid, torch.float32).to(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    groups = grouped(rows, grid)
+    scale, zero = (each.unsqueeze(-1) for each in fit(groups, grid, torch.float32))
+    values = round_with_gradient(groups.to(scale.dtype), scale, zero, grid, torch.float32)
+    return ungrouped(values, rows.shape, grid).reshape(x.shape).to(x.dtype)
 
 
 class _Rounded(torch.autograd.Function):

@@ -18,8 +18,11 @@ STARTS: dict[str, list[dict[str, dict[str, object]]]] = {
     "w4a4 static smoothquant, gptq": [{"smoothquant": {**STATIC, "rounding": "none"}}, {"gptq": STATIC}],
     "sparsegpt 2:4": [{"sparsegpt": {"pattern": "2:4"}}],
     "w4a16 sparsegpt 2:4, gptq": [{"sparsegpt": {"pattern": "2:4"}}, {"gptq": {"scheme": "w4a16"}}],
+    "q2_k gptq": [{"k-quants": {"scheme": "q2_k"}}],
+    "q3_k gptq": [{"k-quants": {"scheme": "q3_k"}}],
     "ternary": [{"ternary": {}}],
 }
+WITHOUT_GROUPS = ("sparsegpt", "k-quants")  # passes without the option group_size
 
 
 def recipes(group_size: int, training: dict[str, object]) -> Recipes:
@@ -27,7 +30,7 @@ def recipes(group_size: int, training: dict[str, object]) -> Recipes:
     found: Recipes = {}
     for title, passes in STARTS.items():
         start = [
-            {name: options if name == "sparsegpt" else {**options, "group_size": group_size}}
+            {name: options if name in WITHOUT_GROUPS else {**options, "group_size": group_size}}
             for each in passes
             for name, options in each.items()
         ]
