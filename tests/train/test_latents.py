@@ -89,9 +89,9 @@ def test_a_model_begins_near_the_original_with_the_codes_that_were_decided(dtype
 @every("scheme", ["nf4a16", "iq4_nl", "mxfp4", "nvfp4", "mxfp8", "fp8-block"])
 def test_a_model_begins_as_it_was_decided(scheme):
     """Codes that stand for levels, and inputs rounded in groups of a token."""
-    of_scheme, ids = compress.RTN(scheme=scheme), tokens(4)
-    decided = compress.quantize(make_llama(intermediate_size=128), of_scheme, calibration=ids).model
-    prepared = compress.prepare_qat(make_llama(intermediate_size=128), of_scheme, calibration=ids)
+    of_scheme, ids, sizes = compress.RTN(scheme=scheme), tokens(4), {"hidden_size": 256, "intermediate_size": 256}
+    decided = compress.quantize(make_llama(**sizes), of_scheme, calibration=ids).model
+    prepared = compress.prepare_qat(make_llama(**sizes), of_scheme, calibration=ids)
     with torch.no_grad():
         seen, expected = (model(input_ids=ids).logits for model in (prepared.model, decided))
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)

@@ -45,8 +45,8 @@ def round_with_gradient(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid
 
 
 def round_by_range(x: Tensor, grid: Grid) -> Tensor:
-    """Values of x [..., K] on a grid, in its dtype. Each row, or each group or block of one, has a range that is fitted to
-    it, and has a gradient:
+    """Values of x [..., K] on a grid, in its dtype. A range is fitted to each row, or to each group or block of a row,
+    and has a gradient:
 
         dy_i/dx_j = [i = j] + (round(v_i) - v_i) ds/dx_j        ds/dx_j: not 0 for the numbers that span the range
 
