@@ -139,8 +139,8 @@ class StoredTerm(Term):
         return None
 
     def on_grid(self) -> Matrix | None:
-        """The same values as codes on a grid and what is added to these, which training changes by its codes alone
-        (`recoded`); None where they are nothing of the kind."""
+        """The same values as codes on a grid, and what is added to them, where training may change the codes
+        (`recoded`); None where it may not."""
         return None
 
     def recoded(self, codes_NK: Tensor) -> "StoredTerm":

@@ -114,8 +114,7 @@ def passes_asked(
     embeddings: str | None,
     kv_cache: str | None,
 ) -> tuple[tuple["Pass", ...], list[str]]:
-    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the
-    method."""
+    """The passes that the words of a command line ask for, and remarks about them. chosen: options of the method."""
     picks: list[str] = []
     if engine is not None:
         chosen, picks, tables = for_engine(engine, method, chosen, recipe)
