@@ -52,8 +52,7 @@ class Engine:
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
     loads: what it makes of layers as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase. run: command lines that run the result, of
-    {out}, its {name} and the model's {architecture}.
+    prefer to it, a phrase. run: command lines that run the result, of {out}, its {name} and the model's {architecture}.
     """
 
     scheme: str

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, grouped
-from compress.weights.matrix import Matrix, added
+from compress.weights.matrix import Term
 from compress.weights.terms import StoredTerm
 
 ROOM = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
@@ -27,30 +27,27 @@ MOVED = 0.01  # share of the codes that are not the nearest, above which they we
 PARTS = 127
 
 
-def codes_with_room(decision: Decision) -> Quantized | None:
-    """The decided codes, where several weights share a code; None where signs or floats are codes."""
-    codes = on_grid(decision.weight).terms[0]
-    if not isinstance(codes, Quantized) or codes.grid.levels is not None:
-        return None
-    return None if codes.grid.signs or codes.grid.floating else codes
-
-
-def on_grid(weight: Matrix) -> Matrix:
-    """A weight with codes on a grid as its first term, where its first term has any."""
-    first, *others = weight.terms
+def codes_with_room(decision: Decision) -> tuple[Quantized, list[Term]] | None:
+    """(The decided codes, the terms that are added to them); None for signs, floats and levels, whose codes have no
+    room for several weights."""
+    first, *others = decision.weight.terms
     found = first.on_grid() if isinstance(first, StoredTerm) else None
-    return weight if found is None else added(*found.terms, *others)
+    codes, *others = [*(first if found is None else found).terms, *others]
+    if not isinstance(codes, Quantized) or codes.grid.levels is not None or codes.grid.signs or codes.grid.floating:
+        return None
+    return codes, others
 
 
 @torch.no_grad()
 def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
     """int8 [N, K], the position of the original within each decided code: -127 and 127 are the code's ends (`ROOM`).
     None where there are no such codes."""
-    codes = codes_with_room(decision)
-    if codes is None:
+    found = codes_with_room(decision)
+    if found is None:
         return None
+    codes, others = found
     wanted = original_NK.to(torch.promote_types(original_NK.dtype, torch.float32))
-    for other in on_grid(decision.weight).terms[1:]:
+    for other in others:
         wanted = wanted - other.dequantize().to(wanted)
     code, scale, zero = _in_groups(codes, wanted)
     offset = grouped(wanted, codes.grid) / scale + zero - code
@@ -68,12 +65,13 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
 def start_weight(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, K] the weight that training starts from: it rounds to the decided codes and lies at its place within them.
     Raises AssertionError where there are no codes."""
-    codes = codes_with_room(decision)
-    assert codes is not None
+    decided = codes_with_room(decision)
+    assert decided is not None
+    codes, others = decided
     places = grouped(places_NK.to(codes.codes.device, dtype), codes.grid)
     code, scale, zero = _in_groups(codes, places)
     found = ((code - zero + places * (ROOM / PARTS)) * scale).reshape(places_NK.shape)
-    for other in on_grid(decision.weight).terms[1:]:
+    for other in others:
         found = found + other.dequantize().to(found)
     return found
 

@@ -24,7 +24,7 @@ from compress.checkpoint.read.pretrained import load_tokenizer
 from compress.checkpoint.read.source import DEMO, find_source
 from compress.recipes.studies.engines.agreement import same_start
 from compress.recipes.studies.engines.gguf_check import keep
-from compress.recipes.studies.engines.random_models import FAMILIES, named_models
+from compress.recipes.studies.engines.random_models import add_models, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 FORMS = ("onnx-exact", "onnx")
@@ -83,8 +83,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="directories, or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
+    add_models(parser)
     parser.add_argument("--python", required=True, help="python with onnxruntime-genai")
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--json", type=Path)

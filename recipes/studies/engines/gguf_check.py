@@ -40,7 +40,7 @@ from compress.checkpoint.read.source import DEMO, find_source
 from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import parse_recipe
 from compress.recipes.studies.engines.agreement import compared, same_start
-from compress.recipes.studies.engines.random_models import FAMILIES, named_models
+from compress.recipes.studies.engines.random_models import FAMILIES, add_models, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 WORKER = Path(__file__).with_name("gguf_worker.py")
@@ -295,8 +295,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked; ends with exit code 2 and a line where they cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="directories, or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
+    add_models(parser)
     parser.add_argument("--llama-python", default=os.environ.get(PYTHON), help=f"python with xllamacpp (or {PYTHON})")
     parser.add_argument("--text", default="demo", help="a text file; its first tokens are the window")
     parser.add_argument("--calibration", default="demo")

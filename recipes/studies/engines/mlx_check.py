@@ -24,7 +24,7 @@ from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.recipes.studies.engines.agreement import compared, same_start
 from compress.recipes.studies.engines.gguf_check import keep
-from compress.recipes.studies.engines.random_models import EVERY, named_models
+from compress.recipes.studies.engines.random_models import EVERY, add_models, named_models
 from compress.recipes.studies.figures import asked, command, made_by
 
 SCHEMES = [f"w{bits}a16" for bits in (2, 3, 4, 5, 6, 8)]
@@ -65,8 +65,7 @@ def row_of(name: str, model: Path, scheme: str, arguments: argparse.Namespace, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="directories, or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(EVERY)}")
+    add_models(parser, EVERY)
     parser.add_argument("--mlx-python", required=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)

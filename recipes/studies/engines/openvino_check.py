@@ -25,7 +25,7 @@ from compress.checkpoint.read.source import find_source
 from compress.data.text import load_tokens
 from compress.onnx.readback import divergence
 from compress.recipes.studies.engines.gguf_check import keep
-from compress.recipes.studies.engines.random_models import FAMILIES, named_models
+from compress.recipes.studies.engines.random_models import add_models, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 SCHEMES = ("w2a16", "w4a16", "w8a16", "w8a8")
@@ -90,8 +90,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="directories, or 'demo'")
-    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(FAMILIES)}")
+    add_models(parser)
     parser.add_argument("--python", required=True, help="python with openvino")
     parser.add_argument("--text", default="demo")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)

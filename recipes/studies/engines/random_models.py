@@ -4,9 +4,10 @@ Tokenizers have the demo's merges, after a split like the family's, or are like 
 demo's text.
 """
 
+import argparse
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ def made(family: str, folder: Path) -> Path:
     write_json(folder / "tokenizer.json", held)
     shutil.copyfile(DEMO / "tokenizer_config.json", folder / "tokenizer_config.json")
     return folder
+
+
+def add_models(parser: argparse.ArgumentParser, families: Iterable[str] = FAMILIES) -> None:
+    """Add the arguments of `named_models` to a command line."""
+    parser.add_argument("models", nargs="*", help="directories, or 'demo'")
+    parser.add_argument("--random", nargs="+", default=[], help=f"families: {', '.join(families)}")
 
 
 def named_models(models: Sequence[str], families: Sequence[str], folder: Path) -> dict[str, Path]:
