@@ -146,9 +146,9 @@ def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[s
 
 
 def check_unread(passes: Sequence["Pass"], who: str) -> None:
-    """Refuse options of calibration data where there is none, and nobody reads it."""
+    """Refuse options of calibration data where no pass reads any; training reads them too."""
     unread = [f"--{name.replace('_', '-')}" for name in OF_CALIBRATION if given(name)]
-    if unread and not any(p.calibrated for p in passes):
+    if unread and not any(p.calibrated or p.name == "train" for p in passes):
         raise InputError(f"{who} uses no calibration data; drop {', '.join(unread)}")
 
 

@@ -18,6 +18,7 @@ from compress.engine.learn.trained_decisions import TrainedCaches, begin, traine
 from compress.engine.plan.existing_zeros import decisions_on_zeros
 from compress.engine.residency import widened
 from compress.engine.walk.state import Run
+from compress.kernels.cpu.processor import cpu_flags
 from compress.model.layers import Layer
 from compress.passes.protocol.stages import Learn
 from compress.train.inputs.fsdp_shards import reshard
@@ -45,6 +46,8 @@ from compress.train.rounding.swapped_layers import (
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
+
+FAST_BFLOAT16 = frozenset({"avx512bw", "avx_ne_convert", "bf16"})  # one of them, by oneDNN's check; the last is of ARM
 
 
 def train_model(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Module | TopKRows]) -> Run:
@@ -157,7 +160,7 @@ def _training(
     seen, _ = rows.split(options.held_out)
     objective.begin(seen)
     reshard(run.model)  # a root that has run would not see what a checkpoint brings
-    for note in objective.notes:
+    for note in (*objective.notes, *slow_products(options, run.residency.device)):
         run.record.note(run.reporter, note)
     scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
     if not weights and not scales:
@@ -178,6 +181,16 @@ def _training(
         after=after,
         written=lambda batch, step: written_by(run.model, batch, options.seed + step, run.comm),
         best_since=_best_since(learn),
+    )
+
+
+def slow_products(options: TrainingOptions, device: torch.device) -> tuple[str, ...]:
+    """A note where products of 16 bits are asked for on a processor without instructions for them; empty elsewhere."""
+    if options.precision == "full" or device.type != "cpu" or cpu_flags() & FAST_BFLOAT16:
+        return ()
+    return (
+        f"precision={options.precision}: this processor has no instructions for it, so that a step takes many times as "
+        "long; give precision=full",
     )
 
 

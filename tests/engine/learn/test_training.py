@@ -14,6 +14,7 @@ from torch import nn
 import compress
 from compress.base.errors import CompressError
 from compress.base.progress import Silent
+from compress.engine.learn import training
 from compress.passes.train import Train
 
 TWO_BITS = fast_gptq(scheme="w2a16", group_size=16)
@@ -90,8 +91,9 @@ def test_a_model_of_16_bits_is_trained_in_32_and_stays_one_of_16(folder, tmp_pat
 
 def test_the_command_trains_embeddings_and_caches_too(folder, tmp_path):
     torch.save(tokens(12), tmp_path / "ids.pt")
-    words = ["--method", "rtn", "--scheme", "w2a16", "--group-size", 16, "--calibration", tmp_path / "ids.pt"]
-    few = ["--steps", 2, "--rows", 4, "--learning-rate", 1e-3, "--embeddings", "w4a16", "--kv-cache", "int8:head"]
+    words = ["--method", "rtn", "--scheme", "w2a16", "--group-size", 16, "--training", tmp_path / "ids.pt"]
+    words += ["--batch-size", 2, "--embeddings", "w4a16", "--kv-cache", "int8:head"]
+    few = ["--steps", 2, "--rows", 4, "--learning-rate", 1e-3]
     done = command("qat", folder / "model", *words, *few, "--output", tmp_path / "out", "--json", "-")
     assert done.code == 0, done.err
     found = {layer["name"]: layer["method"] for layer in done.json()["layers"]}
@@ -99,6 +101,26 @@ def test_the_command_trains_embeddings_and_caches_too(folder, tmp_path):
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert written["kv_cache_scheme"]["num_bits"] == 8
     assert "model.embed_tokens" in json.dumps(written["config_groups"])
+
+
+def test_products_of_16_bits_train_as_full_ones_do(folder):
+    few = {**FEW, "steps": 2}
+    full, narrow = (
+        losses(compress.quantize(folder / "model", [TWO_BITS, Train(**few, precision=precision)], verify=False, **DATA))
+        for precision in ("full", "bfloat16")
+    )
+    assert narrow[-1] < 0.95 * narrow[0]
+    assert narrow != full
+    assert narrow == pytest.approx(full, rel=0.05)
+
+
+@pytest.mark.parametrize(("flags", "slow"), [({"avx2", "fma"}, 1), ({"avx2", "avx512bw"}, 0), ({"asimd", "bf16"}, 0)])
+def test_products_of_16_bits_are_said_to_be_slow_where_they_are(monkeypatch, flags, slow):
+    monkeypatch.setattr(training, "cpu_flags", lambda: frozenset(flags))
+    narrow, cpu = Train(precision="bfloat16"), torch.device("cpu")
+    assert len(training.slow_products(narrow, cpu)) == slow
+    assert not training.slow_products(narrow, torch.device("cuda"))
+    assert not training.slow_products(Train(), cpu)
 
 
 class StopAfter(Silent):
