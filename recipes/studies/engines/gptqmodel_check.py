@@ -1,6 +1,6 @@
 """Does GPTQModel read what `compress export --to gptq` and `--to awq` write to the weights that were decided?
 
-    python recipes/studies/engines/gptqmodel_check.py demo MODEL --python VENV/bin/python --json OUT.json
+    python recipes/studies/engines/gptqmodel_check.py demo MODEL --random qwen3 --python VENV/bin/python --json OUT.json
 
 Rounds each model by each scheme with scales of float16, exports it, and lets GPTQModel multiply each layer by the
 identity (`compress.checkpoint.export.read_back`). A layer differs where the product is not our weight, rounded to the
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from compress.base.fresh_process import fresh
 from compress.checkpoint.files import read_json
 from compress.passes.protocol.recipe import make_pass
 from compress.recipes.studies.engines.gguf_check import keep
+from compress.recipes.studies.engines.random_models import add_models, named_models
 from compress.recipes.studies.figures import asked, made_by
 
 
@@ -50,9 +52,9 @@ CASES = (
 )
 
 
-def row_of(model: str, case: LayoutCase, python: str, scratch: Path) -> dict[str, Any]:
+def row_of(name: str, model: Path, case: LayoutCase, python: str, scratch: Path) -> dict[str, Any]:
     """The row of one model and case."""
-    row = {"model": Path(model).name, "title": case.title, **vars(case)}
+    row = {"model": name, "title": case.title, **vars(case)}
     options = {"scheme": case.scheme, "grid": case.grid, "scales": "float16"}
     try:
         compress.quantize(model, make_pass("rtn", options), output=scratch / "checkpoint", verify=False)
@@ -91,15 +93,19 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="directories, or 'demo'")
+    add_models(parser)
+    titles = [case.title for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=titles, default=titles, metavar="CASE", help="like 'w4a16 awq'")
     parser.add_argument("--python", default=sys.executable, help="python with gptqmodel and compress")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    cases = [case for case in CASES if case.title in arguments.only]
     print("| model | scheme | groups | GPTQModel |\n|---|---|---|---|", flush=True)
-    for model in arguments.models:
-        for case in CASES:
+    with tempfile.TemporaryDirectory() as folder:
+        named = named_models(arguments.models, arguments.random, Path(folder))
+        for (name, model), case in product(named.items(), cases):
             with tempfile.TemporaryDirectory() as scratch:
-                row = row_of(model, case, arguments.python, Path(scratch))
+                row = row_of(name, model, case, arguments.python, Path(scratch))
             print(line_of(row), flush=True)
             if arguments.json:
                 keep(arguments.json, {**row, "command": asked(__file__), "made_by": made_by()})

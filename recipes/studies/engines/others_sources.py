@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "AutoRound, symmetric": (AUTO_ROUND, {**SIZES, "sym": True, "format": "auto_gptq"}),
     "AutoRound, asymmetric": (AUTO_ROUND, {**SIZES, "sym": False, "format": "auto_gptq"}),
     "AutoRound's own format, symmetric": (AUTO_ROUND, {**SIZES, "sym": True, "format": "auto_round"}),
+    "AutoRound's own format, asymmetric": (AUTO_ROUND, {**SIZES, "sym": False, "format": "auto_round"}),
     "GPTQModel, symmetric": (GPTQ_MODEL, {**SIZES, "sym": True, "desc_act": False}),
     "GPTQModel, act-order": (GPTQ_MODEL, {**SIZES, "sym": True, "desc_act": True}),
     "GPTQModel, 8 bits": (GPTQ_MODEL, {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}),
@@ -76,15 +77,23 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return sum(numbers[:, place] << place for place in range(bits))
 
 
+def unpacked_awq(words: Tensor) -> Tensor:
+    """[M, N] codes of 4 bits of words [M, N / 8]: each holds eight outputs, the even ones in its lower half."""
+    halves = torch.stack([words >> 4 * place & 15 for place in range(8)], -1).unflatten(-1, (2, 4))
+    return halves.transpose(-1, -2).flatten(1).to(torch.int64)
+
+
 def dense_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """({weight: float32 [N, K]} of the layers of a folder in GPTQ's layout, its other tensors in float32)."""
+    """({weight: float32 [N, K]} of the layers of a folder in GPTQ's or AWQ's layout, its other tensors in float32)."""
     config = read_json(folder / "config.json")["quantization_config"]
     bits, less = config["bits"], 0 if "v2" in str(config.get("checkpoint_format")) else 1
+    awq = str(config.get("packing_format")).endswith("awq")
     tensors = {name: held for file in folder.glob("*.safetensors") for name, held in load_file(file).items()}
     weights = {}
     for name in (each.removesuffix(".qweight") for each in tensors if each.endswith(".qweight")):
-        codes = unpacked(tensors[f"{name}.qweight"], bits)
-        zeros = unpacked(tensors[f"{name}.qzeros"].t(), bits).t() + less
+        words, zero_words = (tensors[f"{name}.{part}"] for part in ("qweight", "qzeros"))
+        codes = unpacked_awq(words) if awq else unpacked(words, bits)
+        zeros = unpacked_awq(zero_words) if awq else unpacked(zero_words.t(), bits).t() + less
         columns = torch.arange(len(codes))
         group = tensors.get(f"{name}.g_idx", columns // (len(codes) // len(zeros))).long()
         scales = tensors[f"{name}.scales"].float()
