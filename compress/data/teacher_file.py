@@ -116,9 +116,9 @@ def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def _nonsense(about: Mapping[str, Any], log_probs_NTk: Tensor, indices_NTk: Tensor) -> str | None:
     """The reason why values cannot be a teacher's predictions; None where they can."""
-    if log_probs_NTk.ndim != 3 or log_probs_NTk.shape != indices_NTk.shape or 0 in log_probs_NTk.shape:
+    if log_probs_NTk.ndim not in (2, 3) or log_probs_NTk.shape != indices_NTk.shape or 0 in log_probs_NTk.shape:
         shapes = f"{list(log_probs_NTk.shape)} and {list(indices_NTk.shape)}"
-        return f"log_probs and indices have the shapes {shapes}; both must be [samples, tokens, k]"
+        return f"log_probs and indices have the shapes {shapes}; both must be [samples, tokens, k], or [samples, k]"
     if not (math.isfinite(about["temperature"]) and about["temperature"] > 0):
         return f"temperature is {about['temperature']}; it must be above 0"
     least, most = (int(end) for end in indices_NTk.aminmax())

@@ -23,7 +23,7 @@ from compress.train.inputs.samples import Rows, inputs_of, micro_batches
 from compress.train.inputs.teacher_predictions import TopKRows
 from compress.train.losses.options import CACHED, ORIGINAL
 from compress.train.losses.top_k import TopK, top_k
-from compress.train.objective.objective import shifted_logits
+from compress.train.objective.objective import predicting
 
 TOP_K = 64  # what is left out of a distribution is then a percent or two of a large vocabulary's mass
 
@@ -108,7 +108,7 @@ def _ask(
             if logits is None:
                 raise InputError(f"{type(teacher).__name__} returns no logits, of which nothing can be kept")
             vocabulary = logits.shape[-1]
-            kept = top_k(shifted_logits(logits, batch), k, temperature)
+            kept = top_k(predicting(teacher, logits, batch), k, temperature)
             own = part if counting else []
             parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], temperature))
             places += own

@@ -239,7 +239,7 @@ def test_cached_logits_that_say_what_no_teacher_can_are_refused(desk: Desk) -> N
         ({}, {"indices": indices + 4000}, "the vocabulary is 0 to 2047"),
         ({}, {"indices": indices - 4000}, "the vocabulary is 0 to 2047"),
         ({}, {"log_probs": 1 - log_probs}, "what is no logarithm of a probability"),
-        ({}, {"indices": indices[..., :2].contiguous()}, "both must be [samples, tokens, k]"),
+        ({}, {"indices": indices[..., :2].contiguous()}, "both must be [samples, tokens, k], or [samples, k]"),
         ({}, {"indices": indices[:2].clone(), "log_probs": log_probs[:2].clone()}, "of 2 samples; 6 are trained on"),
     ]
     cases += [({key: None}, {}, f"{key} is missing") for key in ("teacher", "training", "temperature", "vocabulary")]

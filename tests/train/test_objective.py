@@ -8,6 +8,7 @@ from models import DECODERS, strong, tokens
 from torch import Tensor, nn
 
 from compress.base.collectives import Comm
+from compress.base.errors import InputError
 from compress.passes.train import Train
 from compress.train.inputs.samples import Rows
 from compress.train.inputs.teacher_predictions import TopKRows
@@ -102,6 +103,57 @@ def test_a_vocabulary_that_is_padded_further_is_cut_for_a_student_and_forbidden_
     torch.testing.assert_close(totals["logits"], expected, rtol=1e-9, atol=0)
     beyond = torch.autograd.grad(student(input_ids=IDS).logits[..., 96:].exp().sum(), student.lm_head.weight)[0]
     assert float((beyond * gradients["lm_head.weight"])[96:].sum()) >= (1e-6 if sizes[0] > 96 else 0)
+
+
+BERT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "pad_token_id": 0}
+
+
+def of_positions(kind: str) -> tuple[list[nn.Module], dict[str, Tensor]]:
+    """(A student and its teacher, both with a label for each position, samples.)"""
+    import transformers
+
+    labels = tokens(4, 12, seed=1) % 5 + 1
+    labels[0, 9:] = -100
+    if kind == "t5":
+        models = [transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)) for _ in range(2)]
+        ids = tokens(4, 12, seed=2)  # as many as labels: nothing tells these from next tokens
+        return models, {"input_ids": ids, "decoder_input_ids": tokens(4, 12, seed=3), "labels": labels}
+    named = {"masked": transformers.BertForMaskedLM, "labelled": transformers.BertForTokenClassification}
+    models = [named[kind](transformers.BertConfig(**BERT, num_labels=6)) for _ in range(2)]
+    return models, {"input_ids": tokens(4, 12, seed=2), "labels": labels}
+
+
+@every("kind", ["masked", "labelled", "t5"])
+@every("labelled", [True, False])
+def test_labels_of_positions_are_not_shifted(kind, labelled):
+    """Losses are means over positions: the model's own for a task, the divergence of what both predict there."""
+    pair, data = of_positions(kind)
+    pair = [model.double().eval() for model in pair]
+    mask = data["labels"] != -100 if labelled else torch.ones(4, 12, dtype=torch.bool)
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    rows = Rows(data if labelled else inputs).numbered()
+    objective = Objective(Train(logits=1.0, task=0.5 * labelled), *pair)
+    objective.begin(rows)
+    given = rows.take(range(4))
+    totals, counts = objective(given), objective.counts(given)
+    log_q, log_p = (model(**inputs).logits.log_softmax(-1)[mask] for model in pair)
+    assert set(counts.values()) == {int(mask.sum())}
+    expected = {"logits": (log_p.exp() * (log_p - log_q)).sum(-1).mean()}
+    expected |= {"task": pair[0](**data).loss} if labelled else {}
+    assert totals.keys() == expected.keys()
+    for name, total in totals.items():
+        torch.testing.assert_close(total / counts[name], expected[name], rtol=1e-6, atol=0)
+
+
+def test_a_task_of_positions_needs_their_labels():
+    pair, data = of_positions("masked")
+    for labels, says in (({}, "the batches have none"), ({"labels": data["labels"][:, :3]}, r"\[4, 3\]")):
+        given = Rows({"input_ids": data["input_ids"], **labels})
+        objective = Objective(Train(task=1.0), *pair)
+        objective.begin(given)
+        with pytest.raises(InputError, match=says):
+            objective.counts(given.take(range(4)))
 
 
 def test_logits_are_never_whole():

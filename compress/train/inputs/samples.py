@@ -121,9 +121,15 @@ def samples_of(batch: Batch) -> int:
 
 
 def is_text(batch: Batch) -> bool:
-    """True for batches of text, where every token predicts the next: token ids without labels, or with one label per
-    token."""
+    """True for batches of token ids, without labels or with one label per token."""
     return "input_ids" in batch and (LABELS not in batch or batch[LABELS].shape == batch["input_ids"].shape)
+
+
+def predicts_next(model: Any, batch: Batch) -> bool:
+    """True where every token predicts the next: text, for a decoder or a model that does not say what it is. Encoders
+    and encoder-decoders predict a label for each position."""
+    generates = getattr(model, "can_generate", lambda: True)()
+    return is_text(batch) and generates and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def token_mask(batch: Batch) -> Tensor:
@@ -135,15 +141,28 @@ def token_mask(batch: Batch) -> Tensor:
     return torch.ones(samples_of(batch), dtype=torch.bool)
 
 
-def labels_of(batch: Batch) -> Tensor:
+def next_tokens(batch: Batch) -> Tensor:
     """[B, T - 1] the next token; -100 where it or the token before it is padding, or where its label is -100."""
     labels = batch.get(LABELS, batch["input_ids"])
     mask = token_mask(batch)
     return labels[:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)
 
 
-def needed_labels(batch: Batch) -> Tensor:
-    """[B] the class of every sample."""
+def labels_of_places(batch: Batch, length: int) -> Tensor:
+    """[B, length] the label of every position, the decoder's where there is one; -100 for padding, and 0 where the
+    batch has no such labels."""
+    shape = (samples_of(batch), length)
+    labels = batch.get(LABELS)
+    if labels is None or labels.shape != shape:
+        labels = torch.zeros(shape, dtype=torch.int64)
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+    return labels if mask is None or mask.shape != shape else labels.masked_fill(mask == 0, IGNORED)
+
+
+def needed_labels(batch: Batch, shape: Sequence[int]) -> Tensor:
+    """The labels of a batch, which must have this shape: one for every prediction. Raises InputError for others."""
     if LABELS not in batch:
         raise InputError("task is the cross entropy with labels, and the batches have none; give `labels` in each")
+    if batch[LABELS].shape != torch.Size(shape):
+        raise InputError(f"labels of shape {[*batch[LABELS].shape]} for predictions of shape {[*shape]}; give one each")
     return batch[LABELS]

@@ -19,7 +19,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.base.progress import Reporter, tell
 from compress.train.inputs.fsdp_shards import reshard
-from compress.train.inputs.samples import Batch, Rows, SampleOrder, is_text, micro_batches
+from compress.train.inputs.samples import Batch, Rows, SampleOrder, micro_batches
 from compress.train.loop import train_checkpoints
 from compress.train.loop.best import Best, interval
 from compress.train.loop.metrics import Log, ends
@@ -109,7 +109,7 @@ def train(this: Training) -> History:
         this.reporter.note(f"training goes on behind step {history.resumed} of {options.steps}")
     log = Log(this.place if comm.rank == 0 else None, history.resumed)
     history.earlier = log.earlier
-    unit = "tokens" if is_text(seen.take([0])) else "samples"
+    unit = "tokens" if this.objective.is_by_token(seen.take([0])) else "samples"
 
     def measure(step: int) -> None:
         began = time.monotonic()

@@ -23,8 +23,10 @@ from compress.train.inputs.samples import (
     Rows,
     inputs_of,
     is_text,
-    labels_of,
+    labels_of_places,
     needed_labels,
+    next_tokens,
+    predicts_next,
     samples_of,
     token_mask,
 )
@@ -58,19 +60,36 @@ class Objective(nn.Module):
         self.embedder: nn.Module = nn.Identity()
         self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
         self.vocabulary: int | None = None  # the student's, where the teacher's is padded to another length
+        self.length: int | None = None  # predictions of a sample, where these are of positions and not of next tokens
         self.step: StepEmbeddings | None = None
         self.notes: list[str] = []
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """The number of tokens or samples that each loss counts in a batch, without calling the models."""
-        predicted = int((labels_of(batch) != IGNORED).sum()) if is_text(batch) else samples_of(batch)
-        if is_text(batch) or "task" not in self.weights:
-            labelled = predicted
-        else:
-            labelled = int((needed_labels(batch) != IGNORED).sum())
+        labels = self._labels(batch)
+        predicted = samples_of(batch) if labels is None else int((labels != IGNORED).sum())
+        labelled = int((self._task_labels(batch, labels) != IGNORED).sum()) if "task" in self.weights else 0
         found = dict.fromkeys(self.weights, int(token_mask(batch).sum()))
         found |= {"logits": predicted, "task": labelled, "contrastive": samples_of(batch)}
         return {name: found[name] for name in self.weights}
+
+    def is_by_token(self, batch: Batch) -> bool:
+        """True if losses on logits are of tokens or positions, False if they are of samples."""
+        return self.length is not None or predicts_next(self.models[0], batch)
+
+    def _labels(self, batch: Batch) -> Tensor | None:
+        """The label of each prediction of a token or position, -100 where it does not count; None for samples."""
+        if predicts_next(self.models[0], batch):
+            return next_tokens(batch)
+        return None if self.length is None else labels_of_places(batch, self.length)
+
+    def _task_labels(self, batch: Batch, labels: Tensor | None) -> Tensor:
+        """The labels that cross entropy takes. labels: those of tokens or positions."""
+        if not predicts_next(self.models[0], batch):
+            given = needed_labels(batch, (samples_of(batch), *([] if self.length is None else [self.length])))
+            return given if labels is None else labels
+        assert labels is not None
+        return labels
 
     def forward(self, batch: Batch) -> Totals:
         """The sum of each loss over a batch."""
@@ -80,17 +99,15 @@ class Objective(nn.Module):
 
         def take(hidden: Tensor) -> None:
             assert head is not None
-            shifted = hidden[:, :-1]
-            totals.update(
-                self._on_logits(partial(chunked_logits_loss, shifted, head.whole), batch, says, shifted.device)
-            )
+            chosen = predicting(student, hidden, batch)
+            totals.update(self._on_logits(partial(chunked_logits_loss, chosen, head.whole), batch, says, chosen.device))
 
         own = look(student, batch, self.options, head, take)
         if head is not None and own.logits is not None:
             # Adds 0, whose gradient tells FSDP's root to go backward.
             totals = {name: total + 0 * own.logits.sum() for name, total in totals.items()}
         elif own.logits is not None:
-            logits = shifted_logits(own.logits, batch)
+            logits = predicting(student, own.logits, batch)
             totals.update(self._on_logits(partial(logits_loss, logits), batch, says, logits.device))
         if theirs is not None:
             totals.update(self._on_states(own, theirs, batch))
@@ -108,25 +125,25 @@ class Objective(nn.Module):
 
         def take(hidden: Tensor) -> None:
             assert head is not None
-            stand_ins.append(HiddenTeacher(hidden[:, :-1], head.whole, self.vocabulary))
+            stand_ins.append(HiddenTeacher(predicting(self.models[0], hidden, batch), head.whole, self.vocabulary))
 
         theirs = look(teacher, batch, self.options, head, take)
         if stand_ins:
             return theirs, stand_ins[0]
         if theirs.logits is None:
             return theirs, None
-        logits = shifted_logits(theirs.logits, batch)
+        logits = predicting(self.models[0], theirs.logits, batch)
         return theirs, logits if self.vocabulary is None else over_vocabulary(logits, self.vocabulary)
 
     def _on_logits(self, loss: Of, batch: Batch, says: Teacher | HiddenTeacher | None, device: torch.device) -> Totals:
         """The losses on logits. loss: `logits_loss` on the student's logits, or a function that needs none."""
         options, totals = self.options, Totals()
-        labels = labels_of(batch).to(device) if is_text(batch) else None
+        labels = self._labels(batch)
         if "logits" in self.weights:
             how = LogitsLoss(kind=options.divergence, temperature=options.temperature, tail=options.tail)
-            totals["logits"] = loss(says, labels_T=labels, how=how).total
+            totals["logits"] = loss(says, labels_T=None if labels is None else labels.to(device), how=how).total
         if "task" in self.weights:
-            wanted = needed_labels(batch).to(device) if labels is None else labels
+            wanted = self._task_labels(batch, labels).to(device)
             totals["task"] = loss(labels_T=wanted, how=LogitsLoss(alpha=0.0)).total
         return totals
 
@@ -177,8 +194,8 @@ class Objective(nn.Module):
         device = next(student.parameters()).device
         if ("attention" in self.weights or "relations" in self.weights) and not is_text(batch):
             raise InputError("attention and relations are of tokens of text; leave them out")
-        if is_text(batch) and {"logits", "task"} & self.weights.keys():
-            self._find_heads(inputs_of(batch, device))
+        if {"logits", "task"} & self.weights.keys():
+            self._find_heads(batch, inputs_of(batch, device))
         if teacher is None or not {"features", "contrastive"} & self.weights.keys():
             return
         own, theirs = (look(model, batch, self.options) for model in (student, teacher))
@@ -187,18 +204,21 @@ class Objective(nn.Module):
             self.embedder = made.pop() if self.options.contrastive else self.embedder
             self.projectors = nn.ModuleList(made)
 
-    def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
-        """Find the heads of both models, whose logits then need not be computed. Raises InputError for other
-        vocabularies."""
+    def _find_heads(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
+        """See whether logits are of positions, and find the heads of both models, whose logits then need not be
+        computed. Raises InputError for other vocabularies."""
         student, teacher = self.models
         head, why, logits = output_head(student, inputs)
-        size = None if logits is None or logits.ndim != len("BTV") else logits.shape[-1]
-        if size is not None and self.offline is not None:
-            check_offline(self.offline, size)
+        if logits is not None and self.offline is not None:
+            check_offline(self.offline, logits.shape[-1])
+        if logits is None or logits.ndim != len("BTV"):
+            return  # of samples
+        size = logits.shape[-1]
+        self.length = None if predicts_next(student, batch) else logits.shape[1]
         theirs, other, logits = None, "", None
         if teacher is not None and "logits" in self.weights:
             theirs, other, logits = output_head(teacher, inputs)
-            if size is not None and logits is not None and logits.shape[-1] != size:
+            if logits is not None and logits.shape[-1] != size:
                 self.vocabulary = size if padded_alike(size, logits.shape[-1]) else None
         if head is None:
             self.notes.append(f"logits of {type(student).__name__} are made as a whole: {why}")
@@ -208,6 +228,7 @@ class Objective(nn.Module):
         self.heads = (head, theirs)
 
 
-def shifted_logits(logits: Tensor, batch: Batch) -> Tensor:
-    """The logits that predict a label: [B, T - 1, V] of text, [B, V] of samples."""
-    return logits[:, :-1] if is_text(batch) and logits.ndim == 3 else logits
+def predicting(model: nn.Module, values: Tensor, batch: Batch) -> Tensor:
+    """The logits, or the hidden states that these are made of, that predict a label of the model's: of next tokens all
+    but the last one's, [B, T - 1, ...]."""
+    return values[:, :-1] if values.ndim == len("BTV") and predicts_next(model, batch) else values
