@@ -30,7 +30,7 @@ import torch
 from compress.base.errors import CheckpointError, CompressError, WriteError
 from compress.base.progress import tell
 from compress.train.inputs.fsdp_shards import reshard
-from compress.train.inputs.samples import SampleOrder
+from compress.train.inputs.samples import Rows, SampleOrder
 from compress.train.loop.loop import Training, take_step, untouched
 from compress.train.loop.metrics import RATE, UNFINISHED
 from compress.train.loop.optimizer import optimizer, set_learning_rate
@@ -38,6 +38,8 @@ from compress.train.loop.optimizer import optimizer, set_learning_rate
 LOWEST, HIGHEST = 1e-6, 1e-1  # rates that are tried
 TRIALS = 31  # six for each power of ten
 FEWEST = 16  # three for each, of a run of a few steps
+FEW, USUAL = 4, (1e-5, 1e-2)  # as many trials between these, where there is time for no more
+UNTESTED = 1e-4  # the rate where there is not even time for these
 NEAR = 0.1  # of the whole fall: losses as near to the smallest one are as good
 PART = 1 / 2
 MOST = 1 / 3  # of the time of a run: no more is spent on the test
@@ -51,7 +53,7 @@ Curve = Sequence[tuple[float, float]]
 @dataclass(frozen=True)
 class RangeTest:
     """The rate that was chosen, by the loss before the first step, and after a step of every rate that was tried, up to
-    the first that made it no number, or much larger."""
+    the first that made it no number, or much larger; of none where there was no time for it."""
 
     learning_rate: float
     start: float
@@ -60,11 +62,13 @@ class RangeTest:
 
     def steps_in(self, minutes: float) -> int:
         """The steps that a run of so many minutes has time for, the test taken off."""
-        pace = self.seconds / (len(self.curve) + 1)
+        pace = self.seconds / (len(self.curve) + (2 if self.curve else 1))  # with the step that told how long one takes
         return max(1, int((60 * minutes - self.seconds) / (SLOWER * pace)))
 
     def __str__(self) -> str:
         """The rate, and enough of the curve for a line."""
+        if not self.curve:
+            return f"learning rate {self.learning_rate:.2g}: the time is too short for a range test"
         few = self.curve[:: max(1, -(-len(self.curve) // SHOWN))]
         shown = few if few[-1:] == self.curve[-1:] else [*few, self.curve[-1]]
         told = ", ".join(f"{rate:.0e}: {loss:.4g}" for rate, loss in shown)
@@ -73,8 +77,20 @@ class RangeTest:
 
 def trial_rates(steps: int) -> list[float]:
     """The rates that are tried for a run of so many steps, from the smallest on."""
-    trials = max(FEWEST, min(TRIALS, steps // 2))
-    return [LOWEST * (HIGHEST / LOWEST) ** (i / (trials - 1)) for i in range(trials)]
+    return _spread(LOWEST, HIGHEST, max(FEWEST, min(TRIALS, steps // 2)))
+
+
+def fewer_rates(rates: list[float], count: int) -> list[float]:
+    """Rates that are tried where there is time for so many: all, or some of a smaller range; empty for less than
+    `FEW`."""
+    if count >= len(rates):
+        return rates
+    ends = (LOWEST, HIGHEST) if count >= FEWEST else USUAL
+    return _spread(*ends, count) if count >= FEW else []
+
+
+def _spread(low: float, high: float, count: int) -> list[float]:
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
 def choose_rate(start: float, curve: Curve) -> float:
@@ -93,12 +109,28 @@ def range_test(this: Training) -> RangeTest:
     began, options = time.monotonic(), this.options
     seen, _ = this.rows.split(options.held_out)
     samples = SampleOrder(len(seen), options.rows, options.seed).of_step(0)
-    rates, losses = trial_rates(options.steps), list[float]()
+    rates = trial_rates(options.steps)
     tell(this.reporter, "phase", "learning rate", "part")
+    if options.minutes:
+        loss = _losses_of(this, seen, samples, [LOWEST])[0]
+        pace = time.monotonic() - began
+        steps = this.comm.gather_objects(int(MOST * 60 * options.minutes / pace))[0]
+        rates = fewer_rates(rates, steps - 2)  # this one, and the one that measures the effect of the last
+        if not rates:
+            return RangeTest(UNTESTED, loss, [], pace)
+    start, *after = _losses_of(this, seen, samples, [*rates, HIGHEST])
+    curve = list(zip(rates, after, strict=False))
+    return RangeTest(choose_rate(start, curve), start, curve, time.monotonic() - began)
+
+
+def _losses_of(this: Training, seen: Rows, samples: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """The loss before a step of each rate, one after the other, up to the first that is much larger or no number; the
+    model is restored."""
+    losses: list[float] = []
     with _as_before(this):
-        adamw = optimizer(this.learned, options)
-        for trial, rate in enumerate([*rates, HIGHEST]):  # a step's loss measures the effect of the step before
-            step = replace(options, learning_rate=rate, minutes=0.0, warmup=0.0, schedule="constant")
+        adamw = optimizer(this.learned, this.options)
+        for trial, rate in enumerate(rates):
+            step = replace(this.options, learning_rate=rate, minutes=0.0, warmup=0.0, schedule="constant")
             set_learning_rate(adamw, this.learned, rate)
             try:
                 line = take_step(replace(this, options=step, after=untouched), adamw, seen, samples, trial)
@@ -107,14 +139,11 @@ def range_test(this: Training) -> RangeTest:
                     raise
                 break
             losses.append(float(line["loss"]))
-            this.reporter.step(min(trial + 1, len(rates)), len(rates), f"tried {rate:.1e}")
+            if len(rates) > 1:
+                this.reporter.step(min(trial + 1, len(rates) - 1), len(rates) - 1, f"tried {rate:.1e}")
             if losses[-1] > TOO_FAR * min(losses):
                 break
-            if len(losses) > 1 and options.minutes and time.monotonic() - began > MOST * 60 * options.minutes:
-                break
-    start, *after = losses
-    curve = list(zip(rates, after, strict=False))
-    return RangeTest(choose_rate(start, curve), start, curve, time.monotonic() - began)
+    return losses
 
 
 def range_test_once(this: Training) -> RangeTest:

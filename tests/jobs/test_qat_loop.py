@@ -190,7 +190,7 @@ def test_what_is_refused_leaves_the_model_as_it_was():
     model = build("llama")
     before = copy.deepcopy(model.state_dict())
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises(InputError, match="of which nothing is trained; leave it to another pass"):
+    with pytest.raises(InputError, match="of which nothing is trained; quantize it by another pass"):
         compress.prepare_qat(model, compress.LowRank(share=0.9), **DATA)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.state_dict().keys() == before.keys()

@@ -12,7 +12,16 @@ from compress.base.errors import CheckpointError
 from compress.base.progress import Silent
 from compress.engine.learn import training
 from compress.passes.train import Train
-from compress.train.learning_rate import LOWEST, PART, RangeTest, choose_rate, trial_rates
+from compress.train.learning_rate import (
+    HIGHEST,
+    LOWEST,
+    PART,
+    UNTESTED,
+    RangeTest,
+    choose_rate,
+    fewer_rates,
+    trial_rates,
+)
 from compress.train.loop.best import interval
 
 TWO_BITS = compress.RTN(scheme="w2a16", group_size=16)
@@ -56,6 +65,21 @@ def test_the_rate_is_a_part_of_those_of_the_smallest_losses():
 def test_a_short_run_has_a_shorter_test():
     assert [len(trial_rates(steps)) for steps in (1, 40, 62, 10_000)] == [16, 20, 31, 31]
     assert trial_rates(62)[6] == pytest.approx(1e-5)
+
+
+def test_a_short_time_has_a_test_of_fewer_rates_or_none():
+    every = trial_rates(62)
+    assert fewer_rates(every, 40) == every
+    for count, low, high in ((20, LOWEST, HIGHEST), (6, 1e-5, 1e-2), (4, 1e-5, 1e-2)):
+        rates = fewer_rates(every, count)
+        assert (len(rates), rates[0]) == (count, low)
+        assert rates[-1] == pytest.approx(high)
+    assert fewer_rates(every, 3) == []
+    said = Stop()
+    passes = [TWO_BITS, Train(rows=4, minutes=1e-6)]
+    (history,) = compress.quantize(strong(), passes, reporter=said, **DATA).record.training
+    assert (history["options"]["learning_rate"], len(history["steps"])) == (UNTESTED, 1)
+    assert "learning rate 0.0001: the time is too short for a range test" in said.notes
 
 
 def test_measurements_take_a_twentieth_of_the_time_at_most():
@@ -131,7 +155,7 @@ def test_scales_alone_have_no_use_for_a_rate_of_weights(monkeypatch):
 
 
 def test_steps_are_as_many_as_the_pace_of_the_test_allows(monkeypatch):
-    paced = RangeTest(0.01, 1.0, [(1e-6, 1.0)] * 30, seconds=31.0)
+    paced = RangeTest(0.01, 1.0, [(1e-6, 1.0)] * 29, seconds=31.0)
     assert paced.steps_in(1) == int(29 / 1.15)
     assert paced.steps_in(0.1) == 1
     options = {**FEW, "minutes": 1 / 60}

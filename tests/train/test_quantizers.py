@@ -193,8 +193,13 @@ def test_k_quants_keep_their_scales_and_train_their_codes(kind):
 def test_what_is_not_trained_is_refused_with_its_name():
     module = nn.Linear(18, 6)
     codes = quantize(module.weight.data, Grid(bits=4))
-    with pytest.raises(InputError, match=r"mlp\.up is stored as .* \+ .*of which nothing is trained; leave it"):
+    with pytest.raises(InputError, match=r"mlp\.up is stored as .* \+ .*of which nothing is trained; quantize it"):
         attach(Layer("mlp.up", module), Decision(Weight((dense(module.weight.data), codes))), "learned")
+    wide = nn.Linear(256, 6)
+    kept = torch.ones(6, 256, dtype=torch.bool)
+    decision = Decision(Weight((nearest_blocks(wide.weight.data, KQuant(type="q4_k")),)), kept=kept)
+    with pytest.raises(InputError, match="stored as q4_k, in which zeros would not stay zero"):
+        attach(Layer("mlp.up", wide), decision, "learned")
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo

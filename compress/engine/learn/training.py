@@ -20,6 +20,7 @@ from compress.engine.residency import widened
 from compress.engine.walk.state import Run
 from compress.kernels.cpu.processor import cpu_flags
 from compress.model.layers import Layer
+from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.teacher_predictions import TopKRows
@@ -61,11 +62,13 @@ def train_model(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.M
     undecided = [layer for layer in mine if layer.name not in before.decisions]
     known = {**decisions_on_zeros(plan, run.residency, undecided), **before.decisions}
     start = {**known, **(_all_kept(mine, known) if learn.sparsity.prunes else {})}
-    rounded = rounding([*wanted, *plan.tables], start, learn.options.scales)
-    caches = TrainedCaches(run.model, before.caches)
-    with widened(run.residency, run.model), rounded as quantized, caches.rounding():
+    treated = [*wanted, *plan.tables]
+    learning = rounding([each for each in treated if p.wants(each.name)], start, learn.options.scales)
+    still = rounding([each for each in treated if not p.wants(each.name)], start, "fixed")
+    caches = TrainedCaches(run.model, before.caches).rounding()
+    with widened(run.residency, run.model), learning as some, still as others, caches:
         begin(run.model, plan, run.residency, start, before.places)
-        history, tested = _train(run, learn, teachers.get(learn.options.teacher), quantized, mine)
+        history, tested = _train(run, p, teachers.get(learn.options.teacher), [*some, *others], mine)
         made = trained_decisions(run.model, plan, run.residency, start)
     rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
     rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
@@ -122,22 +125,27 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
 
 
 def _train(
-    run: Run, learn: Learn, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer], mine: Sequence[Layer]
+    run: Run, p: Pass, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer], mine: Sequence[Layer]
 ) -> tuple[History, RangeTest | None]:
-    """Trains; returns the measurements, and the test that chose the rate if nobody gave one. layers: those that round;
-    mine: those that the pass is for."""
-    inside = parameters_in(quantizers_of(layers))
-    others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
-    with requiring(others, _trains(learn.options.trains, layers)), _mapping(run, learn.options, teacher):
+    """Trains; returns the measurements, and the test that chose the rate if nobody gave one. p: the pass, which leaves
+    the layers that it does not want as they are; layers: those that round; mine: those that it wants."""
+    learn, inside = p.stage(Learn), parameters_in(quantizers_of(layers))
+    assert learn is not None
+    others = [each for each in run.model.parameters() if id(each) not in inside]  # quantizers know it themselves
+    known = [*run.plan.tables, *(layer for block in run.plan.layers.values() for layer in block)]
+    left = [layer for layer in known if not p.wants(layer.name)]
+    with requiring(others, _trains(learn.options.trains, layers, left)), _mapping(run, learn.options, teacher):
         training = _training(run, learn, teacher, layers, mine)
         with _blocks(run, learn.options):
             return _train_at_rate(run, learn, training)
 
 
-def _trains(what: str, layers: Sequence[Layer]) -> Callable[[nn.Parameter], bool]:
-    """A test of parameters outside quantizers: they learn. what: the option `trains`; layers: those that round."""
+def _trains(what: str, layers: Sequence[Layer], left: Sequence[Layer]) -> Callable[[nn.Parameter], bool]:
+    """A test of parameters outside quantizers: they learn. what: the option `trains`; layers: those that round; left:
+    those that stay as they are."""
     latent = {id(layer.parameter) for layer in layers}
     fixed = {id(layer.parameter) for layer in layers if isinstance(layer.module._modules[PARTS[0]], ScaledCodes)}
+    fixed |= {id(layer.parameter) for layer in left}
 
     def learns(p: nn.Parameter) -> bool:
         if not p.is_floating_point() or id(p) in fixed:
@@ -203,7 +211,7 @@ def _train_at_rate(run: Run, learn: Learn, this: Training) -> tuple[History, Ran
         known: dict[str, Any] = {"learning_rate": tested.learning_rate}
         if minutes := this.options.minutes:
             known |= {"minutes": 0.0, "steps": tested.steps_in(minutes)}
-            run.record.note(run.reporter, f"{known['steps']} steps of training fit into {60 * minutes:,.0f} s")
+            run.record.note(run.reporter, f"steps of training that fit into {60 * minutes:,.0f} s: {known['steps']}")
             this = replace(this, seconds=60 * minutes - tested.seconds)
         this = replace(this, options=replace(this.options, **known))
     history = train(this)

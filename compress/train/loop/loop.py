@@ -257,8 +257,8 @@ def little_gain(history: History, this: Training) -> str | None:
     if before < NOTHING or before - after >= LITTLE * before:
         return None
     options = this.options
-    if history.kept == options.steps:
-        first = f"more steps (now {options.steps}), as the divergence still fell at the end"
+    if history.kept == (taken := history.resumed + len(history.steps)):
+        first = f"more {'steps' if this.seconds is None else 'time'} (now {taken} steps), as the divergence still fell"
     else:
         first = f"more text to train on, or a smaller learning_rate (now {options.learning_rate:.2g})"
     return (

@@ -117,7 +117,7 @@ def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
     try:
         weight = weight_quantizer(decision, scales, dtype)
     except ValueError as error:
-        raise InputError(f"{layer.name} {error}; leave it to another pass (`but`)") from None
+        raise InputError(f"{layer.name} {error}; quantize it by another pass, or train before") from None
     inputs, outputs = (
         None if codes is None else ActivationQuantizer(codes, scales, layer.geometry, dtype)
         for codes in (decision.inputs, decision.outputs)

@@ -114,6 +114,16 @@ def test_products_of_16_bits_train_as_full_ones_do(folder):
     assert narrow == pytest.approx(full, rel=0.05)
 
 
+@every("options", [{"trains": "layers"}, {"trains": "scales"}, {"scales": "fitted"}])
+def test_layers_that_a_step_does_not_want_stay_as_they_are(folder, options):
+    few = {**FEW, "steps": 2, "held_out": 0.0, **options}
+    start = compress.quantize(folder / "model", [TWO_BITS], **DATA).model.state_dict()
+    result = compress.quantize(folder / "model", [TWO_BITS, compress.but(Train(**few), "*.mlp.*")], **DATA)
+    moved = {name for name, value in result.model.state_dict().items() if not torch.equal(value, start[name])}
+    assert not any(".mlp." in name for name in moved)
+    assert any(".self_attn." in name for name in moved)
+
+
 @pytest.mark.parametrize(("flags", "slow"), [({"avx2", "fma"}, 1), ({"avx2", "avx512bw"}, 0), ({"asimd", "bf16"}, 0)])
 def test_products_of_16_bits_are_said_to_be_slow_where_they_are(monkeypatch, flags, slow):
     monkeypatch.setattr(training, "cpu_flags", lambda: frozenset(flags))
