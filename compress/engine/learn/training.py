@@ -6,10 +6,12 @@ walk over the blocks with the passes before -> quantizers on the layers -> train
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from compress.base.errors import InputError
 from compress.checkpoint.write.writer import InMemory
@@ -48,6 +50,7 @@ from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
 
+CHECKPOINT = "_gradient_checkpointing_func"  # in transformers, of a block
 FAST_BFLOAT16 = frozenset({"avx512bw", "avx_ne_convert", "bf16"})  # one of them, by oneDNN's check; the last is of ARM
 
 
@@ -269,16 +272,34 @@ def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
     if options.compile:
         for block in blocks:
             block.compile()
-    if options.checkpointing:
-        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
-        for block in blocks:
-            block.training = True  # of the block alone: what it does with this flag is to recompute
+    on = getattr(model, f"is_{name}_checkpointing", False)
+    if options.checkpointing and not on:
+        getattr(model, f"{name}_checkpointing_enable")()
+    before = [(block, getattr(block, CHECKPOINT, None)) for block in blocks if options.checkpointing]
+    for block, _ in before:
+        block.training = True
+        setattr(block, CHECKPOINT, _again(block))
     try:
         yield
     finally:
-        if options.checkpointing:
+        if options.checkpointing and not on:
             getattr(model, f"{name}_checkpointing_disable")()
-            for block in blocks:
-                block.training = False
+        for block, own in before:
+            block.training = False
+            setattr(block, CHECKPOINT, own)
         for block in blocks if options.compile else ():
             block._compiled_call_impl = None
+
+
+def _again(block: nn.Module) -> Callable[..., Any]:
+    """A function that calls a block's forward, and once more in the backward pass, with the flag off by which a block
+    drops values out."""
+
+    def undropped(forward: Callable[..., Any], *args: Any) -> Any:
+        block.training = False
+        try:
+            return forward(*args)
+        finally:
+            block.training = True
+
+    return lambda forward, *args: checkpoint(partial(undropped, forward), *args, use_reentrant=False)

@@ -65,6 +65,7 @@ def row_of(name: str, model: Path, case: LayoutCase, python: str, scratch: Path)
     return {**row, "group_size": config["group_size"], **read(python, made.output, scratch / "result.json")}
 
 
+LINE = 200  # characters of a message
 READ = """
 import json, sys
 from pathlib import Path
@@ -74,12 +75,12 @@ Path(sys.argv[2]).write_text(json.dumps(by_gptqmodel(Path(sys.argv[1]))))
 
 
 def read(python: str, folder: Path, result: Path) -> dict[str, Any]:
-    """{reader, layers, differ (how many)}, or {error: the last line that it said}."""
+    """{reader, layers, differ (how many)}, or {error: the beginning of the last line that it said}."""
     _, environment = fresh()
     line = [python, "-P", "-c", READ, str(folder), str(result)]
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environment, check=False)
     if not result.exists():
-        return {"error": (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]}
+        return {"error": (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1][:LINE]}
     found = read_json(result)
     return {**found, "differ": len(found["differ"])}
 

@@ -10,6 +10,7 @@ from combinations import every
 from commands import command, fast_gptq
 from models import strong, tokens
 from torch import nn
+from transformers import OPTConfig, OPTForCausalLM
 
 import compress
 from compress.base.errors import CompressError
@@ -131,6 +132,24 @@ def test_products_of_16_bits_are_said_to_be_slow_where_they_are(monkeypatch, fla
     assert len(training.slow_products(narrow, cpu)) == slow
     assert not training.slow_products(narrow, torch.device("cuda"))
     assert not training.slow_products(Train(), cpu)
+
+
+def test_activations_are_computed_again_without_dropout():
+    """Blocks of OPT drop out by their own flag, which is also what makes transformers compute again."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    original = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, dropout=0.5)).eval()
+    told = []
+    for again in (False, True):
+        model, calls = copy.deepcopy(original), []
+        model.model.decoder.layers[0].fc1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        few = Train(steps=2, rows=32, learning_rate=1e-3, held_out=0.0, task=1.0, checkpointing=again)
+        (history,) = compress.quantize(model, [TWO_BITS, few], **{**DATA, "batch_size": 32}).record.training
+        told.append(([line["loss"] for line in history["steps"]], len(calls)))
+        assert not any(module.training for module in model.modules())
+    (plain, few_calls), (again, more_calls) = told
+    assert again == pytest.approx(plain, rel=1e-6)
+    assert more_calls == few_calls + 2
 
 
 class StopAfter(Silent):
