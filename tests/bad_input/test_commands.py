@@ -1319,6 +1319,7 @@ TAUGHT: dict[str, Case] = {
     "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "values, all")),
     "maps and relations": (lambda d: distill(d, "attention=1", "relations=1"), ("eager", "fused", "one of the two")),
     "nobody to be told from": (lambda d: distill(d, "contrastive=1", "rows=1"), ("contrastive", "rows=2 or more")),
+    "steps and minutes": (lambda d: distill(d, "steps=2", "minutes=1"), ("two ways to say how long", "one of them")),
     "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),
     "file that is missing": (
         lambda d: distill(d, "teacher=no.safetensors"),

@@ -22,6 +22,7 @@ def convolutions(*passes):
 
 
 CASES = {
+    "no temperature": (lambda: Train(temperature=float("inf")), "temperature inf; allowed: above 0, finite"),
     "everything zero": (lambda: Train(sparsity=1), "sparsity 1; allowed: 0 or more, below 1"),
     "no pattern": (lambda: Train(pattern="4:2"), "pattern '4:2'; allowed: N:M"),
     "pattern and another share": (lambda: Train(pattern="2:4", sparsity=0.6), "makes 0.5 of weights zero, not"),

@@ -41,7 +41,10 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
     from compress.passes.protocol.recipe import make_pass
 
     chosen = {key: value for key in OF_TRAINING if (value := options.pop(key)) is not None}
-    return make_pass("train", split_settings(settings, {**chosen, **fixed}))
+    said = split_settings(settings, {**chosen, **fixed})
+    if {"steps", "minutes"} <= said.keys():
+        raise InputError("steps and minutes are two ways to say how long training takes; give one of them")
+    return make_pass("train", said)
 
 
 @click.command(short_help="Quantization-aware training (QAT).")

@@ -1,5 +1,6 @@
 """The options of a training objective: the teacher, the losses, and their weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -85,7 +86,7 @@ class LossOptions:
         for name in (*LOSSES, "relation_heads"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("temperature", "contrast"):
-            self._check(name, getattr(self, name) > 0, "above 0")
+            self._check(name, 0 < getattr(self, name) < math.inf, "above 0, finite")
         if not self.teacher:
             raise InputError("teacher ''; allowed: original, none, a directory, or a file of cached logits")
         taught = [name for name in OF_A_TEACHER if getattr(self, name)]
