@@ -15,6 +15,8 @@ from transformers import CompressedTensorsConfig
 
 import compress
 from compress.base.errors import CompressError
+from compress.checkpoint.export.registry import exporter_named
+from compress.checkpoint.read.source import find_source
 from compress.inference.load.quantizer import transformers_alone
 from compress.jobs.request import Request
 from compress.passes.protocol.recipe import load_recipe, make_pass
@@ -122,6 +124,61 @@ def test_a_model_that_an_engine_does_not_run_is_refused_before_it_is_quantized(
     assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome
     assert says in outcome.err
     assert not list(tmp_path.glob("output*"))
+
+
+WINDOW: dict[str, object] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+WINDOW |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "pad_token_id": 0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN, OTHER = ({"rope_type": "default", "rope_theta": base} for base in (1e4, 5e4))
+LOCAL, FULL = "sliding_attention", "full_attention"
+# (class of transformers, its settings beside WINDOW, what the line says)
+FAMILIES: dict[str, tuple[str, dict[str, object], str]] = {
+    "an encoder": (
+        "Bert",
+        {},
+        "it is a BertForMaskedLM, which mlx-lm 0.32.2 does not run, or not as transformers does",
+    ),
+    "a family that turns other numbers": ("Glm", {}, "it is a GlmForCausalLM, which mlx-lm 0.32.2 does not run"),
+    "scaled positions": (
+        "Starcoder2",
+        {"rope_parameters": YARN},
+        "scaled by 'yarn', which mlx-lm's starcoder2 does not",
+    ),
+    "windows of Gemma": (
+        "Gemma3Text",
+        {"layer_types": [FULL, LOCAL]},
+        "are not all but each nth; mlx-lm's gemma3_text",
+    ),
+    "windows of OLMo": ("Olmo3", {"layer_types": [LOCAL] * 2}, "all its layers have a window; mlx-lm's olmo3 has one"),
+    "positions of OLMo": (
+        "Olmo3",
+        {"layer_types": [LOCAL, FULL], "rope_parameters": {FULL: PLAIN, LOCAL: OTHER}},
+        "its layers with a window have another rope_theta",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_families_that_mlx_lm_computes_otherwise_are_refused(what: str, tmp_path: Path) -> None:
+    kind, settings, says = FAMILIES[what]
+    config = getattr(transformers, f"{kind}Config")(**{**WINDOW, **settings})
+    head = "MaskedLM" if kind == "Bert" else "CausalLM"
+    save(getattr(transformers, f"{kind.removesuffix('Text')}For{head}")(config), tmp_path / "model")
+    (reason,) = exporter_named("mlx").why_not_model(find_source(str(tmp_path / "model")))
+    assert says in reason
+    assert reason.endswith("; `--to dense` takes it")
+
+
+@pytest.mark.parametrize(("positions", "other"), [(PLAIN, "dense"), ({**YARN, "truncate": False}, "gguf")])
+def test_gguf_is_named_for_a_mixture_only_where_it_takes_the_model(
+    positions: dict[str, object], other: str, tmp_path: Path
+) -> None:
+    config = transformers.GptOssConfig(
+        **{**WINDOW, "vocab_size": 2048, "rope_parameters": positions}, head_dim=16, num_local_experts=4
+    )
+    model = find_source(str(save(transformers.GptOssForCausalLM(config), tmp_path / "model")))
+    (reason,) = exporter_named("mlx").why_not_model(model)
+    assert reason.endswith(f"; `--to {other}` takes it")
 
 
 W4 = {"group_size": 32}

@@ -5,11 +5,13 @@ import json
 import mixtures
 import pytest
 import torch
+import transformers
 from commands import make_llama, refusal_of_export, save
 from safetensors.torch import load_file, save_file
 
 import compress
 from compress.base.errors import CheckpointError
+from compress.checkpoint.export.mlx_families import config_for, notes_of, why_not_family
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.source import find_source
 
@@ -48,6 +50,58 @@ def values(held, name, bits, group):
 def test_mlx_lm_is_told_of_rotary_positions_where_it_looks(exported):
     config = json.loads((exported[1] / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (5e4, {"type": "llama3", **config["rope_parameters"]})
+
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 8, "num_hidden_layers": 4}
+LINEAR = {"rope_type": "linear", "rope_theta": 5e4, "factor": 8.0}
+NESTED = {FULL: LINEAR, LOCAL: {"rope_type": "default", "rope_theta": 500.0}}
+
+
+def family(kind, folder, **changes):
+    """A random model of a family whose attention has a window of 8 tokens, and its configuration's entries."""
+    config = getattr(transformers, f"{kind.replace('Gemma3', 'Gemma3Text')}Config")(**SIZES | changes)
+    return find_source(str(save(getattr(transformers, f"{kind}ForCausalLM")(config), folder / "model")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "found"),
+    [
+        (
+            "Gemma3",
+            {"layer_types": [LOCAL, FULL] * 2, "rope_parameters": NESTED},
+            {
+                "rope_theta": 5e4,
+                "rope_scaling": {"type": "linear", **LINEAR},
+                "rope_local_base_freq": 500.0,
+                "sliding_window_pattern": 2,
+            },
+        ),
+        ("Cohere2", {"layer_types": [LOCAL, FULL] * 2}, {"rope_theta": 1e4, "sliding_window_pattern": 2}),
+        ("Olmo3", {}, {"rope_theta": 5e5, "rope_scaling": None}),
+        ("Exaone4", {"layer_types": [LOCAL, LOCAL, FULL, LOCAL]}, {"sliding_window_pattern": "LLGL", "head_dim": 8}),
+    ],
+)
+def test_mlx_lm_is_told_of_windows_and_of_the_positions_of_each_kind_of_layer(kind, changes, found, tmp_path):
+    model = family(kind, tmp_path, **changes)
+    config = config_for(model)
+    assert {key: config[key] for key in found} == found
+    assert not list(notes_of(model))
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Qwen2", "Starcoder2", "Mixtral"])
+def test_windows_that_mlx_lm_has_not_are_noted_where_texts_can_be_longer(kind, tmp_path):
+    changes = {"use_sliding_window": True, "max_window_layers": 1} if kind == "Qwen2" else {}
+    says = f"attention sees the last 8 tokens; mlx-lm's {kind.lower()} has no such window and sees all"
+    assert [line.startswith(says) for line in notes_of(family(kind, tmp_path / "long", **changes))] == [True]
+    assert not list(notes_of(family(kind, tmp_path / "short", **changes, max_position_embeddings=8)))
+
+
+def test_a_family_of_mlx_lm_that_nobody_has_run_is_noted(tmp_path):
+    model = family("RecurrentGemma", tmp_path, attention_window_size=8)
+    assert not why_not_family(model)
+    assert [line.startswith("mlx-lm 0.32.2 was not tried with this family") for line in notes_of(model)] == [True]
 
 
 @pytest.mark.parametrize(("short", "noted"), [(1.0, 1), (2.0, 0)])

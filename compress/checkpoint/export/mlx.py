@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.export.exporter import Exporter, Written
+from compress.checkpoint.export.gguf.exporter import GGUFLayout
 from compress.checkpoint.export.integers import (
     grid_of,
     integers_of,
@@ -24,21 +25,18 @@ from compress.checkpoint.export.integers import (
     write_layers,
 )
 from compress.checkpoint.export.limits import LIMITS
+from compress.checkpoint.export.mlx_families import MIXTURES, config_for, notes_of, why_not_family
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_by_package
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.mlx import METHOD, PARTS, place_of
-from compress.checkpoint.read.pretrained import empty_model, read_config
+from compress.checkpoint.read.pretrained import empty_model
 from compress.checkpoint.read.source import Source
 from compress.kernels.layouts.words import pack_rows
 from compress.model.layers import transposed_weights
 from compress.model.split_experts import has_experts
 
 GROUPS = (128, 64, 32)
-ROTARY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Families whose mixtures mlx-lm 0.32.2 computes from stacks of experts. It makes two matrices of DeepSeek's `kv_b_proj`
-# as it loads, and rounds them again.
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 
 
 class MLXLayout(Exporter):
@@ -49,13 +47,16 @@ class MLXLayout(Exporter):
     reads_back = True
 
     def why_not_model(self, model: Source) -> list[str]:
-        """Mixtures of some families; no weights that mlx-lm turns as it loads, without their codes."""
-        empty, reasons, family = empty_model(model), [], model.config["model_type"]
-        if family not in MIXTURES and has_experts(empty):
-            reasons.append(f"it is a mixture; of these MLX takes {', '.join(MIXTURES)}; `--to gguf` takes it")
+        """Families that mlx-lm computes as transformers does; no weights that it turns as it loads, without their
+        codes."""
+        empty, reasons = empty_model(model), list[str]()
+        if model.config["model_type"] not in MIXTURES and has_experts(empty):
+            reasons.append(f"it is a mixture; of these MLX takes {', '.join(MIXTURES)}")
         if turned := transposed_weights(empty):
-            reasons.append(f"{min(turned)} is stored as [inputs, outputs]; `--to gguf` takes it")
-        return reasons
+            reasons.append(f"{min(turned)} is stored as [inputs, outputs]")
+        reasons = reasons or why_not_family(model)
+        other = "gguf" if reasons and not GGUFLayout().why_not_model(model) else "dense"
+        return [f"{reason}; `--to {other}` takes it" for reason in reasons]
 
     def why_not(self, checkpoint: Source) -> list[str]:
         """Weight-only symmetric codes, the same for all experts of a block."""
@@ -91,15 +92,10 @@ class MLXLayout(Exporter):
         }
         usual = Counter(tuple(kind.items()) for kind in kinds.values()).most_common(1)[0][0]
         others = {name: kind for name, kind in kinds.items() if tuple(kind.items()) != usual}
-        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        rope = getattr(read_config(checkpoint), "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"]:
-            length = rope["original_max_position_embeddings"]
-            place.note(
-                f"logits of texts of up to {length} tokens will differ: mlx-lm takes rope's long_factor for them, "
-                "transformers its short_factor"
-            )
-        place.json("config.json", {**_older_keys(checkpoint), **config, "quantization": {**dict(usual), **others}})
+        for line in notes_of(checkpoint):
+            place.note(line)
+        config = {key: value for key, value in config_for(checkpoint).items() if key != "quantization_config"}
+        place.json("config.json", {**config, "quantization": {**dict(usual), **others}})
         return written
 
     def read_back(self, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,19 +111,6 @@ def stacks_of(layers: Iterable[str]) -> dict[str, list[str]]:
             stack, expert = place
             found.setdefault(stack, {})[expert] = name
     return {stack: [experts[i] for i in sorted(experts)] for stack, experts in found.items()}
-
-
-def _older_keys(checkpoint: Source) -> dict[str, Any]:
-    """Keys of the configuration as transformers 4 named them, which mlx-lm reads, for what has another name now: it
-    takes its defaults without them, or refuses the model."""
-    config = checkpoint.config
-    older = {old: config[new] for old, new in read_config(checkpoint).attribute_map.items() if new in config}
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # not one entry for each kind of layer
-        kind = rope.get("rope_type", "default")
-        older |= {key: rope[key] for key in ROTARY if key in rope}
-        older["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    return older
 
 
 def _group(layer: StoredLayer) -> int:

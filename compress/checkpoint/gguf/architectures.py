@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from compress.checkpoint.windows import FULL, LOCAL, missing_window
+
 Config = Any
 Value = int | float | bool | str | list[int]
 
@@ -24,7 +26,6 @@ GEMMA = (*GELU, "gelu")  # the first Gemma says gelu and means the approximation
 WINDOWS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "gpt-oss": 2}
 # Gemma's largest sizes divide by hidden size / heads instead of the head's size (llama.cpp knows them by their layers).
 LARGEST = {"gemma2": 46, "gemma3": 62}
-FULL, LOCAL = "full_attention", "sliding_attention"
 PLAIN = ("default", "linear")  # ways to scale rotary positions
 SIGMOID = 2  # llama.cpp's number for weights of experts by a sigmoid
 # {key of every family: where the configuration has its value}.
@@ -99,13 +100,8 @@ class Architecture:
 
     def notes(self, config: Config) -> Iterator[str]:
         """A line for each property of the model that llama.cpp leaves out."""
-        window = getattr(config, "sliding_window", None)
-        slides = self.name not in WINDOWS and window and LOCAL in (getattr(config, "layer_types", None) or [LOCAL])
-        if slides and getattr(config, "use_sliding_window", True) and window < config.max_position_embeddings:
-            yield (
-                f"attention sees the last {window} tokens; llama.cpp's {self.name} has no such window and sees all: "
-                f"the same up to {window} tokens"
-            )
+        if self.name not in WINDOWS and (line := missing_window(config, f"llama.cpp's {self.name}")) is not None:
+            yield line
         if _rope(config).get("rope_type") == "yarn" and not _rope(config).get("truncate", True):
             yield (
                 "llama.cpp scales rotary positions (yarn) between whole dimensions, the model between fractions of "
