@@ -68,7 +68,7 @@ def leave_card(left: ForEngine, engine: str, model: str) -> None:
         "How close it is to the original is not measured; `compress evaluate` does that.",
     ]
     base = model if HUB_ID.fullmatch(model) and not Path(model).exists() else None
-    run = commands_to_run(engine, shlex.quote(output.name), _architecture(source))
+    run = commands_to_run(engine, output.name, _architecture(source))
     put_beside(output, {CARD: card_of_export(read_record(output), output.name, base, words, run)})
 
 
@@ -86,14 +86,15 @@ def dense_tables(record: RunRecord, output: Source, engine: str | None) -> Itera
 
 def next_commands(source: Source, model: str, output: str, engine: str | None) -> list[str]:
     """Up to three command lines: they run the result, measure it and report on it. source: the checkpoint."""
-    architecture, out = _architecture(source), shlex.quote(output)
+    architecture, folder = _architecture(source), str(Path(output))
+    out, page = shlex.quote(folder), shlex.quote(f"{folder}.html")
     writes = architecture.endswith("ForCausalLM")
     run = [f'compress generate {out} --prompt "Once upon a time"'] if writes else []
     if engine is not None:
-        run = commands_to_run(engine, out, architecture)
+        run = commands_to_run(engine, folder, architecture)
     text = "demo" if model == "demo" else "TEXT"
     measure = [f"compress evaluate {out} --reference {shlex.quote(model)} --text {text}"] if writes else []
-    return [*run, *measure, f"compress report {out} --output {out}.html"][:3]
+    return [*run, *measure, f"compress report {out} --output {page}"][:3]
 
 
 def lines_of(record: RunRecord, model: str | None = None, output: str | None = None) -> Iterator[str]:

@@ -7,6 +7,9 @@ modes of `mlx.core.quantize`, the GPTQ formats that ONNX Runtime GenAI's model b
 which of them were run.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +33,8 @@ from compress.weights.scheme import scheme_named
 HALF = "float16"  # of scales, an option of passes
 ANY = Limits()
 ON_LLAMA_CPP = ("ollama", "lm-studio", "lmstudio", "gguf")  # programs that run models by it, and its files
+NOT_IN_NAMES = re.compile("[^a-z0-9._-]+")  # of models in Ollama
+AND = "&&"  # between two commands of a line
 SAMPLE = 4096  # inputs and outputs of a layer by which passes are asked what they store
 
 
@@ -52,7 +57,8 @@ class Engine:
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
     loads: what it makes of layers as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
     gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase. run: command lines that run the result, of {out}, its {name} and the model's {architecture}.
+    prefer to it, a phrase. run: command lines that run the result, of {out} ({text} within a string of Python), the
+    {name} that Ollama gives it and the model's {architecture}.
     """
 
     scheme: str
@@ -120,7 +126,7 @@ ENGINES: Mapping[str, Engine] = {
         "it decompresses every scheme of compressed-tensors as it loads",
         _schemes(lambda name, numbers: why_not_told(scheme_named(name)) is None),
         loads=LOADING["transformers"],
-        run=("python -c \"import transformers as t; t.{architecture}.from_pretrained('{out}')\"",),
+        run=("python -c 'import transformers as t; t.{architecture}.from_pretrained(\"{text}\")'",),
     ),
     "mlx": Engine(
         "w4a16",
@@ -142,7 +148,7 @@ ENGINES: Mapping[str, Engine] = {
         reads="OUT/model.onnx",
         tables=False,
         several=True,
-        run=("python -c \"import onnxruntime as o; o.InferenceSession('{out}/model.onnx')\"",),
+        run=("python -c 'import onnxruntime as o; o.InferenceSession(\"{text}/model.onnx\")'",),
     ),
     "ort-genai": Engine(
         "w4a16",
@@ -164,7 +170,7 @@ ENGINES: Mapping[str, Engine] = {
         to="gptq",
         reads="OUT, in GPTQ's layout",
         tables=False,
-        run=("python -c \"from gptqmodel import GPTQModel; GPTQModel.load('{out}')\"",),
+        run=("python -c 'from gptqmodel import GPTQModel; GPTQModel.load(\"{text}\")'",),
     ),
 }
 
@@ -176,9 +182,16 @@ def engine_named(name: str) -> Engine:
 
 
 def commands_to_run(name: str, output: str, architecture: str) -> list[str]:
-    """Command lines that run the result of an engine. output: the directory that it opens, as a shell takes it."""
-    words = {"out": output, "name": Path(output).name.lower(), "architecture": architecture}
-    return [line.format(**words) for line in engine_named(name).run]
+    """Command lines for a shell that run the result of an engine. output: the directory that it opens."""
+    folder = Path(output)
+    words = {
+        "out": str(folder),
+        "text": json.dumps(str(folder), ensure_ascii=False)[1:-1],
+        "name": NOT_IN_NAMES.sub("-", folder.name.lower()).strip(".-") or "model",
+        "architecture": architecture,
+    }
+    lines = (shlex.split(line) for line in engine_named(name).run)
+    return [" ".join(word if word == AND else shlex.quote(word.format(**words)) for word in line) for line in lines]
 
 
 def pick_options(name: str, method: str, options: Mapping[str, Any], known: Sequence[str]) -> Picked:

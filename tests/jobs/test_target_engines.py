@@ -1,5 +1,7 @@
 """What is picked for an engine, and that the forecast and the file agree about it."""
 
+import ast
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from commands import Outcome, command, make_llama, save
 from models import tokens
 
 import compress
+from compress.checkpoint.read.source import find_source
+from compress.cli.run_results import next_commands
 from compress.evaluation.push import push
-from compress.jobs.target_engines import ENGINES, pick_options
+from compress.jobs.target_engines import ENGINES, commands_to_run, pick_options
 
 # {options of gptq: what is picked of scheme, group size and the embedding's scheme for llama.cpp}
 PICKED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
@@ -83,6 +87,22 @@ def test_the_next_commands_are_told_and_the_folder_is_ready_for_ollama(written: 
     assert compress.verify(out)["layers"] == 16
     pushed = push(out, "me/model", dry_run=True)
     assert pushed.card == card
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_commands_take_a_folder_of_any_name(engine: str) -> None:
+    folder = 'models/it\'s "my" é.V1'
+    for line in commands_to_run(engine, f"{folder}/", "LlamaForCausalLM"):
+        words = shlex.split(line)
+        if words[:2] == ["python", "-c"]:
+            words = [str(node.value) for node in ast.walk(ast.parse(words[2])) if isinstance(node, ast.Constant)]
+        assert any(word.startswith(folder) for word in words), line
+        assert words[0] != "ollama" or words[2] == words[-1] == "it-s-my-.v1"
+
+
+def test_the_page_of_a_report_lies_beside_the_folder(llama_w4: Path) -> None:
+    report = next_commands(find_source(str(llama_w4)), "demo", "a b/", None)[-1]
+    assert report == "compress report 'a b' --output 'a b.html'"
 
 
 def test_the_card_of_an_export_gets_the_verdict_unless_a_person_edited_it(

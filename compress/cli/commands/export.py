@@ -1,6 +1,5 @@
 """`compress export`: the same values, stored another way."""
 
-import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +108,7 @@ def _show_next(layout: str, folder: str) -> None:
     from compress.jobs.target_engines import ENGINES, commands_to_run
 
     engines = (name for name, engine in ENGINES.items() if engine.to == layout)
-    for line in (line for name in engines for line in commands_to_run(name, shlex.quote(folder), "")):
+    for line in (line for name in engines for line in commands_to_run(name, folder, "")):
         click.echo(f"next: {visible(line)}")
 
 
