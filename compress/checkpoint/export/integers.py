@@ -193,13 +193,21 @@ def why_not_codes(layer: StoredLayer) -> str | None:
 
 def why_not_integer(scheme: Scheme) -> str | None:
     """The reason why weights of a scheme are not integer codes, the end of a sentence about their layer."""
-    if len(scheme.terms) > 1:
-        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
+    if (why := why_not_one_in_order(scheme)) is not None:
+        return why
     (form,) = scheme.terms
-    if isinstance(form, ActOrder):
-        return "has inputs that belong to groups in any order; `--to dense` takes it"
     if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
         return f"is stored as {scheme}, not as integers; `--to dense` takes it"
+    return None
+
+
+def why_not_one_in_order(scheme: Scheme) -> str | None:
+    """The reason why weights of a scheme are not one term whose inputs lie group by group, the end of a sentence about
+    their layer."""
+    if len(scheme.terms) > 1:
+        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
+    if isinstance(scheme.terms[0], ActOrder):
+        return "has inputs that belong to groups in any order; `--to dense` takes it"
     return None
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from compress.checkpoint.export.gguf.block_types import why_not
+from compress.weights.formats.act_order import ActOrder
 from compress.weights.formats.codes import Int8Rows, Packed
 from compress.weights.formats.sparse import SparseRows
 from compress.weights.formats.ternary import BinaryCodes, TernaryCodes
@@ -41,6 +42,7 @@ ASYMMETRIC = {"symmetric": False}
         ((ternary(32),), 96, "has 96 inputs; TQ2_0 takes multiples of 256"),
         ((binary(64),), 128, "has groups of 64; Q1_0 takes multiples of 128"),
         ((Packed(grid=groups(4, 32)), SparseRows(entries=1)), 64, "is a sum (pack-quantized + sparse"),
+        ((ActOrder(grid=groups(4, 32)),), 64, "has inputs that belong to groups in any order"),
         ((Int8Rows(grid=Grid(bits=8)),), 64, "for which GGUF has no block; `--to dense` takes it"),
     ],
 )

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.checkpoint.export.integers import why_not_one_in_order
 from compress.checkpoint.gguf import blocks
 from compress.checkpoint.gguf.blocks import Q1_0, Q2_0, Q4_0, Q5_0, Q8_0, TQ2_0, Block
 from compress.weights.formats.codes import Codes, CodesFormat, Int8Table, Packed
@@ -56,8 +57,8 @@ class Holder(NamedTuple):
 
 def why_not(scheme: Scheme, columns: int) -> str | None:
     """The reason why no block holds a layer of this scheme with so many inputs, the end of a sentence about it."""
-    if len(scheme.terms) > 1:
-        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
+    if (why := why_not_one_in_order(scheme)) is not None:
+        return why
     if scheme.inputs is not None:
         return f"rounds its input ({scheme}); quantize weights alone, like --scheme w4a16"
     (form,) = scheme.terms
