@@ -1013,3 +1013,10 @@ def test_an_effort_is_passes_and_says_which() -> None:
     for scheme, name in (("w3a16", "gptq"), ("q3_k", "k-quants")):
         (best,), notes = passes_with_effort("gptq", {"scheme": scheme}, "best")
         assert (best.name, best.objective, notes) == (name, "loss", ["--effort best: gptq with objective=loss"])
+
+
+def test_embeddings_have_scales_as_the_method_has() -> None:
+    from compress.cli.commands.quantize import passes_asked
+
+    (rtn, embeddings), _ = passes_asked("rtn", None, None, None, None, {"scales": "float16"}, "w8a16", None)
+    assert (rtn.scales, embeddings.scales) == ("float16", "float16")

@@ -220,7 +220,8 @@ def why_not_float16(source: Source) -> list[str]:
         part = next((layer.parts[part] for part in ("scales", "weight_scale") if part in layer.parts), None)
         scale = None if part is None else source.weights.tensor(part)
         if scale is not None and not torch.equal(scale.to(torch.float16).to(scale.dtype), scale):
-            return [f"scales of {name} are {scale.dtype} values that float16 has not; quantize with scales=float16"]
+            known = f"scales of {name} are {scale.dtype} values that float16 has not"
+            return [f"{known}; quantize with scales=float16, or with --for, which sets it"]
     return []
 
 

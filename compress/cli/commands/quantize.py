@@ -121,7 +121,7 @@ def passes_asked(
         embeddings = embeddings or tables
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     rotation, remarks = rotation_asked(rotate, method)
-    passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine))
+    passes = (*rotation, *passes, *added_passes(embeddings, kv_cache, engine, scales=chosen.get("scales")))
     if engine is not None:
         from compress.jobs.target_engines import check_engine
 
@@ -229,13 +229,16 @@ def with_recovery(passes: tuple["Pass", ...], recover: str | None) -> tuple["Pas
     return (*passes[: lossy[-1] + 1], recovery(recover), *passes[lossy[-1] + 1 :])
 
 
-def added_passes(embeddings: str | None, kv_cache: str | None, engine: str | None = None) -> tuple["Pass", ...]:
-    """The passes that --embeddings and --kv-cache ask for, embeddings in the groups that an engine has."""
+def added_passes(
+    embeddings: str | None, kv_cache: str | None, engine: str | None = None, *, scales: str | None = None
+) -> tuple["Pass", ...]:
+    """The passes that --embeddings and --kv-cache ask for, embeddings in the groups that an engine has. scales: that
+    option of the method, which embeddings have, too."""
     added: tuple[Pass, ...] = ()
     if embeddings is not None:
         from compress.passes.protocol.recipe import make_pass
 
-        options: dict[str, Any] = {"scheme": embeddings}
+        options: dict[str, Any] = {"scheme": embeddings, **({} if scales is None else {"scales": scales})}
         if engine is not None:
             from compress.jobs.target_engines import engine_named
 

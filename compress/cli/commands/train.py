@@ -91,8 +91,8 @@ def qat(
     training = training_pass(options, training_settings, **taught)
     from compress.passes.protocol.recipe import make_pass
 
-    first = make_pass(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
-    passes = (first, training, *added_passes(embeddings, kv_cache))
+    chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
+    passes = (make_pass(method, chosen), training, *added_passes(embeddings, kv_cache, scales=chosen.get("scales")))
     run("train", model, passes, f"method {method!r}", fsdp=fsdp, **options)
 
 
