@@ -1,7 +1,7 @@
 """Exports a compressed checkpoint as a plain one, with exactly the dense weights of its codes, for any other reader.
 
-Compressed layers become `<layer>.weight` in the dtype in which their terms are stored; everything else is copied, and
-config.json does not mention compression. The rounding of inputs, outputs and key-value caches is left out; a note says
+Compressed layers become `<layer>.weight` in the model's dtype; everything else is copied, and config.json does not
+mention compression. The rounding of inputs, outputs and key-value caches is left out; a note says
 so. Memory holds at most one part of a file of dense weights, or one layer where that is larger.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.export.exporter import Exporter, Written
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.read.compressed_layers import Stored, stored_in, weight_of
-from compress.checkpoint.read.pretrained import empty_model, meta_model, names_in
+from compress.checkpoint.read.pretrained import empty_model, meta_model, names_in, read_config
 from compress.checkpoint.read.source import Source
 from compress.model.disk_names import disk_names
 from compress.model.layers import as_stored, transposed_weights
@@ -89,7 +89,7 @@ def dense_names(source: Source) -> Iterator[tuple[str, str | None]]:
 def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     """(Name, tensor) of the dense checkpoint, made one after the other; experts that transformers reads joined, a list
     after the other."""
-    empty, own = empty_model(source), names_in(source).in_model
+    empty, own, dtype = empty_model(source), names_in(source).in_model, read_config(source).dtype
     transposed, lists = transposed_weights(empty), joined_lists(empty)
     joined = disk_names(meta_model(source)).on_disk if lists else str
     holder = {n: next((of for of in lists if own(n).startswith(f"{of}.")), None) for n, _ in dense_names(source)}
@@ -99,7 +99,7 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
             tensor = source.weights.tensor(name)
         else:
             rotation = stored_in(source).layers[layer].scheme.rotation
-            tensor = for_plain_inputs(weight_of(source, layer).dequantize(), rotation)
+            tensor = for_plain_inputs(weight_of(source, layer, dtype).dequantize(dtype), rotation)
         if (of := holder[name]) is None:
             yield name, as_stored(tensor, layer is not None and name in transposed)
             continue

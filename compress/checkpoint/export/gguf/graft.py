@@ -23,6 +23,7 @@ from compress.checkpoint.export.gguf.file import Entry, add_all
 from compress.checkpoint.export.gguf.names import FileTensor, entry_of, factors_of, stack_of
 from compress.checkpoint.read.compressed_layers import stored_in, weight_of
 from compress.checkpoint.read.gguf import FLOATS, GGUFFiles
+from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import Source
 
 HOW = (
@@ -99,10 +100,11 @@ def matched(source: Source, template: Template) -> dict[Slot, tuple[str, Tensor]
     the first layer that has none."""
     candidates = _candidates(template)
     matches: dict[Slot, tuple[str, Tensor]] = {}
+    dtype = read_config(source).dtype  # of the dense export
     for layer, stored in stored_in(source).layers.items():
         if stored.shares is not None:
             continue
-        values = weight_of(source, layer).dequantize()
+        values = weight_of(source, layer, dtype).dequantize(dtype)
         pairs = ((slot, _order(values, template, slot)) for slot in _of(values, candidates) if slot not in matches)
         match = next(((slot, order) for slot, order in pairs if order is not None), None)
         if match is None:
