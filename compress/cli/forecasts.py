@@ -73,10 +73,11 @@ def outline_lines(outline: Outline) -> list[str]:
     bits = "" if outline.bits_per_weight is None else f", {outline.bits_per_weight:.2f} bits per compressed weight"
     share = f"{abs(saving.share):.1%} {'smaller' if saving.share >= 0 else 'larger'}"
     lack = ", TOO LITTLE" if disk.free < disk.needed else ""
+    of = " of the checkpoint" if disk.exported else ""
     return [
         f"{len(outline.layers)} layers are compressed",
         *([f"unchanged: {unchanged}"] if unchanged else []),
-        f"size: {data(saving.before)} -> {about}{data(saving.after)}, {share}{bits}",
+        f"size{of}: {data(saving.before)} -> {about}{data(saving.after)}, {share}{bits}",
         f"disk: {rough(disk.needed)} needed ({_parts(outline)}), {rough(disk.free)} free{lack}",
         memory_line(outline),
         time_line(outline),
@@ -96,8 +97,11 @@ def _rank(plan: Forecast) -> list[str]:
 
 
 def _parts(outline: Outline) -> str:
-    second = outline.disk.needed - outline.saving.after
-    return f"the output, and {rough(second)} of it twice while its files are joined"
+    exported = outline.disk.exported
+    second = rough(outline.disk.needed - exported - outline.saving.after)
+    if exported:
+        return f"the checkpoint, about {rough(exported)} exported from it, and {second} while files are joined"
+    return f"the output, and {second} of it twice while its files are joined"
 
 
 def _run_memory(plan: Forecast) -> list[str]:

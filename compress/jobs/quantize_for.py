@@ -6,9 +6,9 @@ OUT.checkpoint is what `compress evaluate` and other exports read; an engine tha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from compress.checkpoint.write.manifest import read_record
 from compress.engine.plan.format_limits import NOT_EXPRESSED
 from compress.engine.plan.plan import plan
 from compress.inference.check.by_transformers import NOT_LOADED
-from compress.jobs.forecast.forecast import shapes_of
+from compress.jobs.forecast.forecast import Outline, shapes_of
 from compress.jobs.fused_layers import check_merged
 from compress.jobs.job import Result
 from compress.jobs.model_source import find_model
@@ -39,6 +39,8 @@ from compress.jobs.target_engines import (
 )
 from compress.passes.protocol.base import Pass
 from compress.passes.rtn import RTN
+
+Told = TypeVar("Told", bound=Outline)
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,15 @@ def quantize_for(
 
 
 class _BeforeExport:
-    """A reporter that leaves out which readers refuse a checkpoint: they read the export that follows."""
+    """A reporter that leaves out which readers refuse a checkpoint: they read the export that follows, whose bytes it
+    adds to what the run needs."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
 
     def __getattr__(self, name: str) -> Any:  # what else a reporter may have: see `base.progress.tell`
-        return getattr(self._reporter, name)
+        found = getattr(self._reporter, name)
+        return (lambda told: found(with_export(told))) if name == "outline" else found
 
     def step(self, done: int, total: int, what: str) -> None:
         self._reporter.step(done, total, what)
@@ -123,6 +127,12 @@ class _BeforeExport:
     def note(self, message: str) -> None:
         if not message.startswith(NOT_EXPRESSED):
             self._reporter.note(message)
+
+
+def with_export(told: Told) -> Told:
+    """The outline of a run whose checkpoint is exported: the export takes about its bytes again."""
+    size = told.saving.after
+    return replace(told, disk=replace(told.disk, needed=told.disk.needed + size, exported=size))
 
 
 def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from models import tokens
 
 import compress
 from compress.checkpoint.read.source import find_source
+from compress.cli.forecasts import rough
 from compress.cli.run_results import next_commands
 from compress.evaluation.push import push
 from compress.jobs.target_engines import ENGINES, commands_to_run, pick_options
@@ -64,6 +65,10 @@ def test_the_forecast_is_of_what_is_written(written: tuple[Path, Outcome]) -> No
     }
     assert {each["name"]: each["scheme"] for each in told["layers"]}.items() <= schemes.items()
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(here / "out" / "model.gguf").tensors}
+    files = [here / "out" / "model.gguf", *(here / "out.checkpoint").glob("*.safetensors")]
+    assert told["disk"]["needed"] >= sum(file.stat().st_size for file in files)
+    assert f"{rough(told['disk']['needed'])} of disk" in ran.err
+    assert "size of the checkpoint" in command("plan", here / "model", "--for", "llama.cpp").out
     assert types["token_embd.weight"] == types["blk.1.ffn_down.weight"] == "Q8_0"
     assert (types["blk.1.attn_v.weight"], types["blk.0.attn_q.weight"], types["blk.0.ffn_down.weight"]) == (
         *("Q6_K", "Q4_K", "Q5_0"),

@@ -130,8 +130,13 @@ def plan(
             check_shapes(alone, engine, passes, options["ignore"])
             notes.append(f"whether {engine} has this family, its checkpoint alone tells")
     forecast = compress.plan(model, passes, **options)
-    if engine is not None and (why := forecast.engines[engine]) is not None:
-        raise InputError(why)
+    if engine is not None:
+        from compress.jobs.quantize_for import with_export
+        from compress.jobs.target_engines import engine_named
+
+        if (why := forecast.engines[engine]) is not None:
+            raise InputError(why)
+        forecast = with_export(forecast) if engine_named(engine).to is not None else forecast
     write_report(json_file, forecast.to_dict())
     if not quiet and json_file != "-":
         from compress.cli.byte_savings import embedding_line

@@ -76,10 +76,12 @@ class LayerForecast:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that a run needs beside each other where the output is to be, and those that are free there."""
+    """Bytes that a run needs beside each other where the output is to be, and those that are free there. exported: of
+    them, about those of the files that an engine opens, where these lie beside the checkpoint."""
 
     needed: int
     free: int
+    exported: int = 0
 
 
 @dataclass(frozen=True)
