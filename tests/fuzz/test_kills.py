@@ -35,6 +35,7 @@ pytestmark = [
 
 SEED = int(os.environ.get("COMPRESS_FUZZ_SEED", "0"))
 KILLS = int(os.environ.get("COMPRESS_FUZZ_KILLS", "100"))
+KINDS = (".safetensors", ".gguf")
 FIT = ["--group-size", 32, "--batch-size", 2]
 STEPS = ["--steps", 4, "--batch-size", 2]
 
@@ -69,8 +70,11 @@ COMMANDS = {
     ),
     "qat": Command(writing("qat", "--group-size", 32, "--calibration", "{tokens}", *STEPS)),
     "distill": Command(writing("distill", "--student-layers", 1, "--training", "{tokens}", *STEPS)),
-    "export": Command(writing("export", "--to", "dense", model="{small}"), again=("--overwrite",)),
-    "export to GGUF": Command(writing("export", "--to", "gguf", model="{small}"), again=("--overwrite",)),
+    **{
+        f"export to {to}": Command(writing("export", "--to", to, model="{small}"), again=("--overwrite",))
+        for to in ("dense", "gguf", "gptq", "awq", "mlx")
+    },
+    "export to modelopt": Command(writing("export", "--to", "modelopt", model="{floats}"), again=("--overwrite",)),
     "evaluate": Command(
         ["evaluate", "{small}", "--reference", "{model}", "--text", "{tokens}"], "small/evaluation.json", ()
     ),
@@ -92,7 +96,7 @@ class Desk:
     here: Path
 
     def words(self, given: Sequence[object]) -> list[str]:
-        things = ("model", "small", "out", "tokens.pt", "recipe.yaml")
+        things = ("model", "small", "floats", "out", "tokens.pt", "recipe.yaml")
         names = {name: str(self.here / name) for name in things}
         known = {name.partition(".")[0]: path for name, path in names.items()}
         return [str(word).format(**known) for word in given]
@@ -103,6 +107,7 @@ class Desk:
         paths = [
             *self.here.glob("model/*"),
             *self.here.glob("small/*"),
+            *self.here.glob("floats/*"),
             *self.here.glob("*.pt"),
             *self.here.glob("*.yaml"),
         ]
@@ -114,6 +119,7 @@ class Desk:
 def desk(tmp_path: Path) -> Desk:
     save(make_llama(num_hidden_layers=3).half(), tmp_path / "model")
     compress.quantize(tmp_path / "model", compress.RTN(group_size=32), output=tmp_path / "small", verify=False)
+    compress.quantize(tmp_path / "model", compress.RTN(scheme="fp8"), output=tmp_path / "floats", verify=False)
     ids = torch.randint(VOCABULARY, (8, 32), generator=torch.Generator().manual_seed(1))
     torch.save(ids, tmp_path / "tokens.pt")
     (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
@@ -149,7 +155,7 @@ def result(path: Path) -> dict[str, Any] | None:
     """The part of an output that is compared: weights and configuration of a directory, the logits of a file; of a
     document that it is there; None where there is nothing."""
     if path.is_dir():
-        parts = [p for p in sorted(path.iterdir()) if p.suffix in (".safetensors", ".gguf") or p.name == "config.json"]
+        parts = [p for p in sorted(path.iterdir()) if p.suffix in KINDS or p.name == "config.json"]
         return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in parts}
     if path.suffix == ".safetensors" and path.exists():
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -211,7 +217,7 @@ def test_a_killed_command_loses_nothing_and_goes_on(name: str, desk: Desk) -> No
     print(f"{name}: kills within {length:.1f} s: {dict(ends)}")
 
 
-@pytest.mark.parametrize("name", ["quantize", "qat", "export", "cache-logits"])
+@pytest.mark.parametrize("name", ["quantize", "qat", "export to dense", "cache-logits"])
 def test_of_two_runs_at_once_one_gives_way(name: str, desk: Desk) -> None:
     told = COMMANDS[name]
     words = desk.words(told.words)
