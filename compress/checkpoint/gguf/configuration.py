@@ -16,14 +16,13 @@ from torch import Tensor
 from compress.base.errors import CheckpointError, InputError
 from compress.checkpoint.gguf.architectures import (
     FAMILIES,
-    FULL,
     LARGEST,
-    LOCAL,
     SIZES,
     WINDOWS,
     Architecture,
     rope_factors,
 )
+from compress.checkpoint.windows import FULL, LOCAL
 
 Keys = Mapping[str, Any]
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model that Meta has published
