@@ -144,10 +144,13 @@ def _check_options(engine: str, output: str | Path, options: Mapping[str, Any]) 
 
 def check_model(source: Source, engine: str, passes: Sequence[Pass], ignore: Sequence[str]) -> None:
     """Raises InputError for a model of which no codes of these passes can be written for an engine."""
-    to = engine_named(engine).to
+    to, family = engine_named(engine).to, source.config.get("model_type")
     if to is None:
         return
-    if reasons := exporter_named(to).why_not_model(source):
+    reasons = exporter_named(to).why_not_model(source)
+    if family in engine_named(engine).renames:
+        reasons.append(f"it has other names for layers of {family} and does not find these; `--for vllm` takes it")
+    if reasons:
         raise InputError(f"{source.name} cannot be written for {engine}: {'; '.join(reasons)}; or leave --for out")
     check_shapes(empty_model(source), engine, passes, ignore)
 

@@ -55,10 +55,11 @@ class Engine:
     groups of schemes for which another than `group_size` is picked. to: the word of the export that it opens (None: the
     checkpoint itself). reads: what of OUT that is, a phrase. tables: compressed embeddings fit in it. table_groups: of
     those, where nobody says otherwise (None: the pass's own). several: its layers may have groups of several sizes.
-    loads: what it makes of layers as it loads (`jobs.fused_layers`). mix: a scheme of its own types, picked for
-    gptq and rtn where no option asks for anything else, with table_scheme for the embedding; other: what a person may
-    prefer to it, a phrase. run: command lines that run the result, of {out} ({text} within a string of Python), the
-    {name} that Ollama gives it and the model's {architecture}.
+    loads: what it makes of layers as it loads (`jobs.fused_layers`). renames: the families (`model_type`) of which it
+    does not find our layers, for it has other names for them. mix: a scheme of its own types, picked for gptq and rtn
+    where no option asks for anything else, with table_scheme for the embedding; other: what a person may prefer to it,
+    a phrase. run: command lines that run the result, of {out} ({text} within a string of Python), the {name} that
+    Ollama gives it and the model's {architecture}.
     """
 
     scheme: str
@@ -74,6 +75,7 @@ class Engine:
     table_groups: int | None = None
     several: bool = False
     loads: Loading = NOTHING
+    renames: Sequence[str] = ()
     mix: str | None = None
     table_scheme: str | None = None
     other: str = ""
@@ -170,6 +172,7 @@ ENGINES: Mapping[str, Engine] = {
         to="gptq",
         reads="OUT, in GPTQ's layout",
         tables=False,
+        renames=("phi3", "glm4", "mixtral"),  # as 7.7.0
         run=("python -c 'from gptqmodel import GPTQModel; GPTQModel.load(\"{text}\")'",),
     ),
 }

@@ -109,17 +109,18 @@ def test_what_an_engine_does_not_run_is_one_line(what: str, desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "engine", "says"),
     [
-        (partial(made, "deepseek-v3"), "it is a mixture; of these MLX takes mixtral"),
-        (partial(build, "gpt2"), "c_attn.weight is stored as [inputs, outputs]"),
+        (partial(made, "deepseek-v3"), "mlx", "it is a mixture; of these MLX takes mixtral"),
+        (partial(build, "gpt2"), "mlx", "c_attn.weight is stored as [inputs, outputs]"),
+        (partial(made, "mixtral"), "gptqmodel", "has other names for layers of mixtral and does not find these"),
     ],
-    ids=["a mixture", "gpt2"],
+    ids=["a mixture", "gpt2", "other names"],
 )
 def test_a_model_that_an_engine_does_not_run_is_refused_before_it_is_quantized(
-    model: Callable[[], torch.nn.Module], says: str, tmp_path: Path
+    model: Callable[[], torch.nn.Module], engine: str, says: str, tmp_path: Path
 ) -> None:
-    words = ("--method", "rtn", "--for", "mlx", "--output", tmp_path / "output", "--quiet")
+    words = ("--method", "rtn", "--for", engine, "--output", tmp_path / "output", "--quiet")
     outcome = command("quantize", save(model().half(), tmp_path / "model"), *words)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome
     assert says in outcome.err
