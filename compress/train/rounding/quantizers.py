@@ -326,13 +326,13 @@ def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> 
     if decision.dense:
         return None if decision.kept is None else MaskedWeight(decision.kept)
     first, *others = decision.weight.terms
-    said = " + ".join(term.words(None) for term in decision.scheme().terms)
+    stored_as = " + ".join(term.words(None) for term in decision.scheme().terms)
     if isinstance(first, StoredTerm) and not others:
         if decision.kept is not None:
-            raise ValueError(f"is stored as {said}, in which zeros would not stay zero")
+            raise ValueError(f"is stored as {stored_as}, in which zeros would not stay zero")
         codes = first.on_grid()
         if codes is not None:
             return FixedScales(first, codes, dtype)
         with suppress(ValueError):
             return ScaledCodes(first, scales, dtype)
-    raise ValueError(f"is stored as {said}, of which nothing is trained")
+    raise ValueError(f"is stored as {stored_as}, of which nothing is trained")
