@@ -17,8 +17,14 @@ def missing_window(config: Any, reader: str) -> str | None:
     )
 
 
+def all_but_each(nth: int, layers: int) -> list[str]:
+    """The kinds of so many layers of which all but each nth have a window."""
+    return [LOCAL if (i + 1) % nth else FULL for i in range(layers)]
+
+
 def window_period(layer_types: list[str]) -> int | None:
     """n where all layers but each nth have a window; None where other layers have, or all."""
-    every = layer_types.index(FULL) + 1 if FULL in layer_types else 0
-    usual = [LOCAL if (i + 1) % every else FULL for i in range(len(layer_types))] if every else None
-    return every if layer_types == usual else None
+    if FULL not in layer_types:
+        return None
+    nth = layer_types.index(FULL) + 1
+    return nth if layer_types == all_but_each(nth, len(layer_types)) else None

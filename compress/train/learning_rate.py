@@ -81,8 +81,8 @@ def trial_rates(steps: int) -> list[float]:
 
 
 def fewer_rates(rates: list[float], count: int) -> list[float]:
-    """Rates that are tried where there is time for so many: all, or some of a smaller range; empty for less than
-    `FEW`."""
+    """Rates that are tried where there is time for so many: all, or some of a smaller range; none for fewer
+    than `FEW`."""
     if count >= len(rates):
         return rates
     ends = (LOWEST, HIGHEST) if count >= FEWEST else USUAL

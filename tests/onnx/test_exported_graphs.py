@@ -89,6 +89,11 @@ def test_a_decoder_is_exported_and_read_back(tmp_path, monkeypatch):
     save_file({**held, "outputs": held["outputs"] + 0.1}, tmp_path / "run" / "blocks" / "reference.safetensors")
     with pytest.raises(CheckpointError, match=r"differ from ours by up to 0\.1"):
         read_back(tmp_path / "run" / "model", record["graph"])
+    for flags, names_it in (({"avx2"}, True), ({"avx2", "avx512_vnni"}, False), ({"asimd"}, False)):
+        monkeypatch.setattr("compress.onnx.readback.cpu_flags", lambda flags=flags: frozenset(flags))
+        with pytest.raises(CheckpointError) as refused:
+            read_back(tmp_path / "run" / "model", {**record["graph"], "rounds": True})
+        assert ("no VNNI" in str(refused.value)) == names_it
     (there / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(CheckpointError, match="cannot be run by onnxruntime"):
         read_back(there, record["graph"])

@@ -1,8 +1,8 @@
 """Exports a compressed checkpoint as a plain one, with exactly the dense weights of its codes, for any other reader.
 
 Compressed layers become `<layer>.weight` in the model's dtype; everything else is copied, and config.json does not
-mention compression. The rounding of inputs, outputs and key-value caches is left out; a note says
-so. Memory holds at most one part of a file of dense weights, or one layer where that is larger.
+mention compression. The rounding of inputs, outputs and key-value caches is left out; a note says so. Memory holds at
+most one part of a file of dense weights, or one layer where that is larger.
 """
 
 from collections import Counter

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.export.exporter import Exporter, Written
-from compress.checkpoint.export.gguf.exporter import GGUFLayout
 from compress.checkpoint.export.integers import (
     grid_of,
     integers_of,
@@ -28,6 +27,7 @@ from compress.checkpoint.export.limits import LIMITS
 from compress.checkpoint.export.mlx_families import MIXTURES, config_for, notes_of, why_not_family
 from compress.checkpoint.export.place import Place
 from compress.checkpoint.export.read_back import read_by_package
+from compress.checkpoint.export.registry import exporter_named
 from compress.checkpoint.read.compressed_layers import StoredLayer, stored_in, weight_of
 from compress.checkpoint.read.mlx import METHOD, PARTS, place_of
 from compress.checkpoint.read.pretrained import empty_model
@@ -55,7 +55,7 @@ class MLXLayout(Exporter):
         if turned := transposed_weights(empty):
             reasons.append(f"{min(turned)} is stored as [inputs, outputs]")
         reasons = reasons or why_not_family(model)
-        other = "gguf" if reasons and not GGUFLayout().why_not_model(model) else "dense"
+        other = "gguf" if reasons and not exporter_named("gguf").why_not_model(model) else "dense"
         return [f"{reason}; `--to {other}` takes it" for reason in reasons]
 
     def why_not(self, checkpoint: Source) -> list[str]:

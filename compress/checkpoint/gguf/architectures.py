@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from compress.checkpoint.windows import FULL, LOCAL, missing_window
+from compress.checkpoint.windows import FULL, LOCAL, all_but_each, missing_window
 
 Config = Any
 Value = int | float | bool | str | list[int]
@@ -274,8 +274,7 @@ def _windows_why_not(name: str, config: Config) -> list[str]:
     if name not in WINDOWS:
         return []
     every, layers = WINDOWS[name], config.num_hidden_layers
-    usual = [LOCAL if (i + 1) % every else FULL for i in range(layers)]
-    if list(config.layer_types) != usual:
+    if list(config.layer_types) != all_but_each(every, layers):
         return [f"its layers with a window are not those of {name}: all but each {every}th"]
     square = config.hidden_size / config.num_attention_heads if layers == LARGEST.get(name) else head_size(config)
     if not math.isclose(getattr(config, "query_pre_attn_scalar", square), square):

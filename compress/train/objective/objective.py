@@ -75,7 +75,7 @@ class Objective(nn.Module):
 
     def is_by_token(self, batch: Batch) -> bool:
         """True if losses on logits are of tokens or positions, False if they are of samples."""
-        return self.length is not None or predicts_next(self.models[0], batch)
+        return self._labels(batch) is not None
 
     def _labels(self, batch: Batch) -> Tensor | None:
         """The label of each prediction of a token or position, -100 where it does not count; None for samples."""
