@@ -10,7 +10,7 @@ from compress.train.rounding.quantizers import LEARNED, Scales
 
 Trains = Literal["all", "layers", "scales"]
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["full", "bfloat16"]
+Precision = Literal["auto", "full", "bfloat16"]
 Keep = Literal["best", "last"]
 
 
@@ -54,8 +54,9 @@ class TrainingOptions(LossOptions):
     trains: Trains = "all"
     """all: every parameter; layers: parameters of compressed layers; scales: only their scales."""
 
-    precision: Precision = "full"
-    """bfloat16: products and activations of 16 bits (autocast); weights are trained in float32 in either case."""
+    precision: Precision = "auto"
+    """bfloat16: products and activations of 16 bits (autocast), full: of 32; weights are trained in float32 in either
+    case. auto: bfloat16 in a run of `minutes` on a device with instructions for it, else full."""
 
     checkpointing: bool = False
     """Compute activations again in the backward pass rather than keep them: less memory, a third more time."""

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from compress.base.collectives import Comm
 from compress.base.errors import InputError
+from compress.base.memory import keeping_freed
 from compress.checkpoint.write.writer import InMemory
 from compress.engine.learn.on_policy import written_by
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
@@ -51,15 +53,17 @@ from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
 
 CHECKPOINT = "_gradient_checkpointing_func"  # in transformers, of a block
-FAST_BFLOAT16 = frozenset({"avx512bw", "avx_ne_convert", "bf16"})  # one of them, by oneDNN's check; the last is of ARM
+# One of them, by oneDNN's check, for products that are not many times as slow as in float32, or for faster ones. bf16
+# is of ARM.
+TOLERABLE_BFLOAT16 = frozenset({"avx512bw", "avx_ne_convert", "bf16"})
+FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def train_model(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.Module | TopKRows]) -> Run:
     """The run that is left behind the training at a place among the passes. before: what those before it decided;
     teachers: by their names."""
     p, plan = run.plan.passes[at], run.plan
-    learn = p.stage(Learn)
-    assert learn is not None
+    learn = learn_stage(p, run.comm, run.residency.device)
     wanted = plan.treated_layers
     mine = [layer for layer in wanted if p.wants(layer.name)]
     undecided = [layer for layer in mine if layer.name not in before.decisions]
@@ -71,7 +75,7 @@ def train_model(run: Run, at: int, before: InMemory, teachers: Mapping[str, nn.M
     caches = TrainedCaches(run.model, before.caches).rounding()
     with widened(run.residency, run.model), learning as some, still as others, caches:
         begin(run.model, plan, run.residency, start, before.places)
-        history, tested = _train(run, p, teachers.get(learn.options.teacher), [*some, *others], mine)
+        history, tested = _train(run, p, learn, teachers.get(learn.options.teacher), [*some, *others], mine)
         made = trained_decisions(run.model, plan, run.residency, start)
     rate: dict[str, Any] = {} if tested is None else {"learning_rate": tested.learning_rate}
     rate |= {"steps": history.resumed + len(history.steps)} if learn.options.minutes else {}
@@ -128,18 +132,22 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
 
 
 def _train(
-    run: Run, p: Pass, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer], mine: Sequence[Layer]
+    run: Run,
+    p: Pass,
+    learn: Learn,
+    teacher: nn.Module | TopKRows | None,
+    layers: Sequence[Layer],
+    mine: Sequence[Layer],
 ) -> tuple[History, RangeTest | None]:
     """Trains; returns the measurements, and the test that chose the rate if nobody gave one. p: the pass, which leaves
     the layers that it does not want as they are; layers: those that round; mine: those that it wants."""
-    learn, inside = p.stage(Learn), parameters_in(quantizers_of(layers))
-    assert learn is not None
+    inside = parameters_in(quantizers_of(layers))
     others = [each for each in run.model.parameters() if id(each) not in inside]  # quantizers know it themselves
     known = [*run.plan.tables, *(layer for block in run.plan.layers.values() for layer in block)]
     left = [layer for layer in known if not p.wants(layer.name)]
     with requiring(others, _trains(learn.options.trains, layers, left)), _mapping(run, learn.options, teacher):
         training = _training(run, learn, teacher, layers, mine)
-        with _blocks(run, learn.options):
+        with _blocks(run, learn.options), keeping_freed():
             return _train_at_rate(run, learn, training)
 
 
@@ -195,9 +203,27 @@ def _training(
     )
 
 
+def learn_stage(p: Pass, comm: Comm, device: torch.device) -> Learn:
+    """The training that a pass asks for, in the precision that is best here where it says auto. A collective."""
+    learn = p.stage(Learn)
+    assert learn is not None
+    options = learn.options
+    if options.precision != "auto":
+        return learn
+    fast = bool(options.minutes) and all(comm.gather_objects(has_fast_bfloat16(device)))
+    return replace(learn, options=replace(options, precision="bfloat16" if fast else "full"))
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """True for a device whose 16-bit products are faster than those of float32."""
+    if device.type == "cpu":
+        return bool(cpu_flags() & FAST_BFLOAT16)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def slow_products(options: TrainingOptions, device: torch.device) -> tuple[str, ...]:
     """A note where products of 16 bits are asked for on a processor without instructions for them; empty elsewhere."""
-    if options.precision == "full" or device.type != "cpu" or cpu_flags() & FAST_BFLOAT16:
+    if options.precision != "bfloat16" or device.type != "cpu" or cpu_flags() & TOLERABLE_BFLOAT16:
         return ()
     return (
         f"precision={options.precision}: this processor has no instructions for it, so that a step takes many times as "

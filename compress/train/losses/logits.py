@@ -110,8 +110,7 @@ def token_losses(student_TV: Tensor, teacher: Teacher | None, labels_T: Tensor |
             log_q = coarse_student(logits_TV / t, teacher.indices_Tk, how.tail)
             log_p = coarse_teacher(teacher, logits_TV.shape[-1], t, how.tail)
         else:
-            log_q = (logits_TV / t).log_softmax(-1)
-            log_p = (wide(teacher) / t).log_softmax(-1)
+            log_q, log_p = ((z if t == 1 else z / t).log_softmax(-1) for z in (logits_TV, wide(teacher)))
         found_T = found_T + how.alpha * t**2 * divergence(log_p.to(log_q.dtype), log_q, how.kind, how.beta)
     if how.alpha < 1 and labels_T is not None:
         log_q_T = logits_TV.log_softmax(-1).gather(-1, labels_T.unsqueeze(-1)).squeeze(-1)

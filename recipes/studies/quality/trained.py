@@ -42,12 +42,15 @@ def recipes(group_size: int, training: dict[str, object]) -> Recipes:
 def main() -> None:
     reader = parser(__doc__)
     reader.add_argument("--steps", type=int, default=400)
+    reader.add_argument("--minutes", type=float, help="instead of steps and a rate, which are then chosen by the time")
     reader.add_argument("--rows", type=int, default=8)
     reader.add_argument("--learning-rate", type=float, default=3e-4)
     reader.add_argument("--features", type=float, default=4.0)
     reader.add_argument("--precision", default="full")
     said = reader.parse_args()
-    training = {name: getattr(said, name) for name in ("steps", "rows", "learning_rate", "features", "precision")}
+    timed = said.minutes is not None
+    names = ("minutes",) if timed else ("steps", "learning_rate", "precision")
+    training = {name: getattr(said, name) for name in (*names, "rows", "features")}
     training |= {"scales": "anchored", "scale_rate": 3e-3, "warmup": 0.1}
     compare(said, lambda size: recipes(size, training))
 

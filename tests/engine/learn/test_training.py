@@ -13,6 +13,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import compress
+from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.base.progress import Silent
 from compress.engine.learn import training
@@ -132,6 +133,15 @@ def test_products_of_16_bits_are_said_to_be_slow_where_they_are(monkeypatch, fla
     assert len(training.slow_products(narrow, cpu)) == slow
     assert not training.slow_products(narrow, torch.device("cuda"))
     assert not training.slow_products(Train(), cpu)
+
+
+@every("options", [{"minutes": 1.0}, {"steps": 3}, {"minutes": 1.0, "precision": "full"}])
+def test_time_is_spent_on_products_of_16_bits_where_these_are_faster(folder, monkeypatch, options):
+    monkeypatch.setattr(training, "cpu_flags", lambda: frozenset({"avx2", "avx512_bf16"}))
+    found = training.learn_stage(Train(**options), Comm(), torch.device("cpu"))
+    assert found.options.precision == ("bfloat16" if options == {"minutes": 1.0} else "full")
+    monkeypatch.setattr(training, "cpu_flags", lambda: frozenset({"avx2", "avx512bw"}))
+    assert not training.has_fast_bfloat16(torch.device("cpu"))
 
 
 def test_activations_are_computed_again_without_dropout():
