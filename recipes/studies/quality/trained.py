@@ -13,6 +13,7 @@ from compress.recipes.studies.quality.compare import Recipes, compare, parser
 STATIC: dict[str, object] = {"scheme": "w4a4", "activations": "static", "calibrator": "mse"}
 STARTS: dict[str, list[dict[str, dict[str, object]]]] = {
     "w2a16 gptq": [{"gptq": {"scheme": "w2a16"}}],
+    "w2a16 gptq for the loss": [{"gptq": {"scheme": "w2a16", "objective": "loss"}}],
     "w4a4 gptq": [{"gptq": {"scheme": "w4a4"}}],
     "w4a4 smoothquant, gptq": [{"smoothquant": {"scheme": "w4a4", "rounding": "none"}}, {"gptq": {"scheme": "w4a4"}}],
     "w4a4 static smoothquant, gptq": [{"smoothquant": {**STATIC, "rounding": "none"}}, {"gptq": STATIC}],
