@@ -1,5 +1,6 @@
 """KL of trellis codes of 2, 3 and 4 bits, without a rotation, with one that is fused into the model (R1, R2), with one
-that is computed as the model runs, too (R4), and with all of it computed as the model runs.
+that is computed as the model runs, too (R4), and with all of it computed as the model runs; each also rounded for the
+loss.
 
     python recipes/studies/quality/trellis_codes.py MODEL --calibration TEXT --text TEXT --json OUT.json
 
@@ -16,15 +17,19 @@ ROTATIONS: dict[str, dict[str, object] | None] = {
 }
 
 
+OBJECTIVES: dict[str, dict[str, object]] = {"": {}, " for the loss": {"objective": "loss"}}
+
+
 def recipes(_: int) -> Recipes:
     """{title: passes}."""
     return {
-        f"{before}trellis w{bits}": [
+        f"{before}trellis w{bits}{behind}": [
             *([] if rotation is None else [{"rotate": {**rotation}}]),
-            {"trellis": {"scheme": f"w{bits}a16"}},
+            {"trellis": {"scheme": f"w{bits}a16", **objective}},
         ]
         for bits in (2, 3, 4)
         for before, rotation in ROTATIONS.items()
+        for behind, objective in OBJECTIVES.items()
     }
 
 
