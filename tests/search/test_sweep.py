@@ -83,6 +83,14 @@ def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
     assert "recipe w8 failed" in swept(desk, "w8").err
 
 
+def test_a_recipe_that_fails_has_no_figures_of_the_one_before_it(desk):
+    assert swept(desk, "w8").code == 0
+    (desk / "w8.yaml").write_text((desk / "odd.yaml").read_text())
+    for _ in range(2):
+        assert "recipe w8 failed: group size 48 does not divide" in swept(desk, "w8").err
+    assert json.loads((desk / "out" / "sweep.json").read_text())["rows"][0]["kl_mean"] is None
+
+
 @pytest.mark.full
 def test_a_sweep_that_was_stopped_goes_on(desk, monkeypatch):
     evaluate = trial.evaluate

@@ -125,6 +125,11 @@ class Directory:
         with suppress(OSError):  # the output exists; the next run removes the rest
             self._recover()
 
+    def drop_output(self) -> None:
+        """Remove the output. Raises InputError, having removed nothing, for one that `take_name` would not replace."""
+        self._refuse_output(overwrite=True)
+        shutil.rmtree(self.output)
+
     def _recover(self) -> None:
         """Clean up after a run that renamed its output, or was killed meanwhile: the former or the new output stays."""
         if self.replaced.exists() and not self.output.exists():
