@@ -93,6 +93,7 @@ def sweep(
     original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
     settings = TrialSettings(str(model), texts, device, trust_remote_code, beside, original)
     asked = _asked_words(settings)
+    settings.check_data(steps.values())
     text_name = "token ids" if isinstance(text, Tensor) else portable(str(text))
     rows: list[SweepRow] = []
     for done, (name, passes) in enumerate(steps.items()):

@@ -1,6 +1,6 @@
 """One recipe on a model: quantizes it, and evaluates the checkpoint against the original."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,10 @@ from compress.checkpoint.read.source import find_source
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluate import evaluate
 from compress.evaluation.optional_measurements import Asked, with_asked
+from compress.jobs.calibration_data import calibration_data, training_rows
+from compress.jobs.model_source import find_model
 from compress.jobs.quantize import quantize
+from compress.jobs.request import Request
 from compress.jobs.teachers import fingerprints
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
@@ -42,6 +45,34 @@ class TrialSettings:
         taught = fingerprints(passes, self.trust_remote_code, Comm())
         return fingerprint({**self._about, **({"teachers": taught} if taught else {}), "recipe": describe(passes)})
 
+    def data_of(self, passes: Sequence[Pass]) -> dict[str, Any]:
+        """The data that a recipe is shown, and where, as `quantize` takes it."""
+        texts = self.texts
+        trains = any(p.stage(Learn) for p in passes)
+        reads = any(p.calibrated for p in passes) or (trains and texts.training is None)
+        shown = texts.calibration if reads else texts.training
+        return {
+            "calibration": _given(texts.calibration) if reads else None,
+            "training": _given(texts.training) if trains else None,
+            "samples": texts.samples if reads else None,
+            "length": texts.length if (reads or trains) and not in_rows(shown) else None,
+            "bos": texts.bos_of(shown) if reads or trains else None,
+            "batch_size": texts.batch_size,
+            "device": self.device,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+    def check_data(self, recipes: Iterable[Sequence[Pass]]) -> None:
+        """Read the data that the recipes are shown. Raises InputError for data that cannot be used."""
+        found = find_model(self.model, self.device, self.trust_remote_code)
+        asked = [Request(model=self.model, **self.data_of(passes)) for passes in recipes]
+        for request in asked:
+            request.check()
+        if (reads := next((each for each in asked if each.calibration is not None), None)) is not None:
+            calibration_data(reads, found, "a recipe")
+        if (trains := next((each for each in asked if each.training is not None), None)) is not None:
+            training_rows(trains, found)
+
     @cached_property
     def _about(self) -> dict[str, Any]:
         source = find_source(self.model, self.trust_remote_code)
@@ -61,26 +92,8 @@ def trial(
 
 
 def _quantize(settings: TrialSettings, passes: Sequence[Pass], output: Path, reporter: Reporter, resume: bool) -> None:
-    texts = settings.texts
-    trains = any(p.stage(Learn) for p in passes)
-    reads = any(p.calibrated for p in passes) or (trains and texts.training is None)
-    shown = texts.calibration if reads else texts.training
-    quantize(
-        settings.model,
-        passes,
-        calibration=_given(texts.calibration) if reads else None,
-        training=_given(texts.training) if trains else None,
-        output=output,
-        samples=texts.samples if reads else None,
-        length=texts.length if (reads or trains) and not in_rows(shown) else None,
-        bos=texts.bos_of(shown) if reads or trains else None,
-        batch_size=texts.batch_size,
-        device=settings.device,
-        resume=resume,
-        overwrite=not resume,
-        trust_remote_code=settings.trust_remote_code,
-        reporter=reporter,
-    )
+    how: dict[str, Any] = {"resume": resume, "overwrite": not resume, "reporter": reporter}
+    quantize(settings.model, passes, output=output, **settings.data_of(passes), **how)
 
 
 def _evaluate(settings: TrialSettings, output: Path, reporter: Reporter) -> Evaluation:

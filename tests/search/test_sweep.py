@@ -175,6 +175,23 @@ def test_what_cannot_be_asked_is_refused_before_work(desk, more, says):
     assert not (desk / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--calibration", "no.txt"], "text file 'no.txt' does not exist"),
+        (["--calibration", "demo", "--samples", 0], "samples 0; allowed: 1 or more"),
+        (["--calibration", "demo", "--training", "no.txt"], "text file 'no.txt' does not exist"),
+        (["--calibration", "demo", "--batch-size", 0], "batch size 0; allowed"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_work(desk, more, says):
+    (desk / "train.yaml").write_text("passes:\n  - gptq: {group_size: 32}\n  - train: {steps: 1}\n")
+    outcome = swept(desk, "w8", "train", more=more)
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert not (desk / "out").exists()
+
+
 @pytest.mark.full
 def test_passes_and_token_ids_from_python_go_on_where_they_were(desk):
     ids = [torch.randint(VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(i)) for i in range(2)]
