@@ -75,9 +75,11 @@ def in_rows(text: Text | None) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """The hash of token ids and of a file's content; any other value as it is."""
+    """The hash of token ids and of a file's content, in a folder of every file's; any other value as it is."""
     if isinstance(value, Tensor):
         return checksum(value)
     if isinstance(value, str | Path) and Path(value).is_file():
         return hashlib.sha256(Path(value).read_bytes()).hexdigest()
+    if isinstance(value, str | Path) and Path(value).is_dir():
+        return {str(path.relative_to(value)): _content(path) for path in Path(value).rglob("*") if path.is_file()}
     return str(value) if isinstance(value, Path) else value

@@ -15,6 +15,7 @@ from compress.evaluation.quality import reference_states
 from compress.evaluation.speed import side_by_side
 from compress.evaluation.tasks import evaluate as asked_of
 from compress.search.sweep_rows import SweepRow, rank
+from compress.search.texts import Texts
 
 TEXT = ["--text", "demo", "--text-samples", "4"]
 
@@ -81,6 +82,14 @@ def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
     assert made.json()["rows"][0]["bits_per_weight"] == pytest.approx(3.03, abs=0.01)
     (desk / "out" / "w8" / "evaluation.json").write_text("{")  # nobody's
     assert "recipe w8 failed" in swept(desk, "w8").err
+
+
+def test_other_files_in_a_folder_are_other_data(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    before = Texts(str(tmp_path), "demo").content()
+    assert Texts(tmp_path, "demo").content() == before
+    (tmp_path / "a.txt").write_text("two")
+    assert Texts(str(tmp_path), "demo").content() != before
 
 
 def test_a_recipe_that_fails_has_no_figures_of_the_one_before_it(desk):
