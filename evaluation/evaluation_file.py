@@ -1,5 +1,6 @@
 """An evaluation in a file, as `compress evaluate --json` writes it: read back as the value that it was."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from compress.base.schema import built, fits
 from compress.evaluation.document import FORMAT, Evaluation
 
 MADE = ("summary", "gates")  # by `json_document` of the rest
-LARGEST = 1e30  # perplexities of models that say nothing are below it, and so are bytes
+LARGEST = 1e30  # what is finite is below it: perplexities (`kl_and_perplexity.MOST`), their errors, and bytes
+ENDLESS = (".perplexity.value", ".reference_perplexity.value", ".perplexity_ratio.value")  # where these may be infinite
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
@@ -40,6 +42,8 @@ def _impossible(value: Any, keys: str = "") -> Iterator[str]:
     for key, each in inside:
         yield from _impossible(each, f"{keys}.{key}")
     if not isinstance(value, float | int):
+        return
+    if value == math.inf and keys.endswith(ENDLESS):
         return
     if abs(value) > LARGEST or (keys.endswith(".error") and value < 0):
         yield f"{keys.removeprefix('.')} is {value:g}"

@@ -47,6 +47,7 @@ Values = NDArray[np.float64]
 PERCENTILES = {"p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "median": 0.5, "p10": 0.1, "p05": 0.05, "p01": 0.01}
 FEW_WINDOWS = 30  # from which on 95 % of Student's t are within 2.05 standard errors
 TAIL = 0.025
+MOST = 1e20  # of an exponential; perplexities of models that say nothing are above it
 SPREAD = tuple(f"{of}_{what}" for of in ("kl", "delta_p") for what in ("mean", "max", *PERCENTILES, "min"))
 NAMES = (
     *("perplexity", "reference_perplexity", "log_perplexity_ratio", "perplexity_ratio", "perplexity_difference"),
@@ -90,11 +91,10 @@ def of_few_windows(figure: Figure, windows: int) -> Figure:
 
 
 def exponential(mean: Figure) -> Figure:
-    """exp of a mean, by the delta method; infinite beyond what a number holds."""
-    try:
-        value = math.exp(mean.value)
-    except OverflowError:
+    """exp of a mean, by the delta method; infinite above `MOST`."""
+    if mean.value > math.log(MOST):
         return Figure(math.inf)
+    value = math.exp(mean.value)
     error, token_error = (None if error is None else error * value for error in (mean.error, mean.token_error))
     return Figure(value, error, token_error)
 

@@ -1,5 +1,6 @@
 """The texts that a model is measured on: read, tokenized and cut into windows before any weight is loaded."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def gap(texts: list[TextResult]) -> dict[str, Figure]:
     if not {"held-out", "calibration"} <= first.keys():
         return {}
     one, other = first["held-out"].figures, first["calibration"].figures
-    return {name: _difference(one[name], other[name]) for name in COMPARED if name in one and name in other}
+    found = {name: _difference(one[name], other[name]) for name in COMPARED if name in one and name in other}
+    return {name: figure for name, figure in found.items() if math.isfinite(figure.value)}
 
 
 def _difference(one: Figure, other: Figure) -> Figure:

@@ -21,7 +21,7 @@ from compress.checkpoint.write.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named, TextResult
 from compress.evaluation.json_document import as_document
 from compress.evaluation.quality.exact_intervals import difference_of
-from compress.evaluation.quality.kl_and_perplexity import of_few_windows
+from compress.evaluation.quality.kl_and_perplexity import figures_of, of_few_windows
 from compress.evaluation.report import wording
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.content import ReportTable
@@ -257,6 +257,15 @@ def test_what_is_missing_is_said_never_zero() -> None:
     assert ["quality", "no text was given"] in found.rows
     text = replace(evaluations.text_result(), figures={"perplexity": Figure(math.inf)}, noise=None)
     assert ["perplexity", "infinite", "–"] in page(replace(bare, texts=[text])).rows  # noqa: RUF001
+
+
+def test_perplexities_beyond_numbers_are_read_as_they_were_written(written: Callable[..., Path]) -> None:
+    tokens = {"surprisal": np.array([60.0, 90.0]), "reference_surprisal": np.array([800.0, 900.0])}
+    found = figures_of({**tokens, "kl": np.ones(2), "same_top": np.ones(2)}, np.arange(2))
+    asked = replace(evaluations.whole(), texts=[replace(evaluations.text_result(), figures=found)])
+    done = command(written(asked))
+    assert done.code == 0, done.err
+    assert "| perplexity of the original | infinite |" in done.out
 
 
 def test_sensitivities_are_those_of_the_candidate_nearest_to_the_bits_of_the_run() -> None:
