@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 FOOTNOTE = (
-    "± is one standard error, over windows of text; intervals are 1.96 of them to either side. "
+    "± is one standard error, over windows of text; intervals are of 95 %: 1.96 errors to either side, or by the "
+    "t distribution where a table says so. "
     "KL is KL(original ‖ this model)."
 )
 
