@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from compress.kernels.errors import CompressError as CompressError
@@ -73,6 +73,15 @@ def check_least(options: object, least: int, *names: str, unit: str = "") -> Non
     for name in names:
         if not (value := getattr(options, name)) >= least:
             raise InputError(f"{name} {value}; allowed: {least} or more{unit}")
+
+
+def check_idle(options: object, of: Mapping[str, Sequence[str]]) -> None:
+    """Raises InputError for the first option that is not its default while all those that give it an effect are 0. of:
+    these, by its name."""
+    for name, others in of.items():
+        value, default = getattr(options, name), getattr(type(options), name)
+        if value != default and not any(getattr(options, other) for other in others):
+            raise InputError(f"{name}={value} is of {' or '.join(others)}, which is 0; give both or neither")
 
 
 def likeliest(given: str, names: Iterable[str]) -> str | None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError, check_idle, one_of
 from compress.train.losses.attention import Heads, Measure
 from compress.train.losses.divergence import Kind
 from compress.train.losses.features import Distance, Mapped
@@ -18,6 +18,18 @@ Related = Literal["values", "all"]
 OF_A_MODEL = ("features", "attention", "relations", "contrastive")
 OF_A_TEACHER = ("logits", *OF_A_MODEL)
 LOSSES = ("logits", "task", *OF_A_MODEL)
+# Options, by the losses without which they have no effect.
+OF_LOSSES = {
+    "divergence": ["logits"],
+    "temperature": ["logits"],
+    "distance": ["features"],
+    "measure": ["attention"],
+    "heads": ["attention"],
+    "related": ["relations"],
+    "relation_heads": ["relations"],
+    "contrast": ["contrastive"],
+    "layer_map": ["features", "attention", "relations"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +118,9 @@ class LossOptions:
                 "attention reads maps of eager attention, relations the vectors that fused attention is called with; "
                 "give one of the two"
             )
+        check_idle(self, OF_LOSSES)
+        if self.tail != type(self).tail and not self.offline:
+            raise InputError(f"tail={self.tail} is of a file of cached logits; give one as teacher, or leave tail out")
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from compress.base.errors import InputError, one_of
+from compress.base.errors import InputError, check_idle, one_of
 from compress.weights.masks import Pattern, parse_pattern
 
 Per = Literal["row", "layer", "model"]
@@ -77,8 +77,7 @@ class SparsityOptions:
             raise InputError(
                 f"{idle[0]} is of pruning, which nothing asks for; give sparsity or pattern, or leave it out"
             )
-        if self.lasso_groups != self._default("lasso_groups") and not self.group_lasso:
-            raise InputError(f"lasso_groups={self.lasso_groups} is of group_lasso, which is 0; give both or neither")
+        check_idle(self, {"lasso_groups": ["group_lasso"]})
 
     @classmethod
     def _default(cls, name: str) -> object:
