@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.base.errors import InputError
 from compress.checkpoint.files import checksum, fingerprint
 from compress.checkpoint.portable_names import portable
-from compress.checkpoint.read.pretrained import main_input, modalities, processor_of, tokenizer_of
+from compress.checkpoint.read.pretrained import generates, main_input, modalities, processor_of, tokenizer_of
 from compress.data.documents import TOKEN_FORMATS, read_batches
 from compress.data.images import Sample, check_pillow, samples_of
 from compress.data.processor_batches import Pictures, process
@@ -83,7 +83,7 @@ def read_data(request: Request, found: FoundModel, ranks: int) -> RunData:
     learning = training_options(passes)
     rows = training_rows(request, found) if learning else None
     if rows is not None and any(o.on_policy for o in learning):
-        check_on_policy(rows)
+        check_on_policy(rows, generates(found.source, found.given))
     cached = {} if rows is None else {o.teacher: read_cached(o.teacher, rows, o) for o in learning if o.offline}
     if len(calibrated.batches) < ranks and any(p.calibrated for p in passes):
         raise InputError(

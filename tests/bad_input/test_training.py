@@ -50,6 +50,10 @@ CASES = {
         "layer_map=last is of features or attention or relations, which is 0; give both or neither",
     ),
     "tail of all tokens": (lambda: Train(tail="conditional"), "tail=conditional is of a file of cached logits; give"),
+    "words of an encoder": (
+        lambda: compress.quantize(build("bert"), Train(on_policy=1), **IDS),
+        "on_policy continues what the student writes, and this one generates no text",
+    ),
     "shrunk and left alone": (lambda: Train(l1=0.1, trains="scales"), "trains=scales leaves weights as they are"),
     "inputs of groups": (
         lambda: convolutions(Train(**ALONE, group_lasso=0.1, lasso_groups="inputs")),

@@ -128,6 +128,12 @@ def main_input(source: Source | None, model: nn.Module | None) -> str | None:
     return getattr(model if source is None else _model_class(source, None), "main_input_name", None)
 
 
+def generates(source: Source | None, model: nn.Module | None) -> bool:
+    """True for a model that writes text, as transformers says."""
+    kind = model if source is None else _model_class(source, None)
+    return bool(getattr(kind, "can_generate", lambda: source is not None)())
+
+
 def modalities(source: Source) -> tuple[str, ...]:
     """The kinds of input that a model reads, like image and text, as transformers says."""
     found = getattr(_model_class(source, None), "input_modalities", "text")

@@ -13,8 +13,13 @@ from compress.inference.continued import continue_rows
 from compress.train.inputs.samples import APART, NUMBER, Batch, Rows
 
 
-def check_on_policy(rows: Rows) -> None:
-    """Raises InputError for samples that are not rows of token ids without padding, of two tokens or more."""
+def check_on_policy(rows: Rows, generates: bool) -> None:
+    """Raises InputError for a student that generates nothing, and for samples that are not rows of token ids without
+    padding, of two tokens or more."""
+    if not generates:
+        raise InputError(
+            "on_policy continues what the student writes, and this one generates no text; give on_policy=0"
+        )
     names, mask = sorted(set(rows.tensors) - {NUMBER, "attention_mask"}), rows.tensors.get("attention_mask")
     padded = mask is not None and not bool(mask.all())
     if names != ["input_ids"] or padded or rows.tensors["input_ids"].shape[1] < 2:
