@@ -18,6 +18,7 @@ from compress.checkpoint.write.directory import Directory
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory, Writer
 from compress.data.teacher_file import checksum_of
+from compress.engine.learn.trainable import check_trainable
 from compress.engine.plan.batches import check_batches
 from compress.engine.plan.existing_zeros import check_plan
 from compress.engine.plan.experts_by_rank import why_whole
@@ -130,6 +131,7 @@ def checked_plan(request: Request, opened: OpenedModel, data: RunData, one_block
     matched_plan = request.match(model, one_block)
     matched_plan = replace(matched_plan, earlier=opened.earlier(request.drop_zeros), beside=opened.kept)
     check_plan(matched_plan, matched_plan.earlier)
+    check_trainable(model, matched_plan)
     check_batches(model, data.batches)
     for p in matched_plan.passes:
         if p.stage(Gradients):

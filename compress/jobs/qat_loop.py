@@ -28,6 +28,7 @@ from compress.checkpoint.write.directory import Directory, claim
 from compress.checkpoint.write.record import RunRecord
 from compress.checkpoint.write.writer import InMemory
 from compress.engine.block_loop import decide
+from compress.engine.learn.trainable import check_forms
 from compress.engine.learn.trained_decisions import TrainedCaches, begin, trained_decisions
 from compress.engine.learn.training import uncompiled
 from compress.engine.plan.format_limits import check_storable
@@ -276,6 +277,7 @@ def _prepare(job: Job, scales: Scales) -> Prepared:
     except InputError as error:
         job.note(f"convert cannot write this to an output: {error}")
     model, attached = job.run.model, list[Layer]()
+    check_forms(job.run.plan.passes, job.run.plan.treated_layers)
     if isinstance(job.run.residency, Sharded):
         job.run.residency.widen(model)  # which refuses what cannot be trained
 

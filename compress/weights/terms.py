@@ -45,13 +45,15 @@ class Format:
 
     kind: the format's name in `FORMATS` and on disk. whole: the part, if any, that has the shape [N, K] of the term;
     telling: one from whose shape that follows (`size`). Without either, a layer's shape is stored beside it. as_bytes:
-    floats that keep their dtype when a layer is converted to another.
+    floats that keep their dtype when a layer is converted to another. trains: whether its codes or scales are trained,
+    where it is the first of a weight.
     """
 
     kind: ClassVar[str]
     whole: ClassVar[str | None] = None
     telling: ClassVar[str | None] = None
     as_bytes: ClassVar[frozenset[str]] = frozenset()
+    trains: ClassVar[bool] = False
 
     @property
     def needs_shape(self) -> bool:

@@ -293,8 +293,6 @@ def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
     model: Any = run.model
     # It has had two names in transformers.
     name = next((n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")), None)
-    if options.checkpointing and name is None:
-        raise InputError(f"{type(model).__name__} cannot compute activations again; leave checkpointing out")
     if options.compile:
         for block in blocks:
             block.compile()

@@ -55,6 +55,7 @@ class CodesFormat(Format):
     """Codes on a grid. layout: the format's name in compressed-tensors; None for one that it lacks."""
 
     layout: ClassVar[Layout | None] = None
+    trains: ClassVar[bool] = True
 
     grid: Grid
 

@@ -19,6 +19,7 @@ class Dense(Format):
 
     kind: ClassVar[str] = "dense"
     whole: ClassVar[str | None] = "weight"
+    trains: ClassVar[bool] = True
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {"weight": Part((rows, columns), FLOATS, by_row=True, role=Role.DENSE)}

@@ -39,6 +39,7 @@ class KQuant(Format):
     """Super-blocks of one of llama.cpp's types. type: `q2_k` ... `q6_k` or `iq4_xs`."""
 
     kind: ClassVar[str] = "k-quant"
+    trains: ClassVar[bool] = True
     type: str = "q4_k"
 
     @property

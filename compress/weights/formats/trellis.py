@@ -36,6 +36,7 @@ class TrellisCodes(Format):
 
     kind: ClassVar[str] = "trellis"
     telling: ClassVar[str | None] = "weight_packed"
+    trains: ClassVar[bool] = True
 
     bits: int = 3
     state_bits: int = 12
