@@ -39,6 +39,11 @@ class Named:
     dtype: str
     fingerprint: str | None = None
 
+    @property
+    def identity(self) -> str:
+        """The fingerprint; the name of a model in memory."""
+        return self.fingerprint or self.name
+
 
 @dataclass(frozen=True)
 class Band:

@@ -131,7 +131,7 @@ def _originals(runs: Sequence[ReportedRun], timed: bool) -> list[tuple[str, ...]
     first: dict[str, Evaluation] = {}
     for run in runs:
         if run.evaluation.reference is not None:
-            first.setdefault(run.evaluation.reference.fingerprint or run.evaluation.reference.name, run.evaluation)
+            first.setdefault(run.evaluation.reference.identity, run.evaluation)
     rows = []
     for evaluation in first.values():
         assert evaluation.reference is not None

@@ -12,6 +12,7 @@ from compress.evaluation.report.runs import ReportedRun
 from compress.evaluation.report.verdict import held_out
 
 MOVED = 10  # layers
+OWN = "perplexity"  # the figure that no original has a part in
 LEAST = 1e-12  # smaller losses count as this one
 
 
@@ -37,7 +38,7 @@ def _verdict(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
         more = b.bytes - a.bytes
         size = f"{'larger' if more > 0 else 'smaller'} by {wording.data(abs(more))} ({_signed(100 * more / a.bytes)} %)"
         sentences.append(f"{names[1]} is {size if more else 'as large'}.")
-    figures = _shared_figures(a, b) if alike(a, b) else {}
+    figures = {key: pair for key, pair in _shared_figures(a, b).items() if _compares(key, a, b)}
     for key, subject in (("perplexity", "Its perplexity"), ("kl_mean", "Its KL to the original")):
         if key in figures:
             one, other = (wording.number(each.value) for each in figures[key])
@@ -51,6 +52,12 @@ def alike(a: Evaluation, b: Evaluation) -> bool:
     if one is None or other is None:
         return False
     return (one.sha256, one.length, one.stride) == (other.sha256, other.length, other.stride)
+
+
+def _compares(key: str, a: Evaluation, b: Evaluation) -> bool:
+    """True for a figure measured on the same text and, unless it is the model's own, against the same original."""
+    originals = {None if each.reference is None else each.reference.identity for each in (a, b)}
+    return alike(a, b) and (key == OWN or len(originals) == 1)
 
 
 def _shared_figures(a: Evaluation, b: Evaluation) -> dict[str, tuple[Figure, Figure]]:
@@ -70,13 +77,17 @@ def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     missing = [name for name, each in zip(names, (a, b), strict=True) if held_out(each) is None]
     if missing:
         return Section("Quality", [Words(f"{wording.NOT_MEASURED}: {', '.join(missing)}", "warning")])
-    comparable, rows = alike(a, b), []
-    for key, pair in _shared_figures(a, b).items():
-        moved = _signed(wording.scale_of(key)[0] * (pair[1].value - pair[0].value)) if comparable else wording.NONE
+    rows, warnings = [], []
+    for key, pair in (figures := _shared_figures(a, b)).items():
+        compares = _compares(key, a, b)
+        moved = _signed(wording.scale_of(key)[0] * (pair[1].value - pair[0].value)) if compares else wording.NONE
         rows.append((wording.label_of(key), *(wording.figure_words(key, each) for each in pair), moved))
-    warning = Words("The two were measured on different texts: their figures do not compare.", "warning")
+    if not alike(a, b):
+        warnings = [Words("The two were measured on different texts: their figures do not compare.", "warning")]
+    elif not all(_compares(key, a, b) for key in figures):
+        warnings = [Words("The two were measured against different originals: only perplexities compare.", "warning")]
     note = Words("Errors are each run's own; of a difference on the same text they are smaller.", "note")
-    return Section("Quality", [*([] if comparable else [warning]), _table("figure", names, rows), note])
+    return Section("Quality", [*warnings, _table("figure", names, rows), note])
 
 
 def _table(head: str, names: tuple[str, str], rows: list[tuple[str, ...]], moved: str = "difference") -> ReportTable:

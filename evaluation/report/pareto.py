@@ -54,7 +54,7 @@ def comparable(runs: Sequence[ReportedRun]) -> tuple[str, list[ReportedRun], lis
         if text is None or size is None or figure is None:
             left.append(f"{run.name}: {'quality' if size is not None else 'size'} was not measured")
             continue
-        original = None if reference is None else reference.fingerprint or reference.name
+        original = None if reference is None else reference.identity
         groups.setdefault((figure, text.sha256, text.length, text.stride, original), []).append(run)
     if not groups:
         return MEASURES[0][0], [], left

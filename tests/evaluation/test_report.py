@@ -25,10 +25,11 @@ from compress.evaluation.quality.kl_and_perplexity import figures_of, of_few_win
 from compress.evaluation.report import wording
 from compress.evaluation.report.compose import compose
 from compress.evaluation.report.content import ReportTable
+from compress.evaluation.report.difference import differences
 from compress.evaluation.report.markdown import as_markdown, plain
 from compress.evaluation.report.page import as_html
 from compress.evaluation.report.pareto import Point, front
-from compress.evaluation.report.runs import open_runs
+from compress.evaluation.report.runs import ReportedRun, open_runs
 from compress.evaluation.report.verdict import tiles, verdict
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
@@ -318,6 +319,17 @@ def test_two_runs_side_by_side(written: Callable[..., Path], tmp_path: Path) -> 
     assert ["model.layers.0.self_attn.q_proj", "0.0400 %", "0.360 %", "9.00 times"] in found.rows
     assert ["passes[0].gptq.scheme", "w4a16", "w3a16"] in found.rows
     assert "b is smaller by 12.66 MiB (-11.7 %)" in done.out + done.err
+
+
+def test_divergences_from_two_originals_do_not_compare() -> None:
+    first, second = evaluations.sweep()[0], evaluations.sweep()[3]
+    assert second.reference is not None
+    second = replace(second, reference=replace(second.reference, fingerprint=None, name="another"))
+    page = as_html(differences(*(ReportedRun(each.model.name, Path(), each) for each in (first, second))))
+    assert ["KL, mean (nats per token)", "0.0450 ± 0.0022", "0.410 ± 0.020", wording.NONE] in Page(page).rows
+    assert "measured against different originals" in page
+    assert "Its perplexity is" in page
+    assert "Its KL" not in page
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
