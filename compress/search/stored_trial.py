@@ -8,7 +8,7 @@ from pathlib import Path
 from compress.base.errors import CheckpointError, CompressError, first_line
 from compress.base.progress import Reporter
 from compress.checkpoint.files import read_json, write_json
-from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.directory import drop_output
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluation_file import read_evaluation
 from compress.evaluation.json_document import as_document
@@ -69,7 +69,7 @@ class StoredTrial:
             return evaluation
         if before is None and target.exists():
             self.reporter.note(f"{self.name}: of another recipe, model or text, and made anew")
-            Directory(target).drop_output()  # before run.json says that what is there is of this identity
+            drop_output(target)  # before run.json says that what is there is of this identity
         self.place.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         about = {"identity": self.identity, "recipe": describe(self.passes), "asked": self.asked}

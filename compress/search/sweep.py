@@ -83,8 +83,6 @@ def sweep(
     steps = _steps(recipes)
     if group_size is not None:
         steps = _regroup(steps, group_size, reporter)
-    if place.exists() and not place.is_dir():
-        raise InputError(f"output {str(output)!r} is a file; give a directory")
     _check_place(place, steps)
     texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size, bos)
     if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
@@ -109,8 +107,10 @@ def sweep(
 
 
 def _check_place(place: Path, names: Collection[str]) -> None:
-    """Raises InputError where a file that no sweep wrote is in the place of one to write. Files beside an index of ours
-    count as ours, even damaged ones. Reports are always checked, since people write such files as well."""
+    """Raises InputError for a file, and where one that no sweep wrote is in the place of one to write. Files beside an
+    index of ours count as ours, even damaged ones. Reports are always checked: people write such files as well."""
+    if place.exists() and not place.is_dir():
+        raise InputError(f"output {str(place)!r} is a file; give a directory")
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
     for path in (*known, place / PAGE, place / TEXT):

@@ -64,14 +64,14 @@ class TrialSettings:
 
     def check_data(self, recipes: Iterable[Sequence[Pass]]) -> None:
         """Read the data that the recipes are shown. Raises InputError for data that cannot be used."""
-        found = find_model(self.model, self.device, self.trust_remote_code)
+        model = find_model(self.model, self.device, self.trust_remote_code)
         asked = [Request(model=self.model, **self.data_of(passes)) for passes in recipes]
         for request in asked:
             request.check()
         if (reads := next((each for each in asked if each.calibration is not None), None)) is not None:
-            calibration_data(reads, found, "a recipe")
+            calibration_data(reads, model, "a recipe")
         if (trains := next((each for each in asked if each.training is not None), None)) is not None:
-            training_rows(trains, found)
+            training_rows(trains, model)
 
     @cached_property
     def _about(self) -> dict[str, Any]:

@@ -125,11 +125,6 @@ class Directory:
         with suppress(OSError):  # the output exists; the next run removes the rest
             self._recover()
 
-    def drop_output(self) -> None:
-        """Remove the output. Raises InputError, having removed nothing, for one that `take_name` would not replace."""
-        self._refuse_output(overwrite=True)
-        shutil.rmtree(self.output)
-
     def _recover(self) -> None:
         """Clean up after a run that renamed its output, or was killed meanwhile: the former or the new output stays."""
         if self.replaced.exists() and not self.output.exists():
@@ -307,6 +302,12 @@ def stranger_in(directory: Path) -> Path | None:
         if not (ours and path.is_file()) or path.is_symlink():
             return path
     return None
+
+
+def drop_output(output: Path) -> None:
+    """Remove an output. Raises InputError, having removed nothing, for one that a run would not replace."""
+    Directory(output)._refuse_output(overwrite=True)
+    shutil.rmtree(output)
 
 
 @contextmanager
