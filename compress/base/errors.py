@@ -76,8 +76,8 @@ def check_least(options: object, least: int, *names: str, unit: str = "") -> Non
 
 
 def check_idle(options: object, of: Mapping[str, Sequence[str]]) -> None:
-    """Raises InputError for the first option that is not its default while all those that give it an effect are 0. of:
-    these, by its name."""
+    """Raises InputError for an option that is not its default where all options that give it an effect are 0. of: the
+    names of these, by the option's."""
     for name, others in of.items():
         value, default = getattr(options, name), getattr(type(options), name)
         if value != default and not any(getattr(options, other) for other in others):

@@ -40,7 +40,7 @@ def give_back() -> None:
 def keeping_freed() -> Iterator[None]:
     """Keeps freed memory for the next tensors inside a context, for work that takes the same sizes again and again in
     the main thread. glibc gives pieces of more than 32 MiB back to the system, which clears them before they are taken
-    anew: a quarter of a training step."""
+    again."""
     library = _library()
     if library is None:
         yield

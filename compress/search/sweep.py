@@ -107,8 +107,9 @@ def sweep(
 
 
 def _check_place(place: Path, names: Collection[str]) -> None:
-    """Raises InputError for a file, and where one that no sweep wrote is in the place of one to write. Files beside an
-    index of ours count as ours, even damaged ones. Reports are always checked: people write such files as well."""
+    """Raises InputError for a place that is a file, or that holds one under a name of the sweep's that no sweep wrote.
+    Files beside an index of ours count as ours, even damaged ones. Reports are always checked: people write such files
+    as well."""
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(place)!r} is a file; give a directory")
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.checkpoint.files import checksum
+from compress.checkpoint.read.content import content_of
 from compress.data.documents import TOKEN_FORMATS
 
 Text = str | Path | Tensor
@@ -81,5 +82,5 @@ def _content(value: Any) -> Any:
     if isinstance(value, str | Path) and Path(value).is_file():
         return hashlib.sha256(Path(value).read_bytes()).hexdigest()
     if isinstance(value, str | Path) and Path(value).is_dir():
-        return {str(path.relative_to(value)): _content(path) for path in Path(value).rglob("*") if path.is_file()}
+        return {str(path.relative_to(value)): content_of(path) for path in Path(value).rglob("*") if path.is_file()}
     return str(value) if isinstance(value, Path) else value

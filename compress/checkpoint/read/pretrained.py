@@ -129,9 +129,9 @@ def main_input(source: Source | None, model: nn.Module | None) -> str | None:
 
 
 def generates(source: Source | None, model: nn.Module | None) -> bool:
-    """True for a model that writes text, as transformers says."""
-    kind = model if source is None else _model_class(source, None)
-    return bool(getattr(kind, "can_generate", lambda: source is not None)())
+    """True for a model that writes text, as transformers says; of one that it says nothing about, for a checkpoint."""
+    says = getattr(model if source is None else _model_class(source, None), "can_generate", None)
+    return source is not None if says is None else bool(says())
 
 
 def modalities(source: Source) -> tuple[str, ...]:

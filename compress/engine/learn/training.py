@@ -53,8 +53,8 @@ from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized
 
 CHECKPOINT = "_gradient_checkpointing_func"  # in transformers, of a block
-# One of them, by oneDNN's check, for products that are not many times as slow as in float32, or for faster ones. bf16
-# is of ARM.
+# Instructions of which a CPU needs one: for 16-bit products that are not many times as slow as those of float32 (as
+# oneDNN checks), and for faster ones. bf16 is of ARM.
 TOLERABLE_BFLOAT16 = frozenset({"avx512bw", "avx_ne_convert", "bf16"})
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 

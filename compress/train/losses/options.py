@@ -18,7 +18,7 @@ Related = Literal["values", "all"]
 OF_A_MODEL = ("features", "attention", "relations", "contrastive")
 OF_A_TEACHER = ("logits", *OF_A_MODEL)
 LOSSES = ("logits", "task", *OF_A_MODEL)
-# Options, by the losses without which they have no effect.
+# {option: the losses of which it needs one}
 OF_LOSSES = {
     "divergence": ["logits"],
     "temperature": ["logits"],
