@@ -44,7 +44,7 @@ from compress.search.fitting.prove import FitProof, markdown_of, paragraph_of, p
 from compress.search.fitting.recipe_space import Wishes, check_reach, recipe_space
 from compress.search.fitting.request import FitRequest, fit_target
 from compress.search.fitting.runs import CHECKPOINTS, RecipeRuns, Remarks, choose, recover_loss, search
-from compress.search.sweep import write_reports
+from compress.search.sweep import REPORTS, write_reports
 
 RECIPE, PROOF, PAGE = "recipe.yaml", "fit.json", "fit.md"
 
@@ -141,8 +141,8 @@ def fit(
         return _choose(request, _measure(request, wishes, watch, remarks, runs=0), path)
     with claim(output, Comm(), resume=False, overwrite=overwrite, model=Path(model)) as place:
         assert place is not None
+        beside = _proof_folder(place.output, overwrite)
         measured = _measure(request, wishes, watch, remarks, runs=2 if target.budget is not None else 3)
-        beside = place.output.with_name(f"{place.output.name}.fit")
         return _run(RecipeRuns(request, measured, beside, watch, remarks), training, place, overwrite)
 
 
@@ -156,6 +156,17 @@ def _recipe_file(output: str | Path, overwrite: bool, hours: float | None, recov
     if not overwrite:
         check_replaceable(path, "give another file, or --overwrite")
     return path
+
+
+def _proof_folder(output: Path, overwrite: bool) -> Path:
+    """The folder of recipe, proof and report. Raises InputError where it would replace what no `fit` wrote."""
+    beside, advice = output.with_name(f"{output.name}.fit"), "move it, or give another output"
+    if beside.exists() and not beside.is_dir():
+        raise InputError(f"{beside} is a file, where the proof is written; {advice}")
+    if not overwrite:
+        for name in (RECIPE, PROOF, PAGE, *REPORTS):
+            check_replaceable(beside / name, advice)
+    return beside
 
 
 def _measure(request: FitRequest, wishes: Wishes, watch: Deadline, remarks: Remarks, runs: int) -> Measured:

@@ -40,8 +40,8 @@ from compress.search.texts import Beside, Text, Texts
 from compress.search.trial import TrialSettings
 
 INDEX, ORIGINAL = "sweep.json", "original.json"
-PAGE, TEXT = "report.html", "report.md"
-RESERVED = (".", "..", INDEX, ORIGINAL, PAGE, TEXT)
+REPORTS = PAGE, TEXT = "report.html", "report.md"
+RESERVED = (".", "..", INDEX, ORIGINAL, *REPORTS)
 Recipes = Mapping[str, Pass | Sequence[Pass]] | Sequence[str | Path]
 
 
@@ -103,6 +103,9 @@ def sweep(
         write_json(place / INDEX, asdict(found))
     if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
         write_reports(place, open_runs(evaluations))
+    else:
+        for name in REPORTS:  # of an earlier sweep, whose figures are gone
+            (place / name).unlink(missing_ok=True)
     return found
 
 
@@ -114,7 +117,7 @@ def _check_place(place: Path, names: Collection[str]) -> None:
         raise InputError(f"output {str(place)!r} is a file; give a directory")
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
-    for path in (*known, place / PAGE, place / TEXT):
+    for path in (*known, *(place / name for name in REPORTS)):
         kind = special(path)
         if kind is not None:
             raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")

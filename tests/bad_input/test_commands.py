@@ -87,6 +87,13 @@ def fit_on(desk: Desk, calibration: object, *more: object) -> Outcome:
     return command(*words, "--bits", 3.4, "--no-trellis", "--no-rotate")
 
 
+def fit_beside_notes(desk: Desk) -> Outcome:
+    beside = desk.output.with_name(f"{desk.output.name}.fit")
+    beside.mkdir()
+    (beside / "fit.md").write_text("notes of another hand")
+    return fit(desk, "--bits", 3)
+
+
 def batches(desk: Desk) -> Path:
     torch.save([{"input_ids": torch.ones(2, 8, dtype=torch.int64)}], desk.here / "batches.pt")
     return desk.here / "batches.pt"
@@ -136,6 +143,7 @@ FITS: dict[str, Case] = {
         lambda d: fit(d, "--bits", 3, "--recipe-only", "--recover", "5min", "--output", d.here / "mixed.yaml"),
         ("hours and recover are of a recipe that is run",),
     ),
+    "fit beside another's notes": (fit_beside_notes, ("fit.md exists and is not what compress writes", "move it")),
     "fit to no bits": (lambda d: fit(d, "--bits", 0), ("bits 0.0; allowed: above 0", "like 3.4")),
     "fit to no KL": (lambda d: fit(d, "--kl", 0), ("kl 0.0; allowed: above 0", "0.02")),
     "fit to words": (lambda d: fit(d, "--task-loss", "little"), ("task loss 'little'; allowed: above 0", "like 1%")),

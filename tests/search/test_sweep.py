@@ -98,6 +98,7 @@ def test_a_recipe_that_fails_has_no_figures_of_the_one_before_it(desk):
     for _ in range(2):
         assert "recipe w8 failed: group size 48 does not divide" in swept(desk, "w8").err
     assert json.loads((desk / "out" / "sweep.json").read_text())["rows"][0]["kl_mean"] is None
+    assert not (desk / "out" / "report.html").exists()
 
 
 @pytest.mark.full
