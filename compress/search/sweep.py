@@ -99,14 +99,14 @@ def sweep(
         rows.append(StoredTrial(name, passes, place / name, settings, asked, keep, reporter).row())
         tell(reporter, "phase", "sweep")
         reporter.step(done + 1, len(steps), name)
-        found = Sweep(portable(find_source(str(model), trust_remote_code).name), text_name, rank(rows))
-        write_json(place / INDEX, asdict(found))
-    if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
+        finished = Sweep(portable(find_source(str(model), trust_remote_code).name), text_name, rank(rows))
+        write_json(place / INDEX, asdict(finished))
+    if evaluations := [str(place / row.evaluation) for row in finished.rows if row.evaluation is not None]:
         write_reports(place, open_runs(evaluations))
     else:
         for name in REPORTS:  # of an earlier sweep, whose figures are gone
             (place / name).unlink(missing_ok=True)
-    return found
+    return finished
 
 
 def _check_place(place: Path, names: Collection[str]) -> None:

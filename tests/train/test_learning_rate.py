@@ -12,6 +12,7 @@ from compress.base.errors import CheckpointError
 from compress.base.progress import Silent
 from compress.engine.learn import training
 from compress.passes.train import Train
+from compress.train.inputs.samples import Rows
 from compress.train.learning_rate import (
     HIGHEST,
     LOWEST,
@@ -22,7 +23,7 @@ from compress.train.learning_rate import (
     fewer_rates,
     trial_rates,
 )
-from compress.train.loop.best import interval
+from compress.train.loop.best import interval, measured_samples
 
 TWO_BITS = compress.RTN(scheme="w2a16", group_size=16)
 DATA = {"calibration": tokens(24, seed=4), "batch_size": 4, "verify": False}
@@ -87,6 +88,10 @@ def test_measurements_take_a_twentieth_of_the_time_at_most():
     assert interval(Train(steps=20, rows=16), 1) == 10
     assert interval(Train(steps=200, rows=16), 100) == 67  # 300 samples are measured, 3,200 trained on
     assert interval(Train(steps=200, rows=16), 1000) == 0
+    assert measured_samples(Train(steps=200, rows=16)) == 160
+    kept_out = Rows({"input_ids": torch.arange(1000)})
+    assert kept_out.some(160).tensors["input_ids"].tolist() == [i * 1000 // 160 for i in range(160)]
+    assert kept_out.some(1001) is kept_out
 
 
 def test_a_run_whose_rate_was_chosen_is_the_run_of_that_rate(tmp_path, monkeypatch):

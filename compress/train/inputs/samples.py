@@ -50,9 +50,17 @@ class Rows:
             raise InputError(
                 f"{len(self)} samples to train on, of which {count} are held out; give more, or held_out=0"
             )
-        out = {i * len(self) // count for i in range(count)} if count else set()
-        rest = [i for i in range(len(self)) if i not in out]
-        return Rows(self.take(rest)), Rows(self.take(sorted(out)))
+        out = self._spread(count)
+        rest = sorted({*range(len(self))} - {*out})
+        return Rows(self.take(rest)), Rows(self.take(out))
+
+    def some(self, most: int) -> "Rows":
+        """At most so many of these samples, every n-th."""
+        return self if len(self) <= most else Rows(self.take(self._spread(most)))
+
+    def _spread(self, count: int) -> list[int]:
+        """So many indices, evenly apart."""
+        return [i * len(self) // count for i in range(count)]
 
 
 def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:

@@ -21,7 +21,7 @@ from compress.base.progress import Reporter, tell
 from compress.train.inputs.fsdp_shards import reshard
 from compress.train.inputs.samples import Batch, Rows, SampleOrder, micro_batches
 from compress.train.loop import train_checkpoints
-from compress.train.loop.best import Best, interval
+from compress.train.loop.best import Best, interval, measured_samples
 from compress.train.loop.metrics import Log, ends
 from compress.train.loop.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
 from compress.train.loop.stopping import Stopping
@@ -98,6 +98,7 @@ def train(this: Training) -> History:
     a signal asked to stop."""
     options, comm = this.options, this.comm
     seen, kept_out = this.rows.split(options.held_out)
+    kept_out = kept_out.some(measured_samples(options))
     order = SampleOrder(len(seen), options.rows, options.seed)
     adamw = optimizer(this.learned, options)
     best = Best(this.learned.all, this.best_since if len(kept_out) else None)
