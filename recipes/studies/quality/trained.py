@@ -20,7 +20,9 @@ STARTS: dict[str, list[dict[str, dict[str, object]]]] = {
     "sparsegpt 2:4": [{"sparsegpt": {"pattern": "2:4"}}],
     "w4a16 sparsegpt 2:4, gptq": [{"sparsegpt": {"pattern": "2:4"}}, {"gptq": {"scheme": "w4a16"}}],
     "q2_k gptq": [{"k-quants": {"scheme": "q2_k"}}],
+    "q2_k gptq for the loss": [{"k-quants": {"scheme": "q2_k", "objective": "loss"}}],
     "q3_k gptq": [{"k-quants": {"scheme": "q3_k"}}],
+    "q3_k gptq for the loss": [{"k-quants": {"scheme": "q3_k", "objective": "loss"}}],
     "ternary": [{"ternary": {}}],
 }
 WITHOUT_GROUPS = ("sparsegpt", "k-quants")  # passes without the option group_size
