@@ -51,6 +51,7 @@ from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 
 MINUTES = {"s": 1 / 60, "min": 1.0, "h": 60.0}
+ROWS = 8  # samples of a step where time is short: more, and there are too few steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,4 +104,4 @@ def recovery(words: str) -> Train:
     minutes = float(found[1]) * MINUTES[found[2]] if found else 0.0
     if not minutes:
         raise InputError(f"recover {words!r}; allowed: a length of time, like 90s, 30min or 1.5h")
-    return Train(minutes=minutes)
+    return Train(minutes=minutes, rows=ROWS)
