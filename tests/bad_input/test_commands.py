@@ -585,7 +585,10 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.recipe("passes: [rtn: {scheme: w8a16}, rotate: {}]"),
         ("rotate changes the weights that other passes decide about; put it first",),
     ),
-    "effort of another method": (lambda d: d.rtn(d.model, "--effort", "best"), ("--effort is of gptq; rtn",)),
+    "effort of another method": (
+        lambda d: d.rtn(d.model, "--effort", "best"),
+        ("--effort is of gptq, k-quants, spqr and trellis; rtn",),
+    ),
     "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16")),
     "spqr with rounded inputs": (
         lambda d: d.spqr("--scheme", "w4a8"),

@@ -1010,9 +1010,16 @@ def test_an_effort_is_passes_and_says_which() -> None:
     (fast,), notes = passes_with_effort("gptq", {"scheme": "w3a16", "sweeps": 1}, "fast")
     assert (fast.scheme, fast.clip, fast.refit, fast.sweeps) == ("w3a16", False, 0, 1)
     assert notes == ["--effort fast: gptq with clip=False, refit=0"]
-    for scheme, name in (("w3a16", "gptq"), ("q3_k", "k-quants")):
-        (best,), notes = passes_with_effort("gptq", {"scheme": scheme}, "best")
-        assert (best.name, best.objective, notes) == (name, "loss", ["--effort best: gptq with objective=loss"])
+    (fast,), _ = passes_with_effort("spqr", {}, "fast")
+    assert (fast.search, fast.refit, fast.sweeps) == (False, 0, 0)
+    for method, scheme, name in (
+        ("gptq", "w3a16", "gptq"),
+        ("gptq", "q3_k", "k-quants"),
+        ("spqr", "w3a16", "spqr"),
+        ("trellis", "w2a16", "trellis"),
+    ):
+        (best,), notes = passes_with_effort(method, {"scheme": scheme}, "best")
+        assert (best.name, best.objective, notes) == (name, "loss", [f"--effort best: {method} with objective=loss"])
 
 
 def test_embeddings_have_scales_as_the_method_has() -> None:

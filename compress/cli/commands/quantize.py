@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from compress.jobs.target_engines import Picked
     from compress.passes.protocol.base import Pass
 
-# Options of gptq. fast: without the searches before and behind its sweep.
+# Options of methods that can round for the loss, where they have them. fast: without the searches before and behind
+# their sweep.
 EFFORTS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"clip": False, "refit": 0, "sweeps": 0},
+    "fast": {"clip": False, "search": False, "refit": 0, "sweeps": 0},
     "default": {},
     "best": {"objective": "loss"},
 }
@@ -27,9 +28,9 @@ recipe_options = group(
     click.option("--method", default="gptq", show_default=True, help="The method: see `compress methods`."),
     click.option(
         "--effort",
-        help="For gptq. fast: without the searches for ranges and scales (clip=false, refit=0, sweeps=0); default: "
-        "with them; best: rounded for the loss of the model instead of each layer's own (objective=loss), 2 to 3 times "
-        "as long.  [default: default]",
+        help="For gptq, spqr and trellis. fast: without the searches for ranges and scales (clip=false, search=false, "
+        "refit=0, sweeps=0); default: with them; best: rounded for the loss of the model instead of each layer's own "
+        "(objective=loss), 2 to 3 times as long.  [default: default]",
     ),
     click.option(
         "--recipe",
@@ -166,14 +167,15 @@ def passes_with_effort(
     """The passes of a method with so much effort, and which these are, where that is not the method alone."""
     from compress.passes.protocol.recipe import make_pass, options_of
 
+    known = options_of(type(make_pass(method, chosen)))  # of gptq k-quants, where the scheme is one of llama.cpp's
     if effort is not None:
         one_of("effort", effort, EFFORTS)
-        if method != "gptq":
-            raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
-    known = options_of(type(make_pass(method, chosen)))  # of gptq k-quants, where the scheme is one of llama.cpp's
+        if "objective" not in known:
+            whose = "gptq, k-quants, spqr and trellis"
+            raise InputError(f"--effort is of {whose}; {method} has its own options (`compress methods {method}`)")
     options = {name: value for name, value in EFFORTS[effort or "default"].items() if name in known}
     words = ", ".join(f"{name}={value}" for name, value in options.items() if name not in chosen)
-    return (make_pass(method, {**options, **chosen}),), [f"--effort {effort}: gptq with {words}"] if words else []
+    return (make_pass(method, {**options, **chosen}),), [f"--effort {effort}: {method} with {words}"] if words else []
 
 
 def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:
