@@ -101,11 +101,8 @@ def sweep(
         reporter.step(done + 1, len(steps), name)
         finished = Sweep(portable(find_source(str(model), trust_remote_code).name), text_name, rank(rows))
         write_json(place / INDEX, asdict(finished))
-    if evaluations := [str(place / row.evaluation) for row in finished.rows if row.evaluation is not None]:
-        write_reports(place, open_runs(evaluations))
-    else:
-        for name in REPORTS:  # of an earlier sweep, whose figures are gone
-            (place / name).unlink(missing_ok=True)
+    evaluations = [str(place / row.evaluation) for row in finished.rows if row.evaluation is not None]
+    write_reports(place, open_runs(evaluations) if evaluations else [])
     return finished
 
 
@@ -182,7 +179,11 @@ def _regroup(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporte
 
 
 def write_reports(place: Path, runs: Sequence[ReportedRun]) -> None:
-    """Write one report on several runs, as HTML and as Markdown."""
+    """Write one report on several runs, as HTML and as Markdown; without runs remove an earlier one."""
+    if not runs:
+        for name in REPORTS:
+            (place / name).unlink(missing_ok=True)
+        return
     made = compose(runs)
     write_whole(place / PAGE, as_html(made))
     write_whole(place / TEXT, marked_text(as_markdown(made)))
