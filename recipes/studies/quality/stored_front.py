@@ -28,6 +28,13 @@ def reader_of(row: dict[str, Any]) -> str:
     return "compress.load" if own else "engines run it"
 
 
+def label(row: dict[str, Any], x: float, y: float, below: bool) -> str:
+    """The name of a row beside its point: to the left of it and below, or to the right and above."""
+    name = html.escape((row.get("name") or row["title"]).removeprefix("rotate all online, "))
+    at = f'x="{x - 7:.1f}" y="{y + 14:.1f}" text-anchor="end"' if below else f'x="{x + 7:.1f}" y="{y - 5:.1f}"'
+    return f'<text {at} font-size="11">{name}</text>'
+
+
 def drawn(rows: list[dict[str, Any]], title: str) -> str:
     """The rows as a picture: bits per weight to the right, KL upwards by its logarithm."""
     places = [(row["bits_per_weight"], row["kl_mean"]) for row in rows]
@@ -36,14 +43,13 @@ def drawn(rows: list[dict[str, Any]], title: str) -> str:
     marks = frame.axes(range(int(frame.left), int(frame.right) + 1))
     for reader, colour in COLOURS.items():
         these = [i for i, row in enumerate(rows) if reader_of(row) == reader]
-        best = {these[i] for i in undominated([places[i] for i in these])}
-        line = " ".join("{:.1f},{:.1f}".format(*frame.place(*places[i])) for i in sorted(best, key=lambda i: bits[i]))
+        best = sorted((these[i] for i in undominated([places[i] for i in these])), key=lambda i: bits[i])
+        line = " ".join("{:.1f},{:.1f}".format(*frame.place(*places[i])) for i in best)
         marks.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
         for i in these:
             x, y = frame.place(*places[i])
             marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-            name = html.escape(rows[i].get("name") or rows[i]["title"])
-            marks += [f'<text x="{x + 7:.1f}" y="{y - 5:.1f}" font-size="11">{name}</text>'] if i in best else []
+        marks += [label(rows[i], *frame.place(*places[i]), below=bool(n % 2)) for n, i in enumerate(best)]
     return picture(f"{title}: KL to the original, by measured bits per weight", [*marks, *key(list(COLOURS.items()))])
 
 
