@@ -1,6 +1,5 @@
 """One recipe of a sweep in its directory: an earlier result is found by a hash of all that it depends on."""
 
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,5 +76,5 @@ class StoredTrial:
         evaluation = trial(self.settings, self.passes, target, self.reporter, name=self.name, resume=before is not None)
         write_json(file, as_document(evaluation))
         if not self.keep:
-            shutil.rmtree(target)
+            drop_output(target)
         return evaluation
