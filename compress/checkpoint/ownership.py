@@ -1,5 +1,6 @@
 """Recognises files that this tool wrote by their content, so that it never replaces other files unasked."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from compress.base.errors import CheckpointError, InputError
@@ -72,3 +73,13 @@ def check_replaceable(path: Path, advice: str) -> None:
         raise InputError(f"{path} exists and cannot be read ({error.strerror}); give another file") from None
     if not ours:
         raise InputError(f"{path} exists and is not what compress writes there; {advice}")
+
+
+def check_places(paths: Iterable[Path]) -> None:
+    """Raises InputError unless a command can write a file at each path: where a directory or the like is there, and as
+    `check_replaceable` does."""
+    advice = "move it, or give another output"
+    for path in paths:
+        if (kind := special(path)) is not None:
+            raise InputError(f"{path} is {kind}, where a file is written; {advice}")
+        check_replaceable(path, advice)

@@ -27,7 +27,7 @@ from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent
 from compress.base.shown import Shown, plain
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ownership import check_replaceable, marked_text
+from compress.checkpoint.ownership import check_places, check_replaceable, marked_text
 from compress.checkpoint.write.directory import Directory, claim
 from compress.evaluation.document import Evaluation, flat
 from compress.evaluation.json_document import as_document, summarize
@@ -160,12 +160,11 @@ def _recipe_file(output: str | Path, overwrite: bool, hours: float | None, recov
 
 def _proof_folder(output: Path, overwrite: bool) -> Path:
     """The folder of recipe, proof and report. Raises InputError where it would replace what no `fit` wrote."""
-    beside, advice = output.with_name(f"{output.name}.fit"), "move it, or give another output"
+    beside = output.with_name(f"{output.name}.fit")
     if beside.exists() and not beside.is_dir():
-        raise InputError(f"{beside} is a file, where the proof is written; {advice}")
+        raise InputError(f"{beside} is a file, where the proof is written; move it, or give another output")
     if not overwrite:
-        for name in (RECIPE, PROOF, PAGE, *REPORTS):
-            check_replaceable(beside / name, advice)
+        check_places(beside / name for name in (RECIPE, PROOF, PAGE, *REPORTS))
     return beside
 
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from compress.base.errors import InputError
 from compress.base.progress import Reporter, Silent, tell
-from compress.base.regular_files import special
 from compress.checkpoint.files import write_json, write_whole
-from compress.checkpoint.ownership import check_replaceable, marked_text
+from compress.checkpoint.ownership import check_places, marked_text
 from compress.checkpoint.portable_names import portable
 from compress.checkpoint.read.source import find_source
 from compress.evaluation.evaluate import check_asked
@@ -114,11 +113,7 @@ def _check_place(place: Path, names: Collection[str]) -> None:
         raise InputError(f"output {str(place)!r} is a file; give a directory")
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
-    for path in (*known, *(place / name for name in REPORTS)):
-        kind = special(path)
-        if kind is not None:
-            raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")
-        check_replaceable(path, "move it, or give another output")
+    check_places((*known, *(place / name for name in REPORTS)))
 
 
 def _asked_words(settings: TrialSettings) -> list[str]:

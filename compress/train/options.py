@@ -65,8 +65,8 @@ class TrainingOptions(LossOptions):
     """Compile every block with torch.compile."""
 
     held_out: float = 0.05
-    """0 to 0.5: share of the samples that is kept out. The loss on them is measured before and after, on at most
-    one for twenty samples that the steps take; 0: nothing is measured."""
+    """0 to 0.5: share of the samples that is kept out, to measure the loss before and after; of them at most one is
+    measured for every twenty samples that the steps take. 0: nothing is measured."""
 
     evaluate_every: int = 0
     """0 or more: steps between measurements in between; 0: eight in a run whose best is kept, or as many as take a

@@ -12,11 +12,11 @@ MEASUREMENTS = 8  # in a run, the one before it not counted
 APART = 10  # steps between two of them, at least
 COST = 0.05  # of the time of all steps, at most: a step goes back through the student, too
 WORK = 2.0  # of a sample that is trained on, in units of one that is measured
-LEAST = 8  # samples
+LEAST = 8  # held-out samples of a measurement, where there are so many
 
 
 def measured_samples(options: TrainingOptions) -> int:
-    """Held-out samples that a measurement takes, at most: a twentieth of those that the run trains on."""
+    """Held-out samples that a measurement takes, at most: so many that two of them take `COST` of the time."""
     return max(LEAST, int(COST * options.steps * options.rows))
 
 

@@ -1,5 +1,5 @@
-"""A picture of the stored rows of one model: KL by bits per weight. Formats that engines run, and those that
-`compress.load` alone reads, have a front each, whose rows have their names.
+"""Draws the stored rows of one model: KL by bits per weight. Formats that engines run have one front, those that
+`compress.load` alone reads another. Rows on a front are named.
 
     python recipes/studies/quality/stored_front.py smollm2-135m-{sweep,trellis,trained}.json --svg OUT.svg
 """
@@ -21,7 +21,7 @@ MOST = 5.0  # bits per weight
 
 
 def reader_of(row: dict[str, Any]) -> str:
-    """The name of those that read a row's format, in `COLOURS`."""
+    """The key of `COLOURS` for the programs that read a row's format."""
     passes = row["passes"] if "passes" in row else row["recipe"]["passes"]
     steps = [(name, found) for step in passes for name, found in step.items() if isinstance(found, dict)]
     own = any(name in OWN or found.get("outliers") or found.get("store") for name, found in steps)
@@ -54,16 +54,16 @@ def drawn(rows: list[dict[str, Any]], title: str) -> str:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("results", nargs="+", type=Path)
-    reader.add_argument("--svg", type=Path, required=True)
-    said = reader.parse_args()
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in said.results]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--svg", type=Path, required=True)
+    arguments = parser.parse_args()
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
     models = {record["model"] for record in stored}
     if len(models) > 1:
         raise InputError(f"the results are of {len(models)} models; give those of one")
     rows = [row for record in stored for row in record["rows"] if row["bits_per_weight"] <= MOST]
-    said.svg.write_text(drawn(rows, models.pop()), encoding="utf-8")
+    arguments.svg.write_text(drawn(rows, models.pop()), encoding="utf-8")
 
 
 if __name__ == "__main__":
