@@ -1,13 +1,13 @@
 """The decision of a pass about a layer, as data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from compress.weights.formats.dense import Dense
-from compress.weights.matrix import Matrix, Weight
+from compress.weights.matrix import Matrix, Weight, moved, tensors_moved
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, parts_of, scheme_of
 from compress.weights.terms import StoredTerm
@@ -37,6 +37,11 @@ class Decision:
     def parts(self, table: bool = False) -> dict[str, Tensor]:
         """The tensors that `scheme` names, on the CPU."""
         return parts_of(self.weight, self.inputs, self.outputs, table)
+
+    def moved(self, device: torch.device) -> "Decision":
+        """The decision with its tensors on a device, but for the mask of what is kept."""
+        inputs, outputs = (None if c is None else tensors_moved(c, device) for c in (self.inputs, self.outputs))
+        return replace(self, weight=moved(self.weight, device), inputs=inputs, outputs=outputs)
 
     @property
     def dense(self) -> bool:

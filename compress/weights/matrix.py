@@ -6,12 +6,15 @@
 Either has `terms`, `dequantize`, `rows` and `stacked`. N outputs, K inputs.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+D = TypeVar("D")
 
 
 class Term:
@@ -69,6 +72,19 @@ Matrix = Term | Weight
 def added(*terms: Term) -> Matrix:
     """The weight of these terms: one as itself, several as a sum."""
     return terms[0] if len(terms) == 1 else Weight(terms)
+
+
+def moved(weight: Matrix, device: torch.device) -> Matrix:
+    """The weight with the tensors of all terms on a device."""
+    return added(*(tensors_moved(term, device) for term in weight.terms))
+
+
+def tensors_moved(held: D, device: torch.device) -> D:
+    """A dataclass, such as a term, with its tensors on a device."""
+    assert is_dataclass(held), f"{type(held).__name__} is no dataclass of tensors"
+    values = {f.name: getattr(held, f.name) for f in fields(held)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | Mapping)}
+    return cast(D, replace(held, **tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)))
 
 
 def summed(values: Iterable[Tensor]) -> Tensor:

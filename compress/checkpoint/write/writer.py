@@ -261,14 +261,14 @@ def _in_files(
 
 
 def aside(sink: "Writer | InMemory", decided: Made) -> Made:
-    """A layer's decision, with its tensors in a file that has no name any more, so that they take no memory; as it is
-    where nothing is written. Raises CompressError where the file cannot be written."""
+    """A layer's decision, with its tensors on the CPU in a file that has no name any more, so that they take no memory;
+    as it is where nothing is written. Raises CompressError where the file cannot be written."""
     if isinstance(sink, InMemory):
         return decided
     path = sink.place.blocks / f"aside-rank{sink.comm.rank}.pt"
     try:
         torch.save(decided, path)
-        return cast(Made, torch.load(path, mmap=True, weights_only=False))
+        return cast(Made, torch.load(path, map_location="cpu", mmap=True, weights_only=False))
     except (OSError, RuntimeError) as error:
         raise CompressError(f"cannot write {path}: {error}") from None
     finally:

@@ -280,18 +280,19 @@ class BlockRun:
 def _place(here: BlockRun, name: str, decided: Made) -> Made:
     """Give a layer its decided values, at once or when its expert opens; returns what is kept of the decision."""
     layer = here.layers[name]
+    if here.opened.is_open(layer.parameter):
+        here.versions.install(layer, decided)
     if layer.parameter in here.opened.experts:
         decided = aside(here.run.sink, decided)
         here.renewed[layer.parameter] = layer, decided
-    if here.opened.is_open(layer.parameter):
-        here.versions.install(layer, decided)
     return decided
 
 
 def _renew(here: BlockRun, parameter: nn.Parameter) -> None:
     """Give a parameter of an expert that opens its decided values."""
     if parameter in here.renewed:
-        here.versions.install(*here.renewed[parameter])
+        layer, decided = here.renewed[parameter]
+        here.versions.install(layer, decided.moved(parameter.device) if isinstance(decided, Decision) else decided)
 
 
 def _permute(here: BlockRun, stage: Reorder, structure: BlockSites, wanted: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ micro-batch runs from the block's input to the site, and is dropped before the n
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -24,7 +24,7 @@ from compress.engine.layer_versions import Versions
 from compress.engine.plan.batches import running
 from compress.engine.walk.products import Products
 from compress.model.calls import Arrival, Arrivals, Call, arrival_of, pair_with_original
-from compress.model.experts import Calibration, calibrating, shown_now
+from compress.model.experts import Calibration, apart_in, calibrating, shown_now
 from compress.model.layers import Layer
 from compress.model.splitting.recurrent import is_step
 
@@ -221,13 +221,17 @@ def suspended_forward(
     the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
     where nothing compares with it); they run on what `versions` knows to have been there before. repeats: whether
     forwards are repeated for each of the first `REPEATED_SITES` sites, one micro-batch at a time, instead of waiting
-    there all at once. settled: applied to each output.
+    there all at once. settled: applied to each output. Experts are open while their site is visited.
     """
     forwards = _Forwards(block, calls, sites, reference, versions, repeats)
+    experts = apart_in(block)
     # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
     with forwards.parking(), torch.no_grad(), versions.ready(layer for site in sites for layer in site):
         for i, site in enumerate(sites):
-            visit(site, Arrivals(partial(forwards.arrivals, i)))
+            with ExitStack() as opened:
+                for expert in {experts[layer.parameter] for layer in site if layer.parameter in experts}:
+                    opened.enter_context(expert.opening())
+                visit(site, Arrivals(partial(forwards.arrivals, i)))
         outputs = [forwards.finish(i, settled) for i in range(len(calls))]
     others = [of_batch[1] for of_batch in outputs] if reference else []
     return ForwardsDone([of_batch[0] for of_batch in outputs], others, forwards.begun)

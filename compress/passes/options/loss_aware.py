@@ -22,12 +22,12 @@ from torch import Tensor
 from compress.base.errors import check_least, one_of
 from compress.passes.options.second_order import SecondOrder, Target
 from compress.passes.protocol.sites import Site
-from compress.passes.protocol.solve import moved, solve_stacked
+from compress.passes.protocol.solve import solve_stacked
 from compress.passes.protocol.stages import Decide
 from compress.solvers.hessian_with_drift import Problem
 from compress.solvers.output_feedback import relied_curvature
 from compress.weights.decision import Figures
-from compress.weights.matrix import Matrix
+from compress.weights.matrix import Matrix, moved
 
 Objective = Literal["layer", "loss"]
 CPU = torch.device("cpu")

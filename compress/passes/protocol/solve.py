@@ -51,17 +51,6 @@ def _in_runs(solve: Solve, length: int, **rows: Tensor) -> Matrix:
     return solved[0] if len(solved) == 1 else added(*Weight.stacked(solved).terms)
 
 
-def moved(weight: Matrix, device: torch.device) -> Matrix:
-    """A weight of which the tensors of every term are on a device."""
-    terms: list[Term] = []
-    for term in weight.terms:
-        assert is_dataclass(term), "a term that is solved by rows is tensors that have rows"
-        held = {f.name: getattr(term, f.name) for f in fields(term)}
-        tensors = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
-        terms.append(cast(Term, replace(term, **tensors)))
-    return added(*terms)
-
-
 def _times(part: slice, factor: int, most: int) -> slice:
     return slice(min(part.start * factor, most), min(part.stop * factor, most))
 
