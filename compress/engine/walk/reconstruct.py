@@ -59,6 +59,7 @@ def reconstruct(
             trained = [layer for layer in trained if isinstance(layer.module._modules[PARTS[0]], WeightQuantizer)]
         if not trained:
             return {}
+        computed_in = {layer.name: layer.parameter.dtype for layer in trained}
         for layer in trained:
             quantizer = layer.module._modules[PARTS[0]]
             if not stage.rate and isinstance(quantizer, FixedScales):
@@ -71,6 +72,7 @@ def reconstruct(
             decision = decisions[layer.name]
             weight = decision_after(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
             made[layer.name] = replace(decision, weight=weight, figures=figures)
+            layer.parameter.data = layer.parameter.data.to(computed_in[layer.name])
         return made
 
 
