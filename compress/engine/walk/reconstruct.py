@@ -67,13 +67,13 @@ def reconstruct(
             _start(layer, decisions[layer.name], versions, stage.rate > 0)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}
-        made = {}
+        reconstructed = {}
         for layer in trained:
             decision = decisions[layer.name]
             weight = decision_after(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
-            made[layer.name] = replace(decision, weight=weight, figures=figures)
+            reconstructed[layer.name] = replace(decision, weight=weight, figures=figures)
             layer.parameter.data = layer.parameter.data.to(computed_in[layer.name])
-        return made
+        return reconstructed
 
 
 def _output(block: nn.Module, call: Call) -> Tensor:
