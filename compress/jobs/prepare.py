@@ -9,6 +9,7 @@ from torch import nn
 
 from compress.base.collectives import Comm
 from compress.base.errors import InputError
+from compress.base.memory import available_bytes
 from compress.base.progress import Reporter, tell
 from compress.base.version import VERSION
 from compress.checkpoint.files import fingerprint
@@ -29,7 +30,14 @@ from compress.engine.walk.stacks import chain
 from compress.engine.walk.state import Lessons, Run
 from compress.jobs.calibration_data import RunData, read_data
 from compress.jobs.forecast.forecast import Outline, outline, written_layers
-from compress.jobs.forecast.peak_memory import looks_beyond, memory_modes_of, token_counts, weights_in
+from compress.jobs.forecast.peak_memory import (
+    looks_beyond,
+    memory_modes_of,
+    opens_experts_at_once,
+    stored_dtype,
+    token_counts,
+    weights_in,
+)
 from compress.jobs.job import Job
 from compress.jobs.model_source import (
     CHANGED,
@@ -89,7 +97,8 @@ def _job(
     by_rank = sharded and why is None
     if sharded and why is not None and any(isinstance(module, Experts) for module in model.modules()):
         record.notes.append(f"every rank opens all experts of a block: {why}")
-    if why is None and not keep:
+    room = opened.device, (opened.dtype or stored_dtype(model)).itemsize, available_bytes(opened.device)
+    if why is None and not keep and not opens_experts_at_once(model, *room):
         open_one_by_one(model)
     stacks = find_stacks(model, plan_.convolutions)
     run = Run(

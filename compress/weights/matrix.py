@@ -8,7 +8,7 @@ Either has `terms`, `dequantize`, `rows` and `stacked`. N outputs, K inputs.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +84,8 @@ def tensors_moved(held: D, device: torch.device) -> D:
     assert is_dataclass(held), f"{type(held).__name__} is no dataclass of tensors"
     values = {f.name: getattr(held, f.name) for f in fields(held)}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | Mapping)}
-    return cast(D, replace(held, **tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)))
+    there: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)
+    return cast(D, replace(cast(Any, held), **there))
 
 
 def summed(values: Iterable[Tensor]) -> Tensor:

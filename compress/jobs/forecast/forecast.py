@@ -36,6 +36,7 @@ from compress.jobs.forecast.peak_memory import (
     has_own_memory,
     loaded_bytes,
     memory_of,
+    opens_experts_at_once,
     stored_dtype,
     unrounded_bytes,
 )
@@ -179,11 +180,13 @@ def plan(
     opened = find_model(model, device, trust_remote_code)
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
-    if (opened.given is None or alone is not None) and why_whole(planned, empty, 1) is None:
+    worked_on = elsewhere or find_device(opened.device)
+    room = worked_on, (request.dtype or stored_dtype(empty)).itemsize, limit or available_bytes(worked_on)
+    files = opened.given is None or alone is not None
+    if files and why_whole(planned, empty, 1) is None and not opens_experts_at_once(empty, *room):
         open_one_by_one(empty)
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
-    worked_on = elsewhere or find_device(opened.device)
     tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)
     memory = partial(_memory, empty, worked_on, loaded, limit)
     layers = written_layers(planned, request.store)

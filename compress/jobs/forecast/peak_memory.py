@@ -73,6 +73,7 @@ ROUNDING, SOLVING, SWEEPING = 3.5, 9, 6
 TARGETS, TARGET = 2, 3
 WIDEST = 4  # tensors of a forward, as wide as its widest layer, beside each other
 PIECES = 1.1
+OPEN_AT_ONCE = 8  # times a block's weights: the originals, what they become and codes take half of it
 MIB = 2**20
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -369,6 +370,16 @@ def memory_modes_of(
 def has_own_memory(device: torch.device) -> bool:
     """True for a device that does not compute in the host's memory."""
     return device.type != "cpu"
+
+
+def opens_experts_at_once(model: nn.Module, device: torch.device, width: int, available: int | None) -> bool:
+    """True where a device with a memory of its own has room for all experts of a block: they are copied there once, and
+    not in every forward. width: bytes of a number that is worked on."""
+    if available is None or not has_own_memory(device):
+        return False
+    blocks = [block for stack in find_stacks(model) for _, block in stack.blocks]
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    return OPEN_AT_ONCE * width * largest <= available
 
 
 def token_counts(batches: Sequence[Batch]) -> TokenCounts | None:

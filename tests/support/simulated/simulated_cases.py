@@ -12,6 +12,7 @@ from models import build, tokens
 
 import compress
 from compress.engine.walk.state import MemoryMode
+from compress.jobs.forecast import peak_memory
 from compress.jobs.verify import outputs
 
 FAST = {"group_size": 16, "refit": 0, "sweeps": 0}
@@ -84,9 +85,16 @@ def test_a_method_is_as_good_as_on_the_cpu(passes, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("passes", EXPERTS)
 def test_experts_are_opened_there_in_every_mode(passes, mode, tmp_path, monkeypatch):
-    made("deepseek-v3").bfloat16().save_pretrained(tmp_path / "model")
+    """One by one where the device has no room for a block, and then all at once, with the same codes."""
+    made("deepseek-v3").save_pretrained(tmp_path / "model")
     allow(monkeypatch, mode)
+    monkeypatch.setattr(peak_memory, "OPEN_AT_ONCE", 2**30)
     check(passes, tmp_path)
+    monkeypatch.setattr(peak_memory, "OPEN_AT_ONCE", 1)
+    (one_by_one,) = (tmp_path / "cuda").glob("*.safetensors")
+    how = {"calibration": tokens(24), "batch_size": 8, "verify": False, "device": "cuda"}
+    compress.quantize(tmp_path / "model", passes, output=tmp_path / "at once", **how)
+    assert (tmp_path / "at once" / one_by_one.name).read_bytes() == one_by_one.read_bytes()
 
 
 @pytest.mark.full
