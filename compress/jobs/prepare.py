@@ -33,8 +33,7 @@ from compress.jobs.forecast.forecast import Outline, outline, written_layers
 from compress.jobs.forecast.peak_memory import (
     looks_beyond,
     memory_modes_of,
-    opens_experts_at_once,
-    stored_dtype,
+    open_as_fits,
     token_counts,
     weights_in,
 )
@@ -52,7 +51,7 @@ from compress.jobs.request import Request
 from compress.jobs.teachers import Teachers, check_tokens, fingerprints
 from compress.jobs.whole_model import check_structural, edit_whole_model
 from compress.model.disk_names import DiskNames, disk_names
-from compress.model.experts import Experts, open_one_by_one
+from compress.model.experts import Experts
 from compress.model.layers import find_stacks
 from compress.model.sharing import repeated_names
 from compress.model.tensors import stored_buffers
@@ -97,9 +96,8 @@ def _job(
     by_rank = sharded and why is None
     if sharded and why is not None and any(isinstance(module, Experts) for module in model.modules()):
         record.notes.append(f"every rank opens all experts of a block: {why}")
-    room = opened.device, (opened.dtype or stored_dtype(model)).itemsize, available_bytes(opened.device)
-    if why is None and not keep and not opens_experts_at_once(model, *room):
-        open_one_by_one(model)
+    if why is None and not keep:
+        open_as_fits(model, opened.device, opened.dtype, available_bytes(opened.device))
     stacks = find_stacks(model, plan_.convolutions)
     run = Run(
         model=model,

@@ -36,7 +36,7 @@ from compress.jobs.forecast.peak_memory import (
     has_own_memory,
     loaded_bytes,
     memory_of,
-    opens_experts_at_once,
+    open_as_fits,
     stored_dtype,
     unrounded_bytes,
 )
@@ -46,7 +46,6 @@ from compress.jobs.known_models import model_from_configuration
 from compress.jobs.model_source import FoundModel, compute_dtype, find_model
 from compress.jobs.request import Request
 from compress.jobs.whole_model import check_structural
-from compress.model.experts import open_one_by_one
 from compress.model.split_experts import split_experts
 from compress.model.tensors import without_values
 from compress.model.untreated_layers import EMBEDDING, HEAD
@@ -181,10 +180,8 @@ def plan(
     empty, loaded = shapes_of(opened) if alone is None else (alone, 0)
     planned = request.match(empty, valued=False)
     worked_on = elsewhere or find_device(opened.device)
-    room = worked_on, (request.dtype or stored_dtype(empty)).itemsize, limit or available_bytes(worked_on)
-    files = opened.given is None or alone is not None
-    if files and why_whole(planned, empty, 1) is None and not opens_experts_at_once(empty, *room):
-        open_one_by_one(empty)
+    if (opened.given is None or alone is not None) and why_whole(planned, empty, 1) is None:
+        open_as_fits(empty, worked_on, request.dtype, limit or available_bytes(worked_on))
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
     tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)

@@ -48,7 +48,7 @@ from compress.engine.walk.state import MemoryMode
 from compress.jobs.model_source import OpenedModel
 from compress.model.calls import Batch
 from compress.model.disk_names import places_in
-from compress.model.experts import Expert, apart_in
+from compress.model.experts import Expert, apart_in, open_one_by_one
 from compress.model.layers import Layer, find_stacks
 from compress.model.split_experts import is_joined
 from compress.passes.options.second_order import AT_ONCE, SecondOrder
@@ -372,14 +372,14 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def opens_experts_at_once(model: nn.Module, device: torch.device, width: int, available: int | None) -> bool:
-    """True where a device with a memory of its own has room for all experts of a block: they are copied there once, and
-    not in every forward. width: bytes of a number that is worked on."""
-    if available is None or not has_own_memory(device):
-        return False
+def open_as_fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None, available: int | None) -> None:
+    """Let experts be opened one by one. A device with a memory of its own that has room for a whole block opens all of
+    its experts: they are copied there once, and not in every forward. dtype: worked in, None for the stored one."""
     blocks = [block for stack in find_stacks(model) for _, block in stack.blocks]
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    return OPEN_AT_ONCE * width * largest <= available
+    needed = OPEN_AT_ONCE * largest * (dtype or stored_dtype(model)).itemsize
+    if not has_own_memory(device) or available is None or needed > available:
+        open_one_by_one(model)
 
 
 def token_counts(batches: Sequence[Batch]) -> TokenCounts | None:
