@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.layouts.scale_blocks import BLOCK
-from compress.kernels.triton.split_k import arrives_last, collect, partials
+from compress.kernels.triton.split_k import finish, partials
 from compress.kernels.tuning.choose import device_of, fused_fp8_blocks
 from compress.kernels.tuning.table import Shape, bucket, cdiv
 
@@ -115,14 +115,7 @@ def fp8_block_kernel(
         acc += tl.dot(weight, x, out_dtype=tl.float32) * scale[None, :]
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
-    if SPLIT_K > 1:
-        if not arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
-            return
-        acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+    finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
 def quantize_blocks(x_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.layouts.words import PLANE, Planar, planar_block
-from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, planar_sums
-from compress.kernels.triton.split_k import tile_partials
+from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, planar_sums
+from compress.kernels.triton.split_k import finish, tile_partials
 from compress.kernels.tuning.choose import device_of, fused, grouped, most_tiles
 from compress.kernels.tuning.table import Shape, bucket, cdiv
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.split_k import arrives_last, collect, partials
+from compress.kernels.triton.split_k import arrives_last, collect, partials, store
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape, cdiv
 
@@ -133,10 +133,7 @@ def finish_int8(
         acc -= row_sum[:, None] * tl.load(x_zero_ptr + m_read * stride_sm)[None, :]
     out = acc.to(tl.float32) * tl.load(x_scale_ptr + m_read * stride_sm)[None, :]
     out *= tl.load(weight_scale_ptr + n, mask=n < N, other=0.0)[:, None]
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+    store(out, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "stride_sm", "steps_per_split"])

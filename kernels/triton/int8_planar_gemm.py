@@ -24,8 +24,8 @@ from torch import Tensor
 
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_quantize import quantize_tokens
-from compress.kernels.triton.planar_gemm import ASSEMBLY, finish, load_groups
-from compress.kernels.triton.split_k import partials, pieces
+from compress.kernels.triton.planar_gemm import ASSEMBLY, load_groups
+from compress.kernels.triton.split_k import finish, partials, pieces
 from compress.kernels.tuning.table import Shape, cdiv
 
 # What signed codes of 4 bits are multiplied by where they stand.

@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.level_lookup import byte_planes, kind_of_table, look_up
-from compress.kernels.triton.split_k import arrives_last, collect, partials, pieces
+from compress.kernels.triton.split_k import finish, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape, cdiv
@@ -75,40 +75,6 @@ def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                 c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
                 d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
                 return a, b, c, d
-
-
-@triton.jit
-def store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS: tl.constexpr):
-    """Store acc^T [n, m] plus bias to out [M, N]."""
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
-
-
-@triton.jit
-def finish(
-    acc,
-    m,
-    n,
-    out_ptr,
-    bias_ptr,
-    partial_ptr,
-    counter_ptr,
-    M,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Store the tile acc^T [BLOCK_N, BLOCK_M], or have the last of its SPLIT_K programs store the sum of them all."""
-    if SPLIT_K > 1:
-        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
-            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
-            store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
-    else:
-        store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
 
 
 @triton.jit

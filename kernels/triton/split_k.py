@@ -44,6 +44,40 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     return acc
 
 
+@triton.jit
+def store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS: tl.constexpr):
+    """Store acc^T [n, m] plus bias to out [M, N]."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
+def finish(
+    acc,
+    m,
+    n,
+    out_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Store the tile acc^T [BLOCK_N, BLOCK_M], or have the last of its SPLIT_K programs store the sum of them all."""
+    if SPLIT_K > 1:
+        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
+            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+            store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
+    else:
+        store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
+
+
 def pieces(M: int, N: int, shape: Shape) -> list[slice]:
     """Slices of M tokens, in whole tiles of a configuration, small enough that there are counters for all tiles that
     are split."""

@@ -23,9 +23,9 @@ from compress.kernels.triton.dequantize_gemm import (
     block_gradient,
     block_product,
 )
-from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, finish
+from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE
 from compress.kernels.triton.sparse_kernels import add_entries
-from compress.kernels.triton.split_k import partials
+from compress.kernels.triton.split_k import finish, partials
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape, cdiv
 

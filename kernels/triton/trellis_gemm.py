@@ -23,8 +23,8 @@ from torch import Tensor
 
 from compress.kernels.layouts.trellis import INPUTS, Code, TrellisWords
 from compress.kernels.triton.dequantize_gemm import block_gradient, block_product
-from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish
-from compress.kernels.triton.split_k import partials, pieces
+from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE
+from compress.kernels.triton.split_k import finish, partials, pieces
 from compress.kernels.tuning.choose import device_of, fused_trellis
 from compress.kernels.tuning.table import Shape, cdiv
 
