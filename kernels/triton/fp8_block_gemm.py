@@ -182,13 +182,9 @@ def fp8_block_gemm(
         weight_NK.stride(0),
         *x_scale_MB.stride(),
         cdiv(blocks, shape.split_k),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
         BLOCK_K=BLOCK,
-        SPLIT_K=shape.split_k,
         HAS_BIAS=bias_N is not None,
         EVEN_K=K % BLOCK == 0,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **shape.constants(),
     )
     return out_MN

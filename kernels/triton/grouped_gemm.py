@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.layouts.words import PLANE, Planar, planar_block
-from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, planar_sums
+from compress.kernels.layouts.words import Planar, planar_block
+from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, planar_constants, planar_sums
 from compress.kernels.triton.split_k import finish, tile_partials
 from compress.kernels.tuning.choose import device_of, fused, grouped, most_tiles
 from compress.kernels.tuning.table import Shape, bucket, cdiv
@@ -159,7 +159,6 @@ def grouped_gemm(
     out_PN = torch.empty(pairs, N, dtype=x_MK.dtype, device=x_MK.device)
     if pairs == 0 or N == 0:
         return out_PN
-    block = planar_block(weight.bits)
     shape = shape or _shape(pairs, weight, K)
     tiles = most_tiles(pairs, E, shape.block_m)
     partial, counters = tile_partials(tiles * cdiv(N, shape.block_n), out_PN, shape, torch.float32)
@@ -182,22 +181,11 @@ def grouped_gemm(
         x_MK.stride(0),
         weight.words.stride(0),
         weight.words.stride(1),
-        cdiv(cdiv(K, block), shape.split_k),
-        BITS=weight.bits,
-        PLANE=PLANE,
-        GROUP=weight.group_size,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        SPLIT_K=shape.split_k,
+        cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
-        HAS_ZERO=weight.zero is not None,
         HAS_BIAS=bias_EN is not None,
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
-        EVEN_K=K % block == 0,
-        ASM=ASSEMBLY,
         EXPERTS=bucket(E + 1),
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
+        **planar_constants(weight, K, shape),
     )
     return out_PN

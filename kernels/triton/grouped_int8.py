@@ -149,16 +149,12 @@ def grouped_int8_gemm(
         weight_ENK.stride(1),
         0 if len(x_scale_M) == 1 else 1,
         cdiv(cdiv(K, W8A8_BLOCK_K), shape.split_k),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
         BLOCK_K=W8A8_BLOCK_K,
-        SPLIT_K=shape.split_k,
         HAS_ZERO=x_zero_M is not None,
         HAS_BIAS=bias_EN is not None,
         EVEN_K=K % W8A8_BLOCK_K == 0,
         EXPERTS=bucket(E + 1),
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **shape.constants(),
         enable_fp_fusion=True,
     )
     return out_PN

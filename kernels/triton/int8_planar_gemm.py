@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
+from compress.kernels.layouts.words import Planar, planar_block, planar_words
 from compress.kernels.triton.int8_quantize import quantize_tokens
-from compress.kernels.triton.planar_gemm import ASSEMBLY, load_groups
+from compress.kernels.triton.planar_gemm import load_groups, planar_constants
 from compress.kernels.triton.split_k import finish, partials, pieces
 from compress.kernels.tuning.table import Shape, cdiv
 
@@ -333,7 +333,7 @@ def _launch(
     out_MN: Tensor,
     shape: Shape,
 ) -> None:
-    (M, K), N, block = codes_MK.shape, out_MN.shape[1], planar_block(weight.bits)
+    (M, K), N = codes_MK.shape, out_MN.shape[1]
     partial, counters = partials(out_MN, shape)
     int8_planar_kernel[(cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)](
         codes_MK,
@@ -351,19 +351,8 @@ def _launch(
         codes_MK.stride(0),
         weight.words.stride(0),
         scale_MX.stride(0),
-        cdiv(cdiv(K, block), shape.split_k),
-        BITS=weight.bits,
-        PLANE=PLANE,
-        GROUP=weight.group_size,
+        cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         X_GROUP=input_group,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        SPLIT_K=shape.split_k,
-        HAS_ZERO=weight.zero is not None,
         HAS_BIAS=bias_N is not None,
-        EVEN_K=K % block == 0,
-        ASM=ASSEMBLY,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
+        **planar_constants(weight, K, shape),
     )

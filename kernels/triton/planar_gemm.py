@@ -19,6 +19,8 @@ plane multiplied by its own slice of x.
 Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -261,6 +263,20 @@ def planar_kernel(
     finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
+def planar_constants(weight: Planar, K: int, shape: Shape) -> dict[str, Any]:
+    """What a kernel over planar words is compiled with for a weight of K columns and a configuration."""
+    return {
+        **shape.constants(),
+        "BITS": weight.bits,
+        "PLANE": PLANE,
+        "GROUP": weight.group_size,
+        "HAS_ZERO": weight.zero is not None,
+        "EVEN_K": K % planar_block(weight.bits) == 0,
+        "ASM": ASSEMBLY,
+        "enable_fp_fusion": True,
+    }
+
+
 def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
@@ -286,7 +302,7 @@ def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor,
     (M, K), N = x_MK.shape, out_MN.shape[1]
     grid = (cdiv(N, shape.block_n), cdiv(M, shape.block_m), shape.split_k)
     partial, counters = partials(out_MN, shape)
-    block, table = planar_block(weight.bits), weight.table
+    table = weight.table
     planar_kernel[grid](
         x_MK,
         weight.words,
@@ -302,21 +318,10 @@ def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor,
         K,
         x_MK.stride(0),
         weight.words.stride(0),
-        cdiv(cdiv(K, block), shape.split_k),
-        BITS=weight.bits,
-        PLANE=PLANE,
-        GROUP=weight.group_size,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        SPLIT_K=shape.split_k,
+        cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
-        HAS_ZERO=weight.zero is not None,
         HAS_BIAS=bias_N is not None,
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
-        EVEN_K=K % block == 0,
-        ASM=ASSEMBLY,
         TABLE=kind_of_table(table),
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
+        **planar_constants(weight, K, shape),
     )

@@ -239,12 +239,8 @@ def tile_gemm(x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, sha
         weight.words.stride(0),
         cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         **_constants(weight),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        SPLIT_K=shape.split_k,
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
         HAS_BIAS=bias_N is not None,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **shape.constants(),
     )
     return out_MN

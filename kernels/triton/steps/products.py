@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels import workspace
-from compress.kernels.layouts.words import PLANE, Planar, planar_block
+from compress.kernels.layouts.words import Planar, planar_block
 from compress.kernels.step_functions import Activation
-from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, planar_sums, width_of
+from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, planar_constants, planar_sums, width_of
 from compress.kernels.triton.split_k import arrives_last, collect, tile_partials
 from compress.kernels.triton.steps.activations import NO_ACTIVATION, activate
 from compress.kernels.triton.steps.norms import RowNorm, norm_rows
@@ -169,7 +169,7 @@ def step_product(
         kind = kind_of("weight_only", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
         shape = step_shape(kind, M, N, K, device_of(x_MK.device))
     out_MN = torch.empty(M, N // 2 if gated else N, dtype=x_MK.dtype, device=x_MK.device)
-    tiles, block = cdiv(N, shape.block_n), planar_block(weight.bits)
+    tiles = cdiv(N, shape.block_n)
     partial, counters = tile_partials(tiles, out_MN, shape, torch.float32)
     step_kernel[(tiles, 1, shape.split_k)](
         x_MK,
@@ -186,22 +186,11 @@ def step_product(
         N,
         K,
         weight.words.stride(0),
-        cdiv(cdiv(K, block), shape.split_k),
-        BITS=weight.bits,
-        PLANE=PLANE,
-        GROUP=weight.group_size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=shape.block_n,
-        SPLIT_K=shape.split_k,
+        cdiv(cdiv(K, planar_block(weight.bits)), shape.split_k),
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
-        HAS_ZERO=weight.zero is not None,
         SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
-        EVEN_K=K % block == 0,
-        ASM=ASSEMBLY,
         ACTIVATION=NO_ACTIVATION if activation is None else int(activation),
         GATED=gated,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        enable_fp_fusion=True,
+        **planar_constants(weight, K, shape),
     )
     return out_MN
