@@ -11,6 +11,7 @@ columns that lies in one group reads one scale per row, any other plane one per 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -142,8 +143,11 @@ def work_dtype(x: Tensor, weight: Planar) -> torch.dtype:
 Write = Callable[[range, range, Tensor], None]
 
 
-def block_product(x_MK: Tensor, N: int, work: torch.dtype, bias_N: Tensor | None, write: Write) -> Tensor:
-    """[M, N] = x weight^T + bias by blocks of rows of a weight [N, K], products in `work`; in the dtype of x."""
+def block_product(
+    x_MK: Tensor, N: int, work: torch.dtype, bias_N: Tensor | None, write: Write, entries: Entries | None = None
+) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias by blocks of rows of a weight [N, K], products in `work`; in the dtype of
+    x."""
     M, K = x_MK.shape
     x = x_MK.to(work)
     out_MN = torch.empty(M, N, dtype=work, device=x.device)
@@ -154,6 +158,8 @@ def block_product(x_MK: Tensor, N: int, work: torch.dtype, bias_N: Tensor | None
     for rows in parts:
         dense = space[: len(rows)]
         write(rows, range(K), dense)
+        if entries is not None:
+            add_entries(entries, rows, range(K), dense)
         part = out_MN[:, rows.start : rows.stop]
         if bias_N is None:
             torch.mm(x, dense.t(), out=part)
@@ -184,19 +190,10 @@ def dequantize_gemm(
     x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, entries: Entries | None = None
 ) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias on a GPU (or under the interpreter), in the dtype of x."""
-
-    def write(rows: range, columns: range, out: Tensor) -> None:
-        dequantize(weight, x_MK.shape[1], rows, columns, out)
-        if entries is not None:
-            add_entries(entries, rows, columns, out)
-
-    return block_product(x_MK, len(weight.words), work_dtype(x_MK, weight), bias_N, write)
+    write = partial(dequantize, weight, x_MK.shape[1])
+    return block_product(x_MK, len(weight.words), work_dtype(x_MK, weight), bias_N, write, entries)
 
 
 def input_gradient(grad_MN: Tensor, weight: Planar, K: int) -> Tensor:
     """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
-
-    def write(rows: range, columns: range, out: Tensor) -> None:
-        dequantize(weight, K, rows, columns, out)
-
-    return block_gradient(grad_MN, K, work_dtype(grad_MN, weight), write)
+    return block_gradient(grad_MN, K, work_dtype(grad_MN, weight), partial(dequantize, weight, K))

@@ -8,6 +8,8 @@ The fused kernel computes out^T = W x^T, as `planar_gemm` does, whose tiles, spl
 and slower than a dense product on an H100.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -16,15 +18,8 @@ from torch import Tensor
 from compress.kernels.layouts.entries import Entries
 from compress.kernels.layouts.tiles import NIBBLE, TileWords
 from compress.kernels.layouts.words import PLANE, planar_block
-from compress.kernels.triton.dequantize_gemm import (
-    BLOCK_ROWS,
-    DEQUANTIZE_WARPS,
-    Write,
-    block_gradient,
-    block_product,
-)
+from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, block_gradient, block_product
 from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE
-from compress.kernels.triton.sparse_kernels import add_entries
 from compress.kernels.triton.split_k import finish, partials
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape, cdiv
@@ -192,26 +187,18 @@ def dequantize(weight: TileWords, K: int, rows: range, columns: range, out: Tens
     )
 
 
-def _writer(weight: TileWords, K: int, entries: Entries | None) -> Write:
-    def write(rows: range, columns: range, out: Tensor) -> None:
-        dequantize(weight, K, rows, columns, out)
-        if entries is not None:
-            add_entries(entries, rows, columns, out)
-
-    return write
-
-
 def tile_dequantize_gemm(
     x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, entries: Entries | None = None
 ) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias by dense blocks, on a GPU (or under the interpreter). Values are rounded
     to the dtype of x, as in the fused kernel, whatever that of the ranges."""
-    return block_product(x_MK, len(weight.words), x_MK.dtype, bias_N, _writer(weight, x_MK.shape[1], entries))
+    write = partial(dequantize, weight, x_MK.shape[1])
+    return block_product(x_MK, len(weight.words), x_MK.dtype, bias_N, write, entries)
 
 
 def input_gradient(grad_MN: Tensor, weight: TileWords, K: int) -> Tensor:
     """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
-    return block_gradient(grad_MN, K, grad_MN.dtype, _writer(weight, K, None))
+    return block_gradient(grad_MN, K, grad_MN.dtype, partial(dequantize, weight, K))
 
 
 def tile_gemm(x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:

@@ -16,6 +16,8 @@ Dense blocks (many tokens, gradients) take rows as they come, each from the symb
 values are those of `operators.trellis.values_by_run`.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -234,20 +236,12 @@ def dequantize(weight: TrellisWords, rows: range, columns: range, out: Tensor) -
 
 def trellis_dequantize_gemm(x_MK: Tensor, weight: TrellisWords, bias_N: Tensor | None = None) -> Tensor:
     """[M, N] = x weight^T + bias by dense blocks, on a GPU (or under the interpreter), in the dtype of x."""
-
-    def write(rows: range, columns: range, out: Tensor) -> None:
-        dequantize(weight, rows, columns, out)
-
-    return block_product(x_MK, weight.rows, x_MK.dtype, bias_N, write)
+    return block_product(x_MK, weight.rows, x_MK.dtype, bias_N, partial(dequantize, weight))
 
 
 def input_gradient(grad_MN: Tensor, weight: TrellisWords) -> Tensor:
     """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
-
-    def write(rows: range, columns: range, out: Tensor) -> None:
-        dequantize(weight, rows, columns, out)
-
-    return block_gradient(grad_MN, weight.columns, grad_MN.dtype, write)
+    return block_gradient(grad_MN, weight.columns, grad_MN.dtype, partial(dequantize, weight))
 
 
 def trellis_gemm(
