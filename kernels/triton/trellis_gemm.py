@@ -81,16 +81,6 @@ def wholes(state, STATE_BITS: tl.constexpr, MULTIPLIER: tl.constexpr, ASM: tl.co
         return total.to(tl.float32) - _MIDDLE
 
 
-@triton.jit
-def step(
-    state, ptrs, x, acc, BITS: tl.constexpr, STATE_BITS: tl.constexpr, MULTIPLIER: tl.constexpr, ASM: tl.constexpr
-):
-    """(States one row on, acc [SLICES, SEGMENTS, BLOCK_M] plus that row's products with x)."""
-    state = appended(state, ptrs, BITS)
-    weight = wholes(state, STATE_BITS, MULTIPLIER, ASM).to(x.dtype)
-    return state, tl.dot(tl.reshape(weight, (acc.shape[0], acc.shape[1], 32)), x, acc)
-
-
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
 def trellis_kernel(
     x_ptr,
@@ -130,14 +120,8 @@ def trellis_kernel(
     start = tl.where(start < N, start, 0)
     row = start + HEAD * (start // RUN + 1)
     inner = ((tl.arange(0, SLICES) * 32)[:, None] + tl.arange(0, 32)[None, :])[:, :, None]
-    acc0 = tl.zeros((SLICES, SEGMENTS, BLOCK_M), tl.float32)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
-    acc4 = acc0
-    acc5 = acc0
-    acc6 = acc0
-    acc7 = acc0
+    none = tl.zeros((SLICES, SEGMENTS, BLOCK_M), tl.float32)
+    sums = (none, none, none, none, none, none, none, none)
     first = tl.program_id(2) * steps_per_split
     for block in range(first, min(first + steps_per_split, tl.cdiv(K, SLICES * 32))):
         at = block * SLICES * 32 + (pair // SEGMENTS) * 32
@@ -147,24 +131,14 @@ def trellis_kernel(
         state = tl.zeros((SLICES * SEGMENTS, 4, 8), tl.int32)
         for above in tl.static_range(HEAD):
             state = appended(state, ptrs + (row + (above - HEAD)).to(tl.int64) * stride_w, BITS)
-        ptrs0 = ptrs + row.to(tl.int64) * stride_w
-        state, acc0 = step(state, ptrs0, x, acc0, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs1 = ptrs + tl.minimum(row + 1, stored - 1).to(tl.int64) * stride_w
-        state, acc1 = step(state, ptrs1, x, acc1, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs2 = ptrs + tl.minimum(row + 2, stored - 1).to(tl.int64) * stride_w
-        state, acc2 = step(state, ptrs2, x, acc2, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs3 = ptrs + tl.minimum(row + 3, stored - 1).to(tl.int64) * stride_w
-        state, acc3 = step(state, ptrs3, x, acc3, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs4 = ptrs + tl.minimum(row + 4, stored - 1).to(tl.int64) * stride_w
-        state, acc4 = step(state, ptrs4, x, acc4, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs5 = ptrs + tl.minimum(row + 5, stored - 1).to(tl.int64) * stride_w
-        state, acc5 = step(state, ptrs5, x, acc5, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs6 = ptrs + tl.minimum(row + 6, stored - 1).to(tl.int64) * stride_w
-        state, acc6 = step(state, ptrs6, x, acc6, BITS, STATE_BITS, MULTIPLIER, ASM)
-        ptrs7 = ptrs + tl.minimum(row + 7, stored - 1).to(tl.int64) * stride_w
-        state, acc7 = step(state, ptrs7, x, acc7, BITS, STATE_BITS, MULTIPLIER, ASM)
-    even = tl.join(tl.join(tl.sum(acc0, 0), tl.sum(acc4, 0)), tl.join(tl.sum(acc2, 0), tl.sum(acc6, 0)))
-    odd = tl.join(tl.join(tl.sum(acc1, 0), tl.sum(acc5, 0)), tl.join(tl.sum(acc3, 0), tl.sum(acc7, 0)))
+        for i in tl.static_range(8):
+            at_row = row if i == 0 else tl.minimum(row + i, stored - 1)
+            state = appended(state, ptrs + at_row.to(tl.int64) * stride_w, BITS)
+            weight = wholes(state, STATE_BITS, MULTIPLIER, ASM).to(x.dtype)
+            done = tl.dot(tl.reshape(weight, (SLICES, SEGMENTS, 32)), x, sums[0])
+            sums = sums[1:] + (done,)  # noqa: RUF005 - behind the others: eight rows later the order is the first again
+    even = tl.join(tl.join(tl.sum(sums[0], 0), tl.sum(sums[4], 0)), tl.join(tl.sum(sums[2], 0), tl.sum(sums[6], 0)))
+    odd = tl.join(tl.join(tl.sum(sums[1], 0), tl.sum(sums[5], 0)), tl.join(tl.sum(sums[3], 0), tl.sum(sums[7], 0)))
     acc = tl.permute(tl.reshape(tl.join(even, odd), (SEGMENTS, BLOCK_M, 8)), (0, 2, 1))
     acc = tl.reshape(acc, (SEGMENTS * 8, BLOCK_M))
     n = tl.program_id(0) * SEGMENTS * 8 + tl.arange(0, SEGMENTS * 8)
