@@ -74,8 +74,8 @@ def _register() -> None:
     _calls.update({name: getattr(operators, f"cpu_{name}").default._op for name in PRODUCTS})
     torch.library.register_fake("compress::cpu_linear", _like_product)
     torch.library.register_fake("compress::cpu_w8a8", _like_rows)
-    torch.library.register_fake("compress::cpu_experts", _like_experts)
-    torch.library.register_fake("compress::cpu_experts_w8a8", _like_rows_of_experts)
+    torch.library.register_fake("compress::cpu_experts", like_experts)
+    torch.library.register_fake("compress::cpu_experts_w8a8", like_rows_of_experts)
     torch.library.register_fake("compress::cpu_attention", _like_attention)
 
 
@@ -235,11 +235,13 @@ def _like_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _like_experts(x: Tensor, words: Tensor, *others: Any) -> Tensor:
+def like_experts(x: Tensor, words: Tensor, *others: Any) -> Tensor:
+    """The shape of products with the words of experts, for tracing."""
     rows, token = words.shape[1] * (ROWS if words.dim() == STRIPS_DIMENSIONS + 1 else 1), others[3]
     return x.new_empty(x.shape[0] if token is None else token.shape[0], rows)
 
 
-def _like_rows_of_experts(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+def like_rows_of_experts(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    """The shape of products with the rows of experts, for tracing."""
     token = others[5]
     return x.new_empty(x.shape[0] if token is None else token.shape[0], weight.shape[1])

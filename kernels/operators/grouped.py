@@ -113,10 +113,6 @@ def _to_tokens(
     return sums_MK.to(grad_PN.dtype)
 
 
-def _like_words(x: Tensor, words: Tensor, scale: Any, zero: Any, bias: Any, token: Tensor | None, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0] if token is None else token.shape[0], rows_of_words(words[0]))
-
-
 def _words_by_cpp(
     x: Tensor,
     words: Tensor,
@@ -136,7 +132,7 @@ def _words_by_cpp(
     return product and product(x, words, scale, zero, bias, token, start, *sizes, table)
 
 
-@operator("compress::grouped_words", _like_words, at_once=_words_by_cpp)
+@operator("compress::grouped_words", direct.like_experts, at_once=_words_by_cpp)
 def grouped_words(
     x: Tensor,
     words: Tensor,
@@ -195,11 +191,6 @@ def grouped_words_gradient(
     return _to_tokens(grad, token, start, shape, back)
 
 
-def _like_rows(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    token: Tensor | None = others[5]
-    return x.new_empty(x.shape[0] if token is None else token.shape[0], weight.shape[1])
-
-
 def _rows_by_cpp(x: Tensor, weight: Tensor, *others: Any) -> Tensor | None:
     """The products by `cpu.direct`; None where that has none of them."""
     _, row_sum, _, _, zero, _, start, symmetric = others
@@ -209,7 +200,7 @@ def _rows_by_cpp(x: Tensor, weight: Tensor, *others: Any) -> Tensor | None:
     return product and product(x, weight, *others)
 
 
-@operator("compress::grouped_w8a8", _like_rows, at_once=_rows_by_cpp)
+@operator("compress::grouped_w8a8", direct.like_rows_of_experts, at_once=_rows_by_cpp)
 def grouped_w8a8(
     x: Tensor,
     weight: Tensor,
