@@ -17,6 +17,7 @@ from compress.base.errors import InputError, one_of
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.fused import FusedLinear
 from compress.inference.layers.linear import QuantLinear
+from compress.model.splitting.stand_in import linear_of
 from compress.weights.number_formats import SCHEMES
 
 DENSE = "dense"
@@ -82,10 +83,7 @@ def random_llama(config: LlamaConfig, scheme: str, dtype: torch.dtype, device: t
             if scheme == DENSE or ".layers." not in f".{name}":
                 module.weight = nn.Parameter(weight, requires_grad=False)
             else:
-                with torch.device("meta"):
-                    shell = nn.Linear(module.in_features, module.out_features, bias=False)
-                shell.weight = nn.Parameter(weight, requires_grad=False)
-                model.set_submodule(name, QuantLinear.from_linear(shell, scheme))
+                model.set_submodule(name, QuantLinear.from_linear(linear_of(weight, None, False), scheme))
         elif isinstance(module, nn.Embedding):
             module.weight = nn.Parameter(_random(name, module.weight.shape, 1.0, dtype, device), requires_grad=False)
         elif name.endswith("norm"):
@@ -113,12 +111,11 @@ def densify(model: nn.Module) -> None:
     A layer that rounds its input to int8 becomes one that does not: a baseline of speed, not of accuracy.
     """
     for name, layer in list(compressed_layers(model)):
-        bias: Any = layer.bias
-        model.set_submodule(name, _linear(layer.dequantize(), bias))
+        model.set_submodule(name, linear_of(layer.dequantize(), layer.bias, False))
 
 
 def fuse_dense(model: nn.Module) -> None:
-    """Multiply linear layers that read one tensor together, as `lowbit.fuse` does for compressed ones."""
+    """Multiply linear layers that read one tensor together, as `compress.load` does for compressed ones."""
     for parent in list(model.modules()):
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
@@ -131,21 +128,12 @@ def fused_groups(model: nn.Module) -> int:
     return sum(isinstance(m, FusedLinear) and m.stacked is not None for m in model.modules())
 
 
-def _linear(weight_NK: Tensor, bias: Tensor | None) -> nn.Linear:
-    with torch.device("meta"):
-        made = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias is not None)
-    made.weight = nn.Parameter(weight_NK, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return made
-
-
 def _fuse(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear]) -> None:
     biases = [layer.bias for layer in layers]
     bias = None if any(b is None for b in biases) else torch.cat([b.detach() for b in biases])
     if bias is None and any(b is not None for b in biases):
         return
-    stacked: Any = _linear(torch.cat([layer.weight.detach() for layer in layers]), bias)
+    stacked: Any = linear_of(torch.cat([layer.weight.detach() for layer in layers]), bias, False)
     first, start = None, 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features

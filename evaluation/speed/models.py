@@ -13,6 +13,7 @@ round.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str
         config = decoder.config_of(options.model)
         _check_room(room, config.max_position_embeddings)
         for scheme in options.schemes or DEFAULT_SCHEMES:
-            yield scheme, _of_shape(options, scheme, notes)
+            yield scheme, partial(_of_shape, options, scheme, notes)
         return
     known = ", ".join(decoder.SHAPES)
     if options.schemes is not None:
@@ -122,8 +123,8 @@ def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str
     if source.quantization is None:
         raise InputError(f"{options.model} is not compressed; give a compressed checkpoint or a shape: {known}")
     _check_room(room, source.config.get("max_position_embeddings"))
-    yield decoder.DENSE, _of_checkpoint(options, decoder.DENSE, notes)
-    yield STORED, _of_checkpoint(options, STORED, notes)
+    yield decoder.DENSE, partial(_of_checkpoint, options, decoder.DENSE, notes)
+    yield STORED, partial(_of_checkpoint, options, STORED, notes)
 
 
 def _check_room(room: int, context: int | None) -> None:
@@ -131,25 +132,19 @@ def _check_room(room: int, context: int | None) -> None:
         raise InputError(f"--prompt and --new make {room} tokens; the model holds {context}")
 
 
-def _of_shape(options: ModelOptions, scheme: str, notes: list[str]) -> Build:
-    def build() -> nn.Module:
-        model = decoder.random_llama(decoder.config_of(options.model), scheme, options.dtype, options.device)
-        return _fused(model, options.device, notes)
-
-    return build
+def _of_shape(options: ModelOptions, scheme: str, notes: list[str]) -> nn.Module:
+    model = decoder.random_llama(decoder.config_of(options.model), scheme, options.dtype, options.device)
+    return _fused(model, options.device, notes)
 
 
-def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> Build:
-    def build() -> nn.Module:
-        trusted = options.trust_remote_code
-        model = load(options.model, options.dtype, options.device, fuse=False, trust_remote_code=trusted)
-        if not getattr(model, "can_generate", lambda: False)():
-            raise InputError(f"{type(model).__name__} does not generate text; give a decoder")
-        if variant == decoder.DENSE:
-            decoder.densify(model)
-        return _fused(model, options.device, notes)
-
-    return build
+def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> nn.Module:
+    trusted = options.trust_remote_code
+    model = load(options.model, options.dtype, options.device, fuse=False, trust_remote_code=trusted)
+    if not getattr(model, "can_generate", lambda: False)():
+        raise InputError(f"{type(model).__name__} does not generate text; give a decoder")
+    if variant == decoder.DENSE:
+        decoder.densify(model)
+    return _fused(model, options.device, notes)
 
 
 def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Module:
