@@ -41,13 +41,12 @@ def generate(
     tokens: int,
     temperature: float,
     seed: int,
-    dequantize: bool,
-    int8_activations: bool,
     compiled: bool,
     trust_remote_code: bool,
     device: str | None,
     json_file: str | None,
     quiet: bool,
+    **how: Any,
 ) -> None:
     """Continue a prompt. A compressed model runs on its stored codes."""
     begin()
@@ -63,15 +62,8 @@ def generate(
     source = find_source(model, trust_remote_code)
     tokenizer = load_tokenizer(source)
     notes: list[str] = []
-    network: Any = compress.load(
-        model,
-        torch.float32 if target.type == "cpu" else None,
-        target,
-        dequantize=dequantize,
-        int8_activations=int8_activations,
-        trust_remote_code=trust_remote_code,
-        notes=notes,
-    )
+    dtype = torch.float32 if target.type == "cpu" else None
+    network: Any = compress.load(model, dtype, target, trust_remote_code=trust_remote_code, notes=notes, **how)
     tell(notes, quiet)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")

@@ -1,6 +1,7 @@
 """`compress push`: an output, with its model card, on the hub."""
 
 from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -25,17 +26,7 @@ from compress.cli.options import begin, write_report
 @json_option
 @quiet_option
 @exits_cleanly
-def push(
-    directory: str,
-    repo: str,
-    private: bool,
-    base_model: str | None,
-    message: str,
-    dry_run: bool,
-    overwrite: bool,
-    json_file: str | None,
-    quiet: bool,
-) -> None:
+def push(directory: str, repo: str, json_file: str | None, quiet: bool, **options: Any) -> None:
     """Upload OUT, which a command wrote, to the repository REPO (owner/name) of the Hugging Face hub.
 
     \b
@@ -48,14 +39,7 @@ def push(
     begin()
     from compress.evaluation.push import push as upload
 
-    pushed = upload(
-        *(directory, repo),
-        private=private,
-        base_model=base_model,
-        message=message,
-        overwrite=overwrite,
-        dry_run=dry_run,
-    )
+    pushed = upload(directory, repo, **options)
     write_report(json_file, asdict(pushed))
     if quiet or json_file == "-":
         return
