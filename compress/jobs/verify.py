@@ -45,6 +45,7 @@ from compress.inference.check.dense_twin import compare_layer, compare_layers
 from compress.inference.check.streaming import stream
 from compress.inference.load.block_streaming import run_by_block
 from compress.inference.load.kv_caches import cache_hook
+from compress.model.calls import removing
 from compress.model.experts import SortedExperts
 from compress.weights.compressed_tensors import decompressed_in
 from compress.weights.formats.registry import folder_of
@@ -235,11 +236,8 @@ def flat_inputs(theirs: nn.Module) -> Iterator[list[str]]:
         inputs = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
         if inputs is not None and inputs.dynamic and inputs.strategy == "token":
             handles.append(module.register_forward_pre_hook(lambda _, args, name=name: note(name, args)))
-    try:
+    with removing(handles):
         yield layer_names
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def comparable_probe(source: Source) -> Tensor:

@@ -7,8 +7,8 @@ Every layer that was rounded keeps its codes: linear ones as checkpoints have th
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from compress.checkpoint.write.manifest import manifest
 from compress.checkpoint.write.record import RunRecord
 from compress.engine.layer_versions import RoundInput
 from compress.jobs.job import Result
-from compress.model.calls import evaluating
+from compress.model.calls import evaluating, removing
 from compress.model.convolution import is_convolution
 from compress.model.online_rotation import input_rotation
 from compress.onnx.exporters import (
@@ -177,8 +177,7 @@ def _outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {f"output_{i}": value for i, value in enumerate(found) if isinstance(value, Tensor)}
 
 
-@contextmanager
-def _share_rounding(model: nn.Module) -> Iterator[None]:
+def _share_rounding(model: nn.Module) -> AbstractContextManager[None]:
     """Makes convolutions round what they read in place, so that later readers of it get the rounded tensor, too, as
     `graph_edits.keep_integers` makes graphs."""
     rounding = {
@@ -188,14 +187,9 @@ def _share_rounding(model: nn.Module) -> Iterator[None]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, RoundInput)
     }
-    handles = [
-        module.register_forward_pre_hook(partial(_in_place, hook), prepend=True) for module, hook in rounding.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return removing(
+        [module.register_forward_pre_hook(partial(_in_place, hook), prepend=True) for module, hook in rounding.items()]
+    )
 
 
 def _in_place(hook: RoundInput, module: nn.Module, given: tuple[Any, ...]) -> None:

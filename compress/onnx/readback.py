@@ -227,8 +227,5 @@ def move_inputs(generator: torch.Generator) -> Iterator[None]:
         shift = torch.empty(x.shape).uniform_(-size, size, generator=generator)
         return (x * (1 + shift), *given[1:])
 
-    handle = register_module_forward_pre_hook(cast(Any, move))
-    try:
+    with register_module_forward_pre_hook(cast(Any, move)):
         yield
-    finally:
-        handle.remove()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.model.calls import removing
+
 MOST = torch.finfo(torch.float16).max
 
 
@@ -42,11 +44,8 @@ def watch_overflow(network: nn.Module, stored: torch.dtype | None) -> Iterator[L
     wide = next(network.parameters()).dtype != torch.float16
     watched = network.named_modules() if stored == torch.float16 and wide else ()
     handles = [module.register_forward_hook(partial(_look, seen, name)) for name, module in watched]
-    try:
+    with removing(handles):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _look(seen: Largest, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

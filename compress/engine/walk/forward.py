@@ -10,7 +10,7 @@ micro-batch runs from the block's input to the site, and is dropped before the n
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -23,7 +23,7 @@ from compress.base.errors import CompressError
 from compress.engine.layer_versions import Versions
 from compress.engine.plan.batches import running
 from compress.engine.walk.products import Products
-from compress.model.calls import Arrival, Arrivals, Call, arrival_of, pair_with_original
+from compress.model.calls import Arrival, Arrivals, Call, arrival_of, pair_with_original, removing
 from compress.model.experts import Calibration, apart_in, calibrating, shown_now
 from compress.model.layers import Layer
 from compress.model.splitting.recurrent import is_step
@@ -169,15 +169,9 @@ class _Forwards:
             runner.drop()
         return outputs
 
-    @contextmanager
-    def parking(self) -> Iterator[None]:
+    def parking(self) -> AbstractContextManager[None]:
         """Lets forwards park before modules inside the context."""
-        hooks = [m.register_forward_pre_hook(self._park) for m in self.site_of if isinstance(m, nn.Module)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return removing([m.register_forward_pre_hook(self._park) for m in self.site_of if isinstance(m, nn.Module)])
 
     def _park(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not is_step():

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from compress.engine.walk.gradients import MicroBatches, forwards, in_memory, of_the_end
 from compress.engine.walk.state import Run
-from compress.model.calls import Batch, Call, hidden_of, real_tokens, token_mask
+from compress.model.calls import Batch, Call, hidden_of, real_tokens, removing, token_mask
 from compress.model.layers import Layer, Stack
 
 SEED = 0
@@ -132,8 +132,5 @@ def _outputs_of(layers: Sequence[Layer]) -> Iterator[Mapping[Layer, Tensor]]:
         return output.clone()  # which the model may change in place
 
     hooks = [layer.module.register_forward_hook(lambda _m, _a, y, la=layer: note(la, y)) for layer in layers]
-    try:
+    with removing(hooks):
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()

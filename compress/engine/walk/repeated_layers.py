@@ -78,10 +78,6 @@ def _inputs_of(block: nn.Module, layer: Layer, call: Call, index: int) -> list[T
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         seen.append(as_read(module, args[0]))
 
-    hook = layer.module.register_forward_pre_hook(note, prepend=True)
-    try:
-        with running(call, index):
-            block(*call.args, **call.kwargs)
-    finally:
-        hook.remove()
+    with layer.module.register_forward_pre_hook(note, prepend=True), running(call, index):
+        block(*call.args, **call.kwargs)
     return seen

@@ -14,7 +14,7 @@ from compress.base.collectives import Comm
 from compress.base.errors import CompressError
 from compress.engine.plan.batches import running
 from compress.engine.walk.products import Products
-from compress.model.calls import Call, without_data
+from compress.model.calls import Call, removing, without_data
 from compress.model.experts import Calibration, calibrating
 from compress.model.layers import Layer
 from compress.model.splitting.recurrent import is_step
@@ -191,10 +191,6 @@ def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) 
     ]
     inside = [layer for layer in layers if not layer.is_called]
     products = Products(inside, lambda layer, x: seen.append((layer.name, x, x._version))) if inside else nullcontext()
-    try:
-        with torch.no_grad(), products, calibrating(Calibration()):  # every expert is called
-            block(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removing(hooks), torch.no_grad(), products, calibrating(Calibration()):  # every expert is called
+        block(*args, **kwargs)
     return seen

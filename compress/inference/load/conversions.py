@@ -23,6 +23,7 @@ from compress.inference.load.steps import attend_here
 from compress.inference.steps.block import install
 from compress.inference.steps.graph import replay_steps
 from compress.kernels.operators.devices import runs_on_cpu
+from compress.model.calls import removing
 from compress.model.experts import Expert, Experts
 from compress.weights.kv_cache_codes import CacheScheme
 
@@ -117,12 +118,8 @@ def readers(model: nn.Module) -> list[list[str]]:
 
     handles = [layer.register_forward_pre_hook(note(name)) for name, layer in compressed_layers(model)]
     own: Any = model
-    try:
-        with torch.no_grad():
-            own(**{key: value.to(device_of(model)) for key, value in own.dummy_inputs.items()})
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removing(handles), torch.no_grad():
+        own(**{key: value.to(device_of(model)) for key, value in own.dummy_inputs.items()})
     return [group for group in groups if len(group) > 1]
 
 

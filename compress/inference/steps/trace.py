@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from compress.base.errors import CompressError
 from compress.inference.layers.base import OnCodes
+from compress.model.calls import removing
 
 
 class Attended(NamedTuple):
@@ -189,12 +190,10 @@ def trace(block: nn.Module, like: Tensor, kwargs: dict[str, Any], loud: bool = F
             if module is not block and module not in inside:
                 handles.append(module.register_forward_hook(note, with_kwargs=True))
         try:
-            out = type(block).forward(block, x, **arguments)
+            with removing(handles):
+                out = type(block).forward(block, x, **arguments)
         except Exception as error:  # noqa: BLE001 - a foreign block may refuse a trial in any way
             raise UnknownFormError(f"it does not run on a trial ({error})") from None
-        finally:
-            for handle in handles:
-                handle.remove()
     if not isinstance(out, Tensor) or len(watch.attended) != 1 or len(cache.added) != 1 or cache.held is None:
         raise UnknownFormError("it does not return a tensor, or does not attend once over a cache of its own by `sdpa`")
     keys, values, index = cache.added[0]

@@ -8,7 +8,7 @@ under FSDP2 it is whole there, whichever unit it belongs to.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,8 @@ def output_head(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[OutputH
     def see(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         calls.append((args[0], Head(computed_weight(module), module.bias).product(args[0])))
 
-    handle = module.register_forward_hook(see) if isinstance(module, nn.Linear) else None
-    try:
+    with module.register_forward_hook(see) if isinstance(module, nn.Linear) else nullcontext():
         output = model(**inputs)
-    finally:
-        if handle is not None:
-            handle.remove()
     logits = getattr(output, "logits", output if isinstance(output, Tensor) else None)
     if logits is None:
         return None, "it returns no logits", None
