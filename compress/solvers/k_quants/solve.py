@@ -4,9 +4,7 @@ Shapes: N outputs, K inputs, G groups of all super-blocks, S super-blocks, g col
 the equations, and says where this departs from GPTQ.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,13 +24,10 @@ from compress.solvers.k_quants.fit import (
     fit_blocks,
     fit_groups,
     nearest_codes,
-    of_one_line,
+    neighbours,
     values_of,
 )
 from compress.weights.formats.k_quants import KBlocks, KQuant
-
-# Codes of a scale and of a minimum that a refit tries around the optimum for fixed codes of weights.
-REACH = (-1, 0, 1)
 
 
 def k_quant(
@@ -154,7 +149,7 @@ class KRule(CodeRule):
         def tried(near: Coded) -> Candidate:
             return -parabola.gain(steps.d * near.scales - scale, steps.dmin * near.minima - minimum), near
 
-        candidates = around(nearest_codes(scale + more_a, minimum + more_b, steps, self.format), self.format)
+        candidates = neighbours(nearest_codes(scale + more_a, minimum + more_b, steps, self.format), self.format)
         _, chosen = least_cost((torch.zeros_like(scale), old), map(tried, candidates))
         at = affine(Coded(*chosen), steps, self.format)
         change = (codes - at.zero) * at.scale - polish.values[columns]
@@ -215,13 +210,6 @@ class Parabola:
         a = torch.where(flat, self.a / self.aa, (self.a * self.bb - self.b * self.ab) / determinant)
         b = torch.where(flat, torch.zeros_like(a), (self.b * self.aa - self.a * self.ab) / determinant)
         return torch.nan_to_num(a, 0.0, 0.0, 0.0), torch.nan_to_num(b, 0.0, 0.0, 0.0)
-
-
-def around(near: Coded, format_: KQuant) -> Iterator[Coded]:
-    """Codes of a scale and a minimum within reach of these."""
-    least, most = format_.scale_range
-    for i, j in product(REACH, REACH if format_.layout.has_minima else (0,)):
-        yield of_one_line((near.scales + i).clamp(least, most), (near.minima + j).clamp(0, most))
 
 
 def nearest_blocks(x_NK: Tensor, format_: KQuant, cost_K: Tensor | None = None) -> KBlocks:
