@@ -32,6 +32,16 @@ def why_not_triton(device: torch.device) -> tuple[str, ...]:
     return ()
 
 
+def why_not_floats(device: torch.device, **dtypes: torch.dtype) -> list[str]:
+    """Reasons why Triton does not run on a device, on tensors of these dtypes by what they are; empty when it does."""
+    reasons = [*why_not_triton(device)]
+    for name, dtype in dtypes.items():
+        if dtype not in FLOATS:
+            verb = "is" if name == "x" else "are"
+            reasons.append(f"{name} {verb} {dtype}; allowed: float16, bfloat16, float32")
+    return reasons
+
+
 def runs_on_cpu(device: torch.device) -> bool:
     """True for a device whose products are those of compiled loops, or of torch."""
     return path_of(device, [*why_not_triton(device)]) == "cpu"

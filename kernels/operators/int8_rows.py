@@ -16,15 +16,13 @@ from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.errors import InputError
-from compress.kernels.operators.devices import FLOATS, MAX_INT8_COLUMNS, as_rows, path_of, shaped, why_not_triton
+from compress.kernels.operators.devices import MAX_INT8_COLUMNS, as_rows, path_of, shaped, why_not_floats
 from compress.kernels.operators.register import gradient, operator, outputs
 
 
 def why_not_w8a8(x: Tensor, weight_NK: Tensor, device: torch.device | None = None) -> list[str]:
     """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can. device: in place of that of x."""
-    reasons = [*why_not_triton(device or x.device)]
-    if x.dtype not in FLOATS:
-        reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16, float32")
+    reasons = why_not_floats(device or x.device, x=x.dtype)
     if weight_NK.shape[1] >= MAX_INT8_COLUMNS:
         reasons.append(f"{weight_NK.shape[1]} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
     return reasons
@@ -39,22 +37,13 @@ def _int_mm_is_exact() -> bool:
     return torch.equal(torch.ops.aten._int_mm(codes, codes.t()), reference.int8_matmul(codes, codes))
 
 
-def _by_cpp(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sum: Tensor | None,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    input_zero: Tensor | None,
-    symmetric: bool,
-) -> Tensor | None:
+def _by_cpp(x: Tensor, weight: Tensor, *others: Any) -> Tensor | None:
     """The product by `cpu.direct`; None where that has none of it."""
+    weight_scale, row_sum, _, _, input_zero, symmetric = others
     if weight_scale.dtype is not torch.float32 or (row_sum is None and not (symmetric and input_zero is None)):
         return None
     product = direct.product("w8a8", x, weight.shape)
-    how = (input_scale, input_zero, symmetric)
-    return product and product(x, weight, weight_scale, row_sum, bias, *how)
+    return product and product(x, weight, *others)
 
 
 @operator("compress::w8a8_linear", outputs(lambda weight, *_: weight.shape[0]), at_once=_by_cpp)

@@ -12,7 +12,7 @@ from compress.kernels import reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.errors import InputError
 from compress.kernels.layouts.entries import Entries
-from compress.kernels.operators.devices import FLOATS, as_rows, path_of, why_not_triton
+from compress.kernels.operators.devices import as_rows, path_of, why_not_floats
 from compress.kernels.operators.register import gradient_operator, operator, outputs
 
 # Tokens up to which the entries are added to a product by a kernel of their own.
@@ -21,11 +21,7 @@ DECODE_TOKENS = 16
 
 def why_not_sparse(x: Tensor, value: Tensor) -> list[str]:
     """Reasons why the Triton kernels cannot multiply x by entries of these values; empty when they can."""
-    reasons = [*why_not_triton(x.device)]
-    for what, dtype in (("x is", x.dtype), ("entries are", value.dtype)):
-        if dtype not in FLOATS:
-            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
-    return reasons
+    return why_not_floats(x.device, x=x.dtype, entries=value.dtype)
 
 
 @operator("compress::sparse_linear", outputs(lambda row_start, *_: row_start.shape[0] - 1))

@@ -19,7 +19,7 @@ from compress.kernels.layouts.strips import why_not_strips
 from compress.kernels.layouts.tiles import TileWords, pack_tile_strips, tile_block, tile_weight, unpack_tile_strips
 from compress.kernels.layouts.words import ROWS
 from compress.kernels.operators.blocks import gradient_of_blocks, row_blocks
-from compress.kernels.operators.devices import FLOATS, HALF, as_rows, why_not_triton
+from compress.kernels.operators.devices import FLOATS, HALF, as_rows, why_not_floats
 from compress.kernels.operators.register import gradient_operator, operator, outputs
 from compress.kernels.operators.sparse import DECODE_TOKENS, sparse_gradient, why_not_sparse
 from compress.kernels.operators.words import check_columns, rows_of_words
@@ -30,10 +30,7 @@ MANY = "for so many tokens unpacking once is taken to be faster"
 
 def why_not_dequantize_tiles(x: Tensor, weight: TileWords) -> list[str]:
     """Reasons why Triton cannot dequantize this weight for x; empty when it can."""
-    reasons = [*why_not_triton(x.device)]
-    for what, dtype in (("x is", x.dtype), ("ranges are", weight.ranges.dtype)):
-        if dtype not in FLOATS:
-            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
+    reasons = why_not_floats(x.device, x=x.dtype, ranges=weight.ranges.dtype)
     return reasons + cpu_gemm.why_not_sizes("tiles", x.shape[-1], weight.group_size)
 
 

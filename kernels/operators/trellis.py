@@ -15,7 +15,7 @@ from compress.kernels.cpu import trellis as compiled
 from compress.kernels.errors import InputError
 from compress.kernels.layouts.trellis import Code, TrellisWords, run_blocks
 from compress.kernels.layouts.trellis_strips import TrellisStrips, words_by_rows
-from compress.kernels.operators.devices import FLOATS, HALF, runs_on_cpu, why_not_triton
+from compress.kernels.operators.devices import HALF, runs_on_cpu, why_not_floats, why_not_triton
 from compress.kernels.operators.register import gradient_operator, operator, outputs
 
 # Tokens that a CPU multiplies as it decodes. Measured: dense rows are faster from there on for a weight of 576 x 1,536,
@@ -29,10 +29,7 @@ SEGMENT = 8  # rows of a run that a GPU decodes one after the other
 def why_not_trellis(code: Code, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Reasons why no compiled kernel decodes on this device; empty when one does."""
     if not runs_on_cpu(device):
-        reasons = [*why_not_triton(device)]
-        if dtype not in FLOATS:
-            reasons.append(f"x is {dtype}; allowed: float16, bfloat16, float32")
-        return reasons
+        return why_not_floats(device, x=dtype)
     if dtype == torch.float64:
         return ["the CPU kernel computes in float32; x is float64"]
     return compiled.why_not_products(code)

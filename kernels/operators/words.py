@@ -59,6 +59,7 @@ from compress.kernels.operators.devices import (
     path_of,
     runs_on_cpu,
     shaped,
+    why_not_floats,
     why_not_triton,
 )
 from compress.kernels.operators.register import gradient_operator, operator, outputs
@@ -105,11 +106,7 @@ def refuse(what: str, reasons: list[str]) -> None:
 
 def why_not_dequantize(x: Tensor, weight: CodeWords) -> list[str]:
     """Reasons why the weight cannot be dequantized by Triton and multiplied by x; empty when it can."""
-    reasons = [*why_not_triton(x.device)]
-    for what, dtype in (("x is", x.dtype), ("scales are", weight.scale.dtype)):
-        if dtype not in FLOATS:
-            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
-    return reasons
+    return why_not_floats(x.device, x=x.dtype, scales=weight.scale.dtype)
 
 
 def why_not_input_group(input_group: int) -> list[str]:
