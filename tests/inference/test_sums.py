@@ -234,8 +234,7 @@ def test_routes_name_the_kernels_and_what_speaks_against_faster_ones():
 
 def test_routes_on_a_gpu(monkeypatch):
     monkeypatch.setattr("compress.kernels.operators.words.why_not_triton", lambda device: ())
-    monkeypatch.setattr("compress.kernels.operators.sparse.why_not_triton", lambda device: ())
-    monkeypatch.setattr("compress.kernels.operators.tiles.why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.devices.why_not_triton", lambda device: ())
     meta, many = torch.device("meta"), DECODE_TOKENS + 1
     monkeypatch.setattr("compress.kernels.operators.words.device_of", lambda device: None)
     monkeypatch.setattr("compress.kernels.operators.words.choose", lambda *sizes: Shape(16, 128))

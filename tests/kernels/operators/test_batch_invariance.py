@@ -10,6 +10,7 @@ from compress.base.errors import InputError
 from compress.kernels import workspace
 from compress.kernels.cpu import build as cpu
 from compress.kernels.layouts.strips import pack_strips
+from compress.kernels.operators import devices
 from compress.kernels.operators import words as ops
 from compress.kernels.operators.int8_rows import w8a8_linear
 from compress.kernels.operators.words import words_linear
@@ -76,7 +77,8 @@ def test_gradients_go_through_it(compiled):
 
 
 def test_routes_of_int8_tokens_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "why_not_triton", lambda device: ())
+    for module in (ops, devices):
+        monkeypatch.setattr(module, "why_not_triton", lambda device: ())
     meta = torch.device("meta")
     for M in (1, 4096):
         assert planar_route(M, N, K, 4, 32, torch.bfloat16, meta, int8_input=True, zero=True) == ("triton", ())
