@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress.base.errors import InputError
-from compress.inference.check.dense_twin import compute_dense
+from compress.inference.check.dense_twin import compare_layers
 from compress.inference.layers.compressed_layers import compressed_layers
 from compress.inference.layers.experts import StackedExperts
 from compress.inference.load.quantizer import transformers_alone
@@ -70,7 +70,7 @@ def check(family: str, method: str, folder) -> None:
         logits = model(x).logits
         for experts in found:
             experts.stacks = None
-        with compute_dense(model):
+        with compare_layers(model):
             emulated = model(x).logits
         original = made(family)(x).logits
     assert logits.isfinite().all()

@@ -15,7 +15,6 @@ Shapes: M tokens, N outputs, K inputs.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +82,6 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
         allowed_MN = (high - low) / 2 + last.eps * truth_MN.abs() + last.tiny
     worst = ((out_MN - truth_MN).abs() / allowed_MN).max().item()
     return worst if worst == worst else float("inf")
-
-
-@contextmanager
-def compute_dense(model: nn.Module) -> Iterator[None]:
-    """Makes the model compute as its own twin in the body, with one dense weight in memory at a time."""
-    with replaced_forwards({layer: partial(plain, layer) for _, layer in compressed_layers(model)}):
-        yield
 
 
 @contextmanager
