@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.special import bdtr
 
 from compress.evaluation.document import TaskResult
 from compress.evaluation.quality.exact_intervals import difference_of, share_of
@@ -98,12 +99,7 @@ DRAWN = 2**22  # counts at a time: 32 MiB
 
 def mcnemar(gained: int, lost: int) -> float:
     """The exact two-sided p-value; 1 where nothing was gained or lost."""
-    n = gained + lost
-    chance, below = 1, 0  # of k of n, and of fewer, times 2^n
-    for k in range(min(gained, lost) + 1):
-        below += chance
-        chance = chance * (n - k) // (k + 1)
-    return min(1.0, 2 * below / 2**n)
+    return min(1.0, 2 * float(bdtr(min(gained, lost), gained + lost, 0.5)))
 
 
 def interval(differences_N: Values, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:

@@ -7,6 +7,7 @@ Each is of the loaded model alone: other models of the process stay as they are.
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -106,17 +107,14 @@ def readers(model: nn.Module) -> list[list[str]]:
     groups: list[list[str]] = []
     last: list[Tensor] = []
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if last and last[0] is inputs[0]:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-                last[:] = [inputs[0]]
+    def note(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if last and last[0] is inputs[0]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            last[:] = [inputs[0]]
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in compressed_layers(model)]
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in compressed_layers(model)]
     own: Any = model
     with removing(handles), torch.no_grad():
         own(**{key: value.to(device_of(model)) for key, value in own.dummy_inputs.items()})
