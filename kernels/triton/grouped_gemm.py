@@ -86,7 +86,6 @@ def grouped_kernel(
     """x [M, K], token int32 [pairs] (its rows), start int32 [E + 1], words [E, N, W] int16, scale and zero [E, G, N],
     bias [E, N], out [pairs, N]; all but x and words contiguous. Grid: (N tiles, most tiles of pairs, SPLIT_K). The
     rest as in `planar_kernel`."""
-    BLOCK_K: tl.constexpr = 16 // BITS * PLANE
     expert, begin, end = pairs_of_tile(tl.program_id(1), start_ptr, pairs, E, BLOCK_M, EXPERTS)
     if expert > E:
         return
@@ -95,29 +94,26 @@ def grouped_kernel(
     if expert == E:
         store_zeros(m, n, out_ptr, end, N, BLOCK_M, BLOCK_N)
         return
-    k = tl.arange(0, PLANE)
     m_read = tl.load(token_ptr + m, mask=m < end, other=0).to(tl.int64)
-    n_read = tl.where(n < N, n, 0).to(tl.int64)
     wide = expert.to(tl.int64)
-    first = tl.program_id(2) * blocks_per_split
-    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
-    words_ptrs = words_ptr + wide * stride_we + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
+    words_ptr += wide * stride_we
     scale_ptr += wide * G * N
     if HAS_ZERO:
         zero_ptr += wide * G * N
     if HAS_BIAS:
         bias_ptr += wide * N
     acc = planar_sums(
-        x_ptrs,
-        words_ptrs,
+        x_ptr,
+        m_read,
+        stride_xm,
+        words_ptr,
+        stride_wn,
         scale_ptr,
         zero_ptr,
         n,
         N,
         K,
-        first,
-        last,
+        blocks_per_split,
         BITS,
         PLANE,
         GROUP,

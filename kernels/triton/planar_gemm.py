@@ -90,15 +90,17 @@ def settled(acc):
 
 @triton.jit
 def planar_sums(
-    x_ptrs,
-    words_ptrs,
+    x_ptr,
+    m_read,
+    stride_xm,
+    words_ptr,
+    stride_wn,
     scale_ptr,
     zero_ptr,
     n,
     N,
     K,
-    first,
-    last,
+    blocks_per_split,
     BITS: tl.constexpr,
     PLANE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -112,8 +114,8 @@ def planar_sums(
     table_ptr=None,
     TABLE: tl.constexpr = 0,
 ):
-    """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [WIDTH, BLOCK_M], words_ptrs
-    [BLOCK_N, WIDTH]: of the first of them (`width_of`). TABLE: 0, or the kind of the table (`look_up`)."""
+    """[BLOCK_N, BLOCK_M] the products of this program's blocks of K, of rows m_read of x [M, K] and rows n of words
+    [N, W]. TABLE: 0, or the kind of the table (`look_up`)."""
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANES * PLANE
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
@@ -121,6 +123,11 @@ def planar_sums(
     WIDTH: tl.constexpr = width_of(PLANE, GROUP)
     PARTS: tl.constexpr = PLANE // WIDTH
     k = tl.arange(0, WIDTH)
+    n_read = tl.where(n < N, n, 0).to(tl.int64)
+    first = tl.program_id(2) * blocks_per_split
+    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if TABLE:
         levels = byte_planes(table_ptr, TABLE, DT, ASM)
@@ -224,29 +231,21 @@ def planar_kernel(
     (N tiles, M tiles, SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is
     wrong.
     """
-    BLOCK_K: tl.constexpr = 16 // BITS * PLANE
-    tile_n = tl.program_id(0)
-    tile_m = tl.program_id(1)
-    split = tl.program_id(2)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, width_of(PLANE, GROUP))
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_read = tl.where(m < M, m, 0).to(tl.int64)
-    n_read = tl.where(n < N, n, 0).to(tl.int64)
-    first = split * blocks_per_split
-    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
-    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
-        x_ptrs,
-        words_ptrs,
+        x_ptr,
+        m_read,
+        stride_xm,
+        words_ptr,
+        stride_wn,
         scale_ptr,
         zero_ptr,
         n,
         N,
         K,
-        first,
-        last,
+        blocks_per_split,
         BITS,
         PLANE,
         GROUP,

@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.kernels import workspace
 from compress.kernels.layouts.words import Planar, planar_block
 from compress.kernels.step_functions import Activation
-from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, planar_constants, planar_sums, width_of
+from compress.kernels.triton.planar_gemm import INTERPRET, TRITON_DTYPE, planar_constants, planar_sums
 from compress.kernels.triton.split_k import arrives_last, collect, tile_partials
 from compress.kernels.triton.steps.activations import NO_ACTIVATION, activate
 from compress.kernels.triton.steps.norms import RowNorm, norm_rows
@@ -70,9 +70,7 @@ def step_kernel(
     """x [M, K] and residual [M, N] contiguous, words [N, W] int16, scale and zero [G, N], bias [N], length int64 [1].
     Grid: (N tiles, 1, SPLIT_K). ACTIVATION: -1 for none. GATED: the first half of the rows is the gate, the second what
     it multiplies."""
-    BLOCK_K: tl.constexpr = 16 // BITS * PLANE
     tile_n = tl.program_id(0)
-    split = tl.program_id(2)
     m = tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_N)
     if GATED:
@@ -80,22 +78,18 @@ def step_kernel(
         n = tl.where(i < HALF, tile_n * HALF + i, N // 2 + tile_n * HALF + i - HALF)
     else:
         n = tile_n * BLOCK_N + i
-    k = tl.arange(0, width_of(PLANE, GROUP))
-    first = split * blocks_per_split
-    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    n_read = tl.where(n < N, n, 0).to(tl.int64)
-    x_ptrs = x_ptr + tl.where(m < M, m, 0)[None, :] * K + (first * BLOCK_K + k)[:, None]
-    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = planar_sums(
-        x_ptrs,
-        words_ptrs,
+        x_ptr,
+        tl.where(m < M, m, 0),
+        K,
+        words_ptr,
+        stride_wn,
         scale_ptr,
         zero_ptr,
         n,
         N,
         K,
-        first,
-        last,
+        blocks_per_split,
         BITS,
         PLANE,
         GROUP,
@@ -109,7 +103,7 @@ def step_kernel(
     )
     # Of a pointer that is absent, nothing may be compiled.
     if length_ptr is not None:  # noqa: SIM102
-        if tile_n + split == 0:
+        if tile_n + tl.program_id(2) == 0:
             tl.store(length_ptr, tl.load(length_ptr) + 1)
     stores = True
     if SPLIT_K > 1:
