@@ -65,8 +65,7 @@ def _verified_in_this_process() -> Iterator[None]:
     """Outputs are verified as always, but by this process: a fresh one takes seconds to import all again. The command
     in a process of its own (`cli/test_cli.py`) starts one."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("compress.jobs.verify", "compress.checkpoint.export.package_readback"):
-            patch.setattr(f"{place}.subprocess", SimpleNamespace(run=in_this_process))
+        patch.setattr("compress.base.fresh_process.subprocess", SimpleNamespace(run=in_this_process))
         yield
 
 

@@ -4,9 +4,6 @@ Both models run one block at a time: there is no second dense model. Where trans
 `dequantize=True` (packed zero points, packed embeddings), its own is whole and dense.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 
 from compress.base.collectives import Comm
 from compress.base.errors import CheckpointError, CompressError, InputError, first_line, install
-from compress.base.fresh_process import fresh
+from compress.base.fresh_process import verified
 from compress.base.progress import Reporter, tell, without_bars
 from compress.checkpoint.export.package_readback import read_again
 from compress.checkpoint.files import RECORD, checksum, read_json
@@ -310,23 +307,12 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
     modules = _modules(place.model)
     more = ["--trust-remote-code"] if trust_remote_code else []
     more += [word for module in modules for word in ("--plugin", module)]
-    words, environment = fresh(
-        "verify", str(place.model), "--json", "-", "--quiet", *more, folders=map(folder_of, modules)
+    unread, wrong = (
+        f"{place.output} {problem}, so it stays {place.model}" for problem in ("cannot be verified", "does not verify")
     )
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
-    except OSError as error:  # an interpreter that this user may not run, say
-        raise CompressError(
-            f"{place.output} cannot be verified, so it stays {place.model}: {sys.executable!r} does not start as a "
-            f"process of its own ({error.strerror}); make it one that this user may run, or run again with --resume "
-            "--no-verify"
-        ) from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise CompressError(
-            f"{place.output} does not verify, so it stays {place.model}: {lines[-1] if lines else 'no message'}"
-        )
-    return _rename(json.loads(done.stdout), str(place.model), place.output.name)
+    advice, folders = "run again with --resume --no-verify", map(folder_of, modules)
+    found = verified(place.model, *more, folders=folders, unread=unread, wrong=wrong, instead=advice)
+    return _rename(found, str(place.model), place.output.name)
 
 
 def _rename(value: Any, path: str, name: str) -> Any:

@@ -254,7 +254,7 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
 def test_a_verification_that_cannot_start_says_so_and_how_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = desk.file("python", "")
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    monkeypatch.setattr(verification, "subprocess", subprocess)
+    monkeypatch.setattr("compress.base.fresh_process.subprocess", subprocess)
     outcome = desk.rtn(desk.model, "--verify")
     assert outcome.code == 1
     partial = desk.output.with_name("output.partial")
@@ -414,7 +414,7 @@ def test_a_full_disk_while_training_writes_a_checkpoint_keeps_the_one_before(
             return save(*given, **options)
 
     monkeypatch.setattr(checkpoint, "save", saving)
-    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+    monkeypatch.setattr("compress.base.fresh_process.subprocess", SimpleNamespace(run=in_this_process))
     outcome = command(*words, "--quiet")
     partial = desk.output.with_name("output.partial")
     line = f"compress: cannot write the checkpoint of training {partial}/training/0/step-{full_at}: File too large"

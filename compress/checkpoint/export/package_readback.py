@@ -4,13 +4,10 @@ An exporter that writes what no reader of checkpoints reads says itself how its 
 `export` does so in a process of its own before the output gets its name, `compress verify` whenever asked.
 """
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from compress.base.errors import CompressError
-from compress.base.fresh_process import fresh
+from compress.base.fresh_process import verified
 from compress.checkpoint import seal
 from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.checkpoint.files import RECORD
@@ -39,16 +36,6 @@ def read_again(folder: Path) -> dict[str, Any] | None:
 
 def in_own_process(folder: Path) -> dict[str, Any]:
     """`compress verify` of an export, in a process of its own. Raises CompressError where it does not verify."""
-    words, environment = fresh("verify", str(folder), "--json", "-", "--quiet")
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
-    except OSError as error:
-        raise CompressError(
-            f"the output cannot be read back: {words[0]!r} does not start as a process of its own ({error.strerror}); "
-            "make it one that this user may run, or leave that out with --no-verify"
-        ) from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise CompressError(f"the output is not what was decided: {lines[-1] if lines else 'no message'}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    unread, wrong = "the output cannot be read back", "the output is not what was decided"
+    found: dict[str, Any] = verified(folder, unread=unread, wrong=wrong, instead="leave that out with --no-verify")
     return found
