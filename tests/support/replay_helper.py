@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from compress.base.collectives import Comm
 from compress.engine.plan.plan import plan
 from compress.engine.residency import Local
-from compress.engine.walk.capture import capture, output_shape
+from compress.engine.walk.capture import capture
 from compress.engine.walk.sites import structure_of
 from compress.model.calls import Batch, Call, hidden_of, real_tokens, without_cache
 from compress.passes.protocol.base import Pass
@@ -34,12 +34,7 @@ def _replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[s
             return hidden_of(block(*call.args, **call.kwargs))
 
     for stack in plan_.stacks:
-
-        def first_output(args, kwargs, stack=stack):
-            with residency.open(stack.blocks[0][1]) as opened:
-                return output_shape(opened.block, args, kwargs)
-
-        captured = capture(model, stack, batches, residency, first_output)
+        captured = capture(model, stack, batches, residency)
         calls = shadow = captured[0]
         for i, (name, block) in enumerate(stack.blocks):
             if i > 0:

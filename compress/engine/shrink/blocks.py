@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from compress.engine.plan.batches import ChainBrokenError
 from compress.engine.plan.treatable_layers import Ignored, remarks_on_patterns
 from compress.engine.residency import Local, Residency
 from compress.engine.shrink.edit_result import Restructured
-from compress.engine.walk.capture import capture, check_hidden_alone, output_shape
+from compress.engine.walk.capture import capture, check_hidden_alone
 from compress.engine.walk.state import Streams
 from compress.model.calls import Batch, Call, evaluating
 from compress.model.edits.folds import Fold
@@ -70,12 +69,7 @@ class WholeModel:
 
     def calls_of(self, stack: Stack, batches: Sequence[Batch] | None = None) -> list[list[Call]]:
         """The calls of every block of a stack. batches: this rank's, unless given."""
-
-        def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            with self.residency.open(stack.blocks[0][1], keep=False) as opened:
-                return output_shape(opened.block, args, kwargs)
-
-        calls = capture(self.model, stack, self.batches if batches is None else batches, self.residency, first_output)
+        calls = capture(self.model, stack, self.batches if batches is None else batches, self.residency)
         check_hidden_alone(calls)
         return calls
 

@@ -197,22 +197,26 @@ def capture(
     stack: Stack,
     batches: Sequence[Batch],
     residency: Residency,
-    output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
     passed: Sequence[Passed] = (),
     later: Sequence[Stack] = (),
     offloads: bool = False,
 ) -> list[list[Call]]:
     """calls[block][micro-batch] of a stack. Raises ChainBrokenError where the blocks cannot be run one by one.
 
-    `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data. passed: the stacks that
-    the model runs before; later: those that it runs after this one. offloads: whether calls wait on the host.
+    passed: the stacks that the model runs before; later: those that it runs after this one. offloads: whether calls
+    wait on the host.
     """
     if stack.container is None:
         return [[Call((), b, None, token_mask(b)) for b in (moved_to(b, residency.device) for b in batches)]]
-    noted = _Capture(len(stack.blocks), output_of_first)
     blocks = [block for _, block in stack.blocks]
     if any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks):  # PVT calls what is in them
         raise ChainBrokenError("a block is a list of modules")
+
+    def output_of_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with residency.open(blocks[0], keep=False) as opened:
+            return output_shape(opened.block, args, kwargs)
+
+    noted = _Capture(len(blocks), output_of_first)
     stand_ins = [Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
     others = {block for other in (*(each.stack for each in passed), *later) for _, block in other.blocks}
     with torch.no_grad(), residency.open(model, {*blocks, *others}):
@@ -244,13 +248,8 @@ def capture_stack(run: Run, stack: Stack, passed: Sequence[Passed] = (), offload
     """`capture` of a stack of a run. passed: the stacks before it."""
     behind = {each.stack.name for each in passed}
     later = [other for other in run.plan.stacks if other is not stack and other.name not in behind]
-
-    def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with run.residency.open(stack.blocks[0][1]) as opened:
-            return output_shape(opened.block, args, kwargs)
-
     with run.spending.on("forward"):
-        return capture(run.model, stack, run.batches, run.residency, first_output, passed, later, offloads)
+        return capture(run.model, stack, run.batches, run.residency, passed, later, offloads)
 
 
 def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: Batch) -> None:

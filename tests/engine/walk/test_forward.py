@@ -16,7 +16,7 @@ from compress.base.errors import CompressError
 from compress.data.text import batches_of
 from compress.engine.layer_versions import Versions
 from compress.engine.residency import Local
-from compress.engine.walk.capture import capture, output_shape
+from compress.engine.walk.capture import capture
 from compress.engine.walk.decide import decide
 from compress.engine.walk.forward import suspended_forward
 from compress.engine.walk.sites import structure_of
@@ -31,12 +31,8 @@ PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
 def captured(model, batches, residency=None):
     residency = residency or Local(torch.device("cpu"))
     (stack,) = find_stacks(model)
-
-    def first_output(args, kwargs):
-        return output_shape(stack.blocks[0][1], args, kwargs)
-
     with without_cache(model):
-        return stack, capture(model, stack, batches, residency, first_output)
+        return stack, capture(model, stack, batches, residency)
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])
