@@ -210,7 +210,7 @@ def pick_options(name: str, method: str, options: Mapping[str, Any], known: Sequ
     wanted = {"scheme": engine.scheme, size: engine.sizes.get(scheme, engine.group_size)}
     if method in engine.methods:
         wanted = {"group_size": engine.methods[method] or None}
-    elif "scheme" in options and not _has_groups(engine, scheme):
+    elif "scheme" in options and not (scheme in engine.schemes and SCHEMES[scheme].has_groups):
         wanted = {}  # a type with groups of its own, or one that `check_engine` refuses
     added = {key: value for key, value in wanted.items() if value is not None and key not in options and key in known}
     words = ", ".join(f"{key} {value}" for key, value in added.items())
@@ -289,11 +289,6 @@ def _why_not(name: str, engine: Engine, each: Pass) -> str | None:
     if each.group_size == -1:
         return f"{name} runs groups, not one scale per output; {usual}"
     return f"{name} does not run groups of {each.group_size}; allowed: {sizes}: {usual}"
-
-
-def _has_groups(engine: Engine, scheme: str) -> bool:
-    """True for a scheme that an engine runs in groups of any size."""
-    return scheme in engine.schemes and SCHEMES[scheme].has_groups
 
 
 def _why_not_own(name: str, unit: int, method: str, given: Mapping[str, Any]) -> str | None:

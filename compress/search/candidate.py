@@ -1,12 +1,9 @@
 """Candidates: sequences of passes that `search.layer_costs` compares on every layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from compress.base.errors import InputError
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.recipe import describe
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,3 @@ class Candidate:
         except InputError as error:
             return str(error)
         return None
-
-
-def describe_candidates(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:
-    """{name: passes as recipes hold them} of candidates, every option spelled out."""
-    return {each.name: describe(each.passes)["passes"] for each in candidates}

@@ -47,7 +47,7 @@ from compress.model.tensors import stored_buffers
 from compress.model.untreated_layers import untreated_weights
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe
-from compress.search.candidate import Candidate, describe_candidates
+from compress.search.candidate import Candidate
 from compress.search.layer_costs import LayerCosts, measure_layers
 
 HELD_OUT = 16  # windows
@@ -195,7 +195,7 @@ def _fitted(candidates: Sequence[Candidate], plan: Plan) -> tuple[list[Candidate
     if all(whys):
         why = next(iter(whys), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
-    return found, describe_candidates(found)
+    return found, {each.name: describe(each.passes)["passes"] for each in found}
 
 
 def _other_bytes(model: nn.Module, units: Sequence[Unit]) -> int:

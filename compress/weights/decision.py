@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.weights.formats.dense import Dense
-from compress.weights.matrix import Matrix, Weight, moved, tensors_moved
+from compress.weights.matrix import Matrix, Weight, moved, tensors_changed
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, parts_of, scheme_of
 from compress.weights.terms import StoredTerm
@@ -40,7 +40,10 @@ class Decision:
 
     def moved(self, device: torch.device) -> "Decision":
         """The decision with its tensors on a device, but for the mask of what is kept."""
-        inputs, outputs = (None if c is None else tensors_moved(c, device) for c in (self.inputs, self.outputs))
+        inputs, outputs = (
+            None if codes is None else tensors_changed(codes, lambda tensor: tensor.to(device))
+            for codes in (self.inputs, self.outputs)
+        )
         return replace(self, weight=moved(self.weight, device), inputs=inputs, outputs=outputs)
 
     @property

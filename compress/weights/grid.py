@@ -58,7 +58,6 @@ from compress.weights.scale_numbers import (
     power_above,
     round_scale,
     round_to_e4m3,
-    scale_dtype_of,
     scale_limits,
 )
 from compress.weights.ternary_scale import scale_of_levels
@@ -277,7 +276,7 @@ class Grid:
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which scales are held, where the model has this one."""
-        return scale_dtype_of(self.scales, dtype)
+        return torch.float32 if self.scales in OWN_DTYPE else dtype
 
 
 def grid_of(numbers: NumberFormat) -> Grid:

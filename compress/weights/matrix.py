@@ -6,7 +6,7 @@
 Either has `terms`, `dequantize`, `rows` and `stacked`. N outputs, K inputs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self, TypeVar, cast
 
@@ -76,16 +76,16 @@ def added(*terms: Term) -> Matrix:
 
 def moved(weight: Matrix, device: torch.device) -> Matrix:
     """The weight with the tensors of all terms on a device."""
-    return added(*(tensors_moved(term, device) for term in weight.terms))
+    return added(*(tensors_changed(term, lambda tensor: tensor.to(device)) for term in weight.terms))
 
 
-def tensors_moved(held: D, device: torch.device) -> D:
-    """A dataclass, such as a term, with its tensors on a device."""
+def tensors_changed(held: D, change: Callable[[Tensor], Tensor]) -> D:
+    """A dataclass, such as a term, with what becomes of each of its tensors."""
     assert is_dataclass(held), f"{type(held).__name__} is no dataclass of tensors"
     values = {f.name: getattr(held, f.name) for f in fields(held)}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | Mapping)}
-    there: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)
-    return cast(D, replace(cast(Any, held), **there))
+    changed: dict[str, Any] = tree_map_only(Tensor, change, tensors)
+    return cast(D, replace(cast(Any, held), **changed))
 
 
 def summed(values: Iterable[Tensor]) -> Tensor:

@@ -32,11 +32,6 @@ E8M0_LEAST, E8M0_MOST = -126, 118
 ROOM = 2
 
 
-def scale_dtype_of(numbers: ScaleNumbers, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scales are held. dtype: the model's."""
-    return torch.float32 if numbers in OWN_DTYPE else dtype
-
-
 def round_to_e4m3(x: Tensor) -> Tensor:
     """The value of e4m3 nearest to each of x, |x| <= 448, in the dtype of x; a tie goes to the even significand."""
     if x.dtype != torch.float64:

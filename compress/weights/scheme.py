@@ -14,7 +14,7 @@ from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows
 from compress.weights.formats.levels import LEVEL_FORMATS, LevelCodes, check_global
 from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import BinaryCodes
-from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, RangeChoice, grid_of, usual_group
+from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, grid_of, usual_group
 from compress.weights.matrix import Matrix, Term, Weight
 from compress.weights.number_formats import SCHEMES, WIDE, likely_scheme
 from compress.weights.roles import Role
@@ -179,10 +179,10 @@ def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = 
     return Scheme(terms=(format_of(weights, inputs),), inputs=inputs, outputs=outputs, dynamic=dynamic)
 
 
-def block_scheme(kind: type[Float8Blocks], range_choice: RangeChoice = "minmax") -> Scheme:
+def block_scheme(kind: type[Float8Blocks]) -> Scheme:
     """The scheme of float8 weights in blocks of 128 x 128, with inputs rounded to float8 per token and 128 columns."""
-    grid = Grid(bits=WIDE, type="float", granularity="block", block=WEIGHT_BLOCK, range_choice=range_choice)
-    return Scheme(terms=(kind(grid=grid),), inputs=replace(grid, block=INPUT_BLOCK, range_choice="minmax"))
+    grid = Grid(bits=WIDE, type="float", granularity="block", block=WEIGHT_BLOCK)
+    return Scheme(terms=(kind(grid=grid),), inputs=replace(grid, block=INPUT_BLOCK))
 
 
 def terms_of(weight: Matrix, inputs: Grid | None = None, table: bool = False) -> tuple[StoredTerm, ...]:

@@ -150,7 +150,9 @@ def same_on_all_ranks(structure: BlockSites, comm: Comm, by_rank: Collection[str
     structures = comm.gather_objects(structure)
     common = [
         replace(
-            each, sites=_without(each.sites, by_rank), unreached=tuple(n for n in each.unreached if n not in by_rank)
+            each,
+            sites=tuple(site for site in each.sites if site[0] not in by_rank),
+            unreached=tuple(name for name in each.unreached if name not in by_rank),
         )
         for each in structures
     ]
@@ -170,10 +172,6 @@ def same_on_all_ranks(structure: BlockSites, comm: Comm, by_rank: Collection[str
         sites += [site] if site else []
     unreached = {name: None for each in structures for name in each.unreached}
     return replace(structure, sites=tuple(sites), unreached=tuple(unreached))
-
-
-def _without(sites: Sequence[tuple[str, ...]], names: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(site for site in sites if site[0] not in names)
 
 
 def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor, int]]:

@@ -11,7 +11,7 @@ GPU in one launch of Triton (`kernels.operators.grouped`). Where that cannot be 
 a hook, an adapter or another forward, and on a CPU where a gradient is asked for, experts compute one by one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, ClassVar, cast
 
@@ -321,18 +321,13 @@ def route_among(one: Route, reasons: Sequence[str]) -> Route:
 def stack_experts(model: nn.Module) -> None:
     """Make the experts of a loaded model multiply together, where they can. Calling it again takes changes of their
     layers up."""
-    for experts in list(mixtures_in(model)):
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
         if not isinstance(experts, StackedExperts):
             experts.__class__ = SortedStackedExperts if isinstance(experts, SortedExperts) else StackedExperts
             together = cast(StackedExperts, experts)
             together.stacks = None
             together.register_load_state_dict_post_hook(_again)
         cast(StackedExperts, experts).stack()
-
-
-def mixtures_in(model: nn.Module) -> Iterator[Experts]:
-    """The experts of a model."""
-    return (module for module in model.modules() if isinstance(module, Experts))
 
 
 def _again(experts: Any, _: Any) -> None:

@@ -1,9 +1,8 @@
 """Output rows of a weight are independent in most methods: layers are stacked, and every rank solves its share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from compress.base.collectives import Comm
 from compress.passes.protocol.sites import Site
 from compress.weights.formats.sparse import Sparse, sparse
 from compress.weights.grid import Quantized
-from compress.weights.matrix import Matrix, Term, Weight, added
+from compress.weights.matrix import Matrix, Term, Weight, added, tensors_changed
 
 # What is solved: the arguments of a solver that have a row for each output, by their names there.
 Rows = Mapping[str, Tensor]
@@ -28,7 +27,8 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1, most: in
     """
     count = len(next(iter(rows.values())))
     if most is not None:
-        solve = partial(_in_runs, solve, together * max(1, most * count // _most_numbers(rows) // together))
+        largest = max(tensor.numel() for tensor in rows.values())
+        solve = partial(_in_runs, solve, together * max(1, most * count // largest // together))
     if not comm.active or count < comm.world * together:  # a share without rows has no shape to solve
         return solve(**rows)
     tiles = -(-count // together)
@@ -37,11 +37,6 @@ def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1, most: in
     part = solve(**{key: tensor[mine] for key, tensor in rows.items()})
     lengths = [share.stop - share.start for share in shares]
     return added(*(_gather(comm, term, lengths) for term in part.terms))
-
-
-def _most_numbers(rows: Rows) -> int:
-    """The numbers of the largest of what is solved."""
-    return max(tensor.numel() for tensor in rows.values())
 
 
 def _in_runs(solve: Solve, length: int, **rows: Tensor) -> Matrix:
@@ -61,10 +56,7 @@ def _gather(comm: Comm, term: Term, lengths: list[int]) -> Term:
         chosen = replace(term, value=torch.ones_like(term.value)).dequantize().bool()
         values, places = (comm.gather_rows(t, lengths) for t in (term.dequantize(), chosen))
         return sparse(values, places)
-    assert is_dataclass(term), "a term that is solved by rows is tensors that have rows"
-    held = {f.name: getattr(term, f.name) for f in fields(term)}
-    tensors = {name: comm.gather_rows(t, lengths) for name, t in held.items() if isinstance(t, Tensor)}
-    return cast(Term, replace(term, **tensors))
+    return tensors_changed(term, lambda rows: comm.gather_rows(rows, lengths))
 
 
 def solve_stacked(
