@@ -88,24 +88,14 @@ def look_up(words, planes, TABLE: tl.constexpr, DT: tl.constexpr, ASM: tl.conste
     """int16 tile -> four tiles of DT, the levels of the codes of each plane. planes: of `byte_planes`. Both paths give
     the same bits."""
     if ASM:
-        if TABLE == 1:
-            found = tl.inline_asm_elementwise(
-                _SIGNED_LOOK_UP,
-                _SIGNED_OPERANDS,
-                [words, planes[0], planes[1], planes[2], planes[3]],
-                dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                _FULL_LOOK_UP,
-                _FULL_OPERANDS,
-                [words, planes[0], planes[1], planes[2], planes[3], planes[4], planes[5], planes[6], planes[7]],
-                dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
-                is_pure=True,
-                pack=2,
-            )
+        found = tl.inline_asm_elementwise(
+            _SIGNED_LOOK_UP if TABLE == 1 else _FULL_LOOK_UP,
+            _SIGNED_OPERANDS if TABLE == 1 else _FULL_OPERANDS,
+            (words,) + planes,  # noqa: RUF005  the compiler takes no star
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
         return (
             found[0].to(DT, bitcast=True),
             found[1].to(DT, bitcast=True),
