@@ -1,12 +1,12 @@
 """8-bit kernels: bytes of a weight-only weight in registers, and int8 x int8 products.
 
-`unpack8`: a word of two bytes (see `pack`) becomes two half-precision numbers, u + 1024 in fp16 by placing the byte in
-the mantissa of 1024 (`prmt` puts 0x64 above it); bf16 has too few bits for that trick, so a byte is placed in the
-mantissa of 2^23 in fp32, 2^23 + 128 is subtracted exactly, and the upper half of the result, which holds every bit of
-an integer below 256, is the bf16 number u - 128.
+`unpack8`: a word of two bytes (`layouts.words`) becomes two half-precision numbers, u + 1024 in fp16 by placing the
+byte in the mantissa of 1024 (`prmt` puts 0x64 above it); bf16 has too few bits for that trick, so a byte is placed in
+the mantissa of 2^23 in fp32, 2^23 + 128 is subtracted exactly, and the upper half of the result, which holds every bit
+of an integer below 256, is the bf16 number u - 128.
 
 `w8a8_kernel`: out^T = W x^T as in `planar_gemm`; 8-bit matrix instructions need both operands contiguous along K, as
-they are stored. int32 sums are exact, split (`split`) or not; the epilogue is `reference.rescale`.
+they are stored. int32 sums are exact, split (`split_k`) or not; the epilogue is `reference.rescale`.
 """
 
 import torch

@@ -2,13 +2,13 @@
 
 Computed as out^T = W x^T: the weights are the left operand, which Hopper's matrix instruction takes from registers,
 so that unpacked weights never go back through shared memory, and a tile of 16 tokens still fills the instruction
-(m64n16k16). One step of the main loop is one block of words (see `pack`): 16 / bits planes of 32 columns each, every
-plane multiplied by its own slice of x.
+(m64n16k16). One step of the main loop is one block of words (`layouts.words`): 16 / bits planes of 32 columns each,
+every plane multiplied by its own slice of x.
 
     scale    on the sums where tokens are few: BLOCK_M multiply-adds per row and group, on exact integer products;
              on the weights where they are many: one multiply per weight, rounded as `Quantized.dequantize` rounds it.
              One scale per channel is applied once, after the loop.
-    split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile (`split`).
+    split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile (`split_k`).
     scales   of the next step are loaded while this one multiplies: they are too narrow for the asynchronous copies
              that bring words and activations, and their latency would be paid in every step.
     tables   codes of a table of levels are looked up in registers (`look_up`). A group of 16 columns is half a plane:

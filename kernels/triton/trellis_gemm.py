@@ -8,7 +8,7 @@ segment first reads the symbols of the H rows above it.
     tile      SEGMENTS = 16 segments, whose rows of one number are the left operand of a matrix product, so that a
               product has rows 0, 8, 16 ... of the tile, the next one rows 1, 9, 17 ...
     K         of a step SLICES x 32 inputs, a slice for each warp; their sums are added at the end. Programs share
-              tiles, too (`split`).
+              tiles, too (`split_k`).
     levels    whole numbers of 1 / 128 below 512: exact in float16, rounded to eight bits in bfloat16. Scales are of
               outputs, so sums are scaled.
 

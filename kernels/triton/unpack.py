@@ -1,7 +1,7 @@
-"""4-bit weights in registers: from planar words to operands of the matrix instruction, and the shapes that run well.
+"""4-bit weights in registers: from planar words to operands of the matrix instruction.
 
-A word of four nibbles (see `pack`) becomes four half-precision numbers without an integer conversion. A nibble n, put
-into the mantissa of a power of two, is that power plus n times the weight of the bits it occupies:
+A word of four nibbles (`layouts.words`) becomes four half-precision numbers without an integer conversion. A nibble n,
+put into the mantissa of a power of two, is that power plus n times the weight of the bits it occupies:
 
     fp16  0x6400 | n        = 1024 + n          fp16  0x5400 | n << 4   = 64 + n        (no shift for planes 1 and 3)
     bf16  0x4300 | n        =  128 + n          7 bits of mantissa: every plane is shifted down first

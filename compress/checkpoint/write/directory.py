@@ -256,8 +256,7 @@ def _is_own(path: Path) -> bool:
 
 def holder_of(lock: Path) -> dict[str, Any] | None:
     """The holder of a lock: {process, host, since, command}; {} for an empty lock file; None for a file that is no
-    lock.
-    """
+    lock."""
     try:
         text = lock.read_text(encoding="utf-8")
         found = json.loads(text) if text else {"compress": "lock"}

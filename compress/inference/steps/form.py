@@ -47,7 +47,7 @@ def form_of(trace: Trace) -> BlockForm:
 
 
 class ProductPart(NamedTuple):
-    """ProductColumns of a product, and what they held in the trial."""
+    """Columns of a product, and what they held in the trial."""
 
     columns: ProductColumns
     out: Tensor

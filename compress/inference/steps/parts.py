@@ -38,7 +38,7 @@ class NormForm:
 
 
 class ProductColumns(NamedTuple):
-    """ProductColumns [start, stop) of what a product returns."""
+    """Columns [start, stop) of what a product returns."""
 
     product: nn.Module
     start: int

@@ -92,8 +92,7 @@ def merged_edge(index: int) -> int:
     """The lower edge of bin `index` of a merged histogram, in widths of the bins that were merged.
 
     The first 16 bins keep their width; then every octave of magnitudes has 16 bins, each twice as wide as those before:
-    a
-    histogram of 2048 bins becomes one of 128 that tells magnitudes apart to a sixteenth wherever they lie.
+    a histogram of 2048 bins becomes one of 128 that tells magnitudes apart to a sixteenth wherever they lie.
     """
     octave, place = divmod(index, MERGED_PER_OCTAVE)
     return index if octave == 0 else (MERGED_PER_OCTAVE + place) << (octave - 1)
