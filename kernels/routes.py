@@ -203,13 +203,13 @@ def fp8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) 
     """The route of float8 rows, with x rounded to float8."""
     weight = torch.empty(N, K, dtype=fp8.E4M3, device="meta")
     reasons = fp8.why_not_fp8(_tokens(M, K, dtype, device), weight)
-    return Route(fp8.path_of(reasons), tuple(reasons))
+    return Route("torch" if reasons else "scaled_mm", tuple(reasons))
 
 
 def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
     """The route of float8 with scales of blocks, with x rounded likewise."""
     reasons = fp8_blocks.why_not_fp8_blocks(_tokens(M, K, dtype, device))
-    return Route(fp8_blocks.path_of(reasons), tuple(reasons))
+    return Route("torch" if reasons else "triton", tuple(reasons))
 
 
 def _cpu_route(

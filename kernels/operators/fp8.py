@@ -15,7 +15,7 @@ about 14 bits in any case (`fp8_blocks.SHORT_SUMS`).
 """
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT16_SHIFT, FLOAT16_TOP_EXPONENT, BIAS_DIFFERENCE = 7, 1 << 14, 8
 # What a block of rows may take as float32.
 BLOCK_BYTES = 4 * 2**20
-
-Fp8Path = Literal["scaled_mm", "torch"]
 
 
 def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,11 +87,6 @@ def why_not_fp8(x: Tensor, weight_NK: Tensor) -> list[str]:
         if size % MULTIPLE:
             reasons.append(f"{size} {what}; float8 products need a multiple of {MULTIPLE}")
     return reasons
-
-
-def path_of(reasons: list[str]) -> Fp8Path:
-    """The path that runs given the reasons against float8 products."""
-    return "torch" if reasons else "scaled_mm"
 
 
 def scaled_product(
@@ -155,7 +148,7 @@ def fp8_linear(
         codes_MK, scale = quantize_tokens(x_MK)
     else:
         codes_MK, scale = quantize_static(x_MK, input_scale), input_scale
-    fast = len(x_MK) > 0 and path_of(why_not_fp8(x, weight)) == "scaled_mm"
+    fast = len(x_MK) > 0 and not why_not_fp8(x, weight)
     product = scaled_product if fast else blocked_product
     out_MN = product(codes_MK, scale, weight.view(E4M3), weight_scale, bias, x.dtype)
     return out_MN.view(*x.shape[:-1], len(weight))

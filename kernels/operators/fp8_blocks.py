@@ -11,7 +11,7 @@ of the sums:
     torch        anywhere: blocks of rows of the weight in float32 and bounded memory, then torch's own product
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from compress.kernels.operators import fp8
 from compress.kernels.operators.devices import why_not_triton
 from compress.kernels.operators.register import gradient, operator, outputs
 
-Fp8BlockPath = Literal["triton", "torch"]
 # Of a sum of 128 products on a GPU, whose tensor cores keep about 14 bits of float8 sums (DeepSeek-V3, 3.3.2).
 SHORT_SUMS = 2.0**-13
 
@@ -52,11 +51,6 @@ def why_not_fp8_blocks(x: Tensor) -> list[str]:
     if x.shape[-1] % fp8.MULTIPLE:
         reasons.append(f"{x.shape[-1]} inputs; float8 products need a multiple of {fp8.MULTIPLE}")
     return reasons
-
-
-def path_of(reasons: list[str]) -> Fp8BlockPath:
-    """The path that runs given the reasons against Triton."""
-    return "torch" if reasons else "triton"
 
 
 def blocked_product(
@@ -103,7 +97,7 @@ def fp8_block_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tens
         raise InputError(f"the scales are {tuple(weight_scale.shape)}; a weight {tuple(weight.shape)} has {wanted}")
     x_MK = x.reshape(-1, x.shape[-1])
     codes_NK = weight.view(fp8.E4M3)
-    if path_of(why_not_fp8_blocks(x)) == "triton":
+    if not why_not_fp8_blocks(x):
         from compress.kernels.triton.fp8_block_gemm import fp8_block_gemm, quantize_blocks
 
         out_MN = fp8_block_gemm(*quantize_blocks(x_MK), codes_NK, weight_scale, bias, x.dtype)

@@ -178,7 +178,7 @@ def test_both_paths_are_the_reference(path, static, bias, dtype, monkeypatch):
     else:
         monkeypatch.setattr(fp8, "BLOCK_BYTES", 4 * 96 * 5)  # five rows at a time, three in the last block
     given = arguments(dtype, static, bias=bias)
-    assert fp8.path_of(fp8.why_not_fp8(given[0], given[1])) == path
+    assert bool(fp8.why_not_fp8(given[0], given[1])) == (path == "torch")
     out = fp8.fp8_linear(*given)
     exact, allowed = truth(*given)
     assert (out.dtype, out.shape) == (dtype, (2, 3, 48))
