@@ -14,9 +14,9 @@ DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
 
 
 def verified(folder: Path, *more: str, folders: Iterable[str] = (), unread: str, wrong: str, instead: str) -> Any:
-    """What `compress verify` says of an output. more, folders: options, and places of plugins. Raises CompressError:
-    that it is `unread` where no process can be started (advice: make that possible, or do something `instead`), that it
-    is `wrong` where it does not verify."""
+    """The answer of `compress verify` on an output. more, folders: options, and places of plugins. Raises
+    CompressError: that it is `unread` where no process can be started (advice: make that possible, or do something
+    `instead`), that it is `wrong` where it does not verify."""
     words, environment = fresh("verify", str(folder), "--json", "-", "--quiet", *more, folders=folders)
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)

@@ -263,7 +263,7 @@ def planar_kernel(
 
 
 def planar_constants(weight: Planar, K: int, shape: Shape) -> dict[str, Any]:
-    """What a kernel over planar words is compiled with for a weight of K columns and a configuration."""
+    """Constants of a kernel over planar words, for a weight of K columns and a configuration."""
     return {
         **shape.constants(),
         "BITS": weight.bits,

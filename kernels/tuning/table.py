@@ -64,7 +64,7 @@ class Shape:
         return group_size != -1 and least * self.block_m <= min(group_size, 128)
 
     def constants(self) -> dict[str, int]:
-        """What a kernel of Triton is compiled with for this configuration."""
+        """Constants and options with which a kernel of Triton is compiled for this configuration."""
         tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "SPLIT_K": self.split_k}
         return {**tile, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
