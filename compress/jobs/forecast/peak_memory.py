@@ -373,8 +373,9 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 def open_as_fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None, available: int | None) -> None:
-    """Let experts be opened one by one. A device with a memory of its own that has room for a whole block opens all of
-    its experts: they are copied there once, and not in every forward. dtype: worked in, None for the stored one."""
+    """Let experts be opened one by one, unless the device has a memory of its own and room for all of a block
+    (`OPEN_AT_ONCE`): then they are copied there once, and not in every forward. dtype: worked in, None for the stored
+    one."""
     blocks = [block for stack in find_stacks(model) for _, block in stack.blocks]
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     needed = OPEN_AT_ONCE * largest * (dtype or stored_dtype(model)).itemsize
