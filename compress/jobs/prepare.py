@@ -97,7 +97,7 @@ def _job(
     if sharded and why is not None and any(isinstance(module, Experts) for module in model.modules()):
         record.notes.append(f"every rank opens all experts of a block: {why}")
     if why is None and not keep:
-        open_as_fits(model, opened.device, opened.dtype, available_bytes(opened.device))
+        open_as_fits(model, plan_, opened.device, opened.dtype, available_bytes(opened.device))
     stacks = find_stacks(model, plan_.convolutions)
     run = Run(
         model=model,

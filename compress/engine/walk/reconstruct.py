@@ -59,7 +59,6 @@ def reconstruct(
             trained = [layer for layer in trained if isinstance(layer.module._modules[PARTS[0]], WeightQuantizer)]
         if not trained:
             return {}
-        computed_in = {layer.name: layer.parameter.dtype for layer in trained}
         for layer in trained:
             quantizer = layer.module._modules[PARTS[0]]
             if not stage.rate and isinstance(quantizer, FixedScales):
@@ -72,7 +71,8 @@ def reconstruct(
             decision = decisions[layer.name]
             weight = decision_after(layer, layer.weight, decision, opened.dtype_of(layer.parameter)).weight
             reconstructed[layer.name] = replace(decision, weight=weight, figures=figures)
-            layer.parameter.data = layer.parameter.data.to(computed_in[layer.name])
+        for layer in trained:  # as their block computes
+            layer.parameter.data = layer.parameter.data.to(versions.weights[layer.parameter][0].dtype)
         return reconstructed
 
 

@@ -181,7 +181,7 @@ def plan(
     planned = request.match(empty, valued=False)
     worked_on = elsewhere or find_device(opened.device)
     if (opened.given is None or alone is not None) and why_whole(planned, empty, 1) is None:
-        open_as_fits(empty, worked_on, request.dtype, limit or available_bytes(worked_on))
+        open_as_fits(empty, planned, worked_on, request.dtype, limit or available_bytes(worked_on))
     if opened.source is not None and not any(p.stage(Restructure) for p in request.passes):
         planned = replace(planned, beside=beside(opened.source))
     tokens = TokenCounts(samples or WINDOWS, length or default_length(getattr(empty, "config", None)), batch_size)

@@ -372,15 +372,18 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def open_as_fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None, available: int | None) -> None:
+def open_as_fits(
+    model: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype | None, available: int | None
+) -> None:
     """Let experts be opened one by one, unless the device has a memory of its own and room for all of a block
     (`OPEN_AT_ONCE`): then they are copied there once, and not in every forward. dtype: worked in, None for the stored
     one."""
-    blocks = [block for stack in find_stacks(model) for _, block in stack.blocks]
-    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    needed = OPEN_AT_ONCE * largest * (dtype or stored_dtype(model)).itemsize
-    if not has_own_memory(device) or available is None or needed > available:
-        open_one_by_one(model)
+    if available is not None and has_own_memory(device):
+        blocks = [block for stack in plan.stacks for _, block in stack.blocks]
+        largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+        if OPEN_AT_ONCE * largest * (dtype or stored_dtype(model)).itemsize <= available:
+            return
+    open_one_by_one(model)
 
 
 def token_counts(batches: Sequence[Batch]) -> TokenCounts | None:

@@ -27,7 +27,7 @@ from compress.weights.formats.k_quants import KQuant
 SHRINKS = tuple(-0.08 + 0.06 * i for i in range(9))
 # Codes that are tried for a scale and a minimum, beside the nearest.
 NEIGHBOURS = (-1, 0, 1)
-# Steps that are tried for d, as shares of that which the largest scale fills.
+# Times that codes and scales are fitted in turn.
 ROUNDS = 2
 
 

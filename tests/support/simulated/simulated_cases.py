@@ -16,49 +16,44 @@ from compress.jobs.forecast import peak_memory
 from compress.jobs.verify import outputs
 
 FAST = {"group_size": 16, "refit": 0, "sweeps": 0}
+GIVEN = {"calibration": tokens(24), "batch_size": 8, "verify": False}
 IDS = tokens(2, seed=3)
-TRAINING = [compress.RTN(scheme="w2a16", group_size=16), compress.Train(steps=3, learning_rate=1e-3)]
 K_QUANTS = compress.only(compress.KQuants(scheme="q4_k", refit=0, sweeps=0), "*.0.self_attn.q_proj")
-
-
-def cases(first, **others):
-    """Cases by name, of which all but one are in the full run alone."""
-    full = [pytest.param(value, id=name, marks=pytest.mark.full) for name, value in others.items()]
-    return [pytest.param(first, id="first"), *full]
-
-
-METHODS = cases(
-    TRAINING,
-    nvfp4=compress.RTN(scheme="nvfp4"),
-    static=compress.SmoothQuant(activations="static"),
-    awq=compress.AWQ(scheme="w4a16", group_size=16),
-    loss=compress.GPTQ(objective="loss", **FAST),
-    spqr=compress.SpQR(group_size=8, tile_rows=12, outliers=0.02, sweeps=0),
-    k_quants=K_QUANTS,
-    trellis=[compress.Rotation(online=True), compress.Trellis(scheme="w2a16")],
-    pruned=compress.SparseGPT(pattern="2:4"),
-    low_rank=compress.LowRank(share=0.6),
-    cache=[compress.RTN(scheme="w4a16", group_size=16), compress.KVCache()],
-    structure=compress.Structure(heads=0.5, channels=0.25),
-    wanda=compress.Wanda(pattern="2:4"),
-    taylor=compress.Taylor(sparsity=0.5),
-    lqs=compress.LQS(scheme="w2a16", rank=3, iterations=1, **FAST),
-    ternary=compress.Ternary(),
-    tables=[compress.RTN(scheme="w4a8", group_size=16), compress.Embeddings(scheme="w8a16")],
-    float8=compress.GPTQ(scheme="fp8"),
-    trained_to_zeros=[compress.RTN(scheme="w4a16"), compress.Train(steps=2, pattern="2:4")],
-    reconstruct=[compress.RTN(scheme="w2a16", group_size=16), compress.Reconstruct(steps=4)],
-)
-MODES = cases(MemoryMode(repeats=True, offloads=True, at_once=1), kept=MemoryMode(), repeated=MemoryMode(repeats=True))
-EXPERTS = cases(compress.GPTQ(**FAST), static=compress.SmoothQuant(activations="static"))
+METHODS = {
+    "training": [compress.RTN(scheme="w2a16", group_size=16), compress.Train(steps=3, learning_rate=1e-3)],
+    "nvfp4": compress.RTN(scheme="nvfp4"),
+    "static w8a8": compress.SmoothQuant(activations="static"),
+    "awq": compress.AWQ(scheme="w4a16", group_size=16),
+    "gptq for the loss": compress.GPTQ(objective="loss", **FAST),
+    "spqr": compress.SpQR(group_size=8, tile_rows=12, outliers=0.02, sweeps=0),
+    "k-quants": K_QUANTS,
+    "trellis, rotated": [compress.Rotation(online=True), compress.Trellis(scheme="w2a16")],
+    "2:4, refit": compress.SparseGPT(pattern="2:4"),
+    "low-rank": compress.LowRank(share=0.6),
+    "cache": [compress.RTN(scheme="w4a16", group_size=16), compress.KVCache()],
+    "structure": compress.Structure(heads=0.5, channels=0.25),
+    "wanda": compress.Wanda(pattern="2:4"),
+    "taylor": compress.Taylor(sparsity=0.5),
+    "lqs": compress.LQS(scheme="w2a16", rank=3, iterations=1, **FAST),
+    "ternary": compress.Ternary(),
+    "tables": [compress.RTN(scheme="w4a8", group_size=16), compress.Embeddings(scheme="w8a16")],
+    "float8": compress.GPTQ(scheme="fp8"),
+    "trained to zeros": [compress.RTN(scheme="w4a16"), compress.Train(steps=2, pattern="2:4")],
+    "reconstruct": [compress.RTN(scheme="w2a16", group_size=16), compress.Reconstruct(steps=4)],
+}
+MODES = {
+    "split": MemoryMode(repeats=True, offloads=True, at_once=1),
+    "kept": MemoryMode(),
+    "repeated": MemoryMode(repeats=True),
+}
+EXPERTS = {"gptq": compress.GPTQ(**FAST), "static w8a8": compress.SmoothQuant(activations="static")}
 
 
 def logits_on(device, passes, folder):
     """Logits of the model in `folder`, compressed and run on a device, and the names of its tensors."""
-    given = {"calibration": tokens(24), "batch_size": 8, "verify": False}
-    if isinstance(passes, list) and isinstance(passes[-1], compress.Train):
-        given["training"] = tokens(8, seed=2)
-    compress.quantize(folder / "model", passes, output=folder / device, device=device, **given)
+    trains = isinstance(passes, list) and isinstance(passes[-1], compress.Train)
+    data = GIVEN | ({"training": tokens(8, seed=2)} if trains else {})
+    compress.quantize(folder / "model", passes, output=folder / device, device=device, **data)
     model = compress.load(folder / device, torch.float32, device=device)
     held = model.state_dict()
     assert {tensor.device.type for tensor in held.values()} == {device}
@@ -75,15 +70,17 @@ def check(passes, folder):
     assert 0.8 < (there - exact).norm() / (here - exact).norm() < 1.25
 
 
-@pytest.mark.parametrize("passes", METHODS)
+@pytest.mark.first
+@pytest.mark.parametrize("passes", METHODS.values(), ids=METHODS)
 def test_a_method_is_as_good_as_on_the_cpu(passes, tmp_path):
     model = make_llama(hidden_size=256, intermediate_size=256) if passes is K_QUANTS else build("llama")
     model.bfloat16().save_pretrained(tmp_path / "model")
     check(passes, tmp_path)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("passes", EXPERTS)
+@pytest.mark.first
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("passes", EXPERTS.values(), ids=EXPERTS)
 def test_experts_are_opened_there_in_every_mode(passes, mode, tmp_path, monkeypatch):
     """One by one where the device has no room for a block, and then all at once, with the same codes."""
     made("deepseek-v3").save_pretrained(tmp_path / "model")
@@ -92,8 +89,7 @@ def test_experts_are_opened_there_in_every_mode(passes, mode, tmp_path, monkeypa
     check(passes, tmp_path)
     monkeypatch.setattr(peak_memory, "OPEN_AT_ONCE", 1)
     (one_by_one,) = (tmp_path / "cuda").glob("*.safetensors")
-    how = {"calibration": tokens(24), "batch_size": 8, "verify": False, "device": "cuda"}
-    compress.quantize(tmp_path / "model", passes, output=tmp_path / "at once", **how)
+    compress.quantize(tmp_path / "model", passes, output=tmp_path / "at once", device="cuda", **GIVEN)
     assert (tmp_path / "at once" / one_by_one.name).read_bytes() == one_by_one.read_bytes()
 
 

@@ -1,16 +1,15 @@
-"""A CUDA device that is not there: tensors say that they are on it and have their values on the CPU.
+"""A simulated CUDA device, whose tensors have their values on the CPU.
 
-An operation fails as on a real one where its tensors are on two devices, and where CUDA has no kernel for it (products
-of integers, say). Kernels of ours run as on the CPU. What is not simulated: graphs, streams, times, memory.
+An operation fails as on a real device where its tensors are on two devices, and where CUDA has no kernel for it
+(products of integers, say). Our own operators compute as on the CPU. Not simulated: graphs, streams, times, memory.
 
-As a plugin of pytest (`-p simulated_cuda`) it is there for all tests of the process, whose default device it then is.
-The library of `simulated_cuda.cpp` has to be loaded before torch is: LD_PRELOAD names it.
+As a plugin of pytest (`-p simulated_cuda`) it is the default device of all tests of the process. The library of
+`simulated_cuda.cpp` has to be loaded before torch is: LD_PRELOAD names it.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +34,7 @@ RUN_OF_THREADS = threading.Thread.run
 
 
 class _Wrapper(Tensor):
-    """A tensor without values. It has this class only while it is made: torch's own modes know no others."""
+    """A tensor without values. It has this class only while it is made: torch's own modes know only Tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -66,7 +65,7 @@ def is_there(value) -> bool:
 
 
 def bare(value):
-    """A value as it is on the CPU; so are those of a list."""
+    """The values, on the CPU, of a tensor or of a list of tensors; anything else as it is."""
     if isinstance(value, Tensor):
         return value.__dict__.get("_values", value)
     return type(value)(map(bare, value)) if isinstance(value, list | tuple) else value
@@ -81,7 +80,7 @@ def tensors(values) -> Iterator[Tensor]:
 
 
 def check(func, args, ours: list[Tensor], others: list[Tensor]) -> None:
-    """Raises what CUDA raises, and for what is not simulated."""
+    """Raise where CUDA would, and for an operation that is not simulated."""
     if func in INDEXED:
         values = args[2] if len(args) > 2 else None
         apart = not is_there(args[0]) or (isinstance(values, Tensor) and values.dim() > 0 and not is_there(values))
@@ -145,7 +144,7 @@ def set_data(self, value) -> None:
 
 
 def of_values(name):
-    """A method of tensors that looks at their memory, on the CPU's."""
+    """A method of tensors that looks at their memory, called on their values."""
     native = getattr(torch._C.TensorBase, name)
     return lambda self, *args, **kwargs: native(bare(self), *args, **kwargs)
 
@@ -163,7 +162,7 @@ def deepcopied(self, memo):
 
 
 def parameter(cls, data=None, requires_grad=True):
-    """`nn.Parameter.__new__`, which takes the data of an ordinary tensor behind the back of any mode."""
+    """A new parameter. torch's own `__new__` takes the data of an ordinary tensor without asking any mode."""
     if not is_there(data):
         return NEW_PARAMETER(cls, data, requires_grad)
     made = data.detach()
@@ -176,13 +175,13 @@ def run_thread(self) -> None:
         RUN_OF_THREADS(self)
 
 
-class Stream(SimpleNamespace):
+class Stream:
     """A stream or an event: nothing waits for anything."""
 
     cuda_stream, device = 0, DEVICE
 
     def __init__(self, *_, **__) -> None:
-        super().__init__()
+        pass
 
     def __getattr__(self, name):
         return lambda *_: self
@@ -233,7 +232,7 @@ ANSWERS = {
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Lets there be a CUDA device in the body, and in the threads that it starts."""
+    """Simulates a CUDA device in the body, and in the threads that it starts."""
     methods = {name: of_values(name) for name in ("data_ptr", "tolist", "untyped_storage")}
     methods |= {"numpy": numpy, "__deepcopy__": deepcopied, "data": property(DATA.__get__, set_data)}
     methods["__repr__"] = lambda self, **_: NATIVE["__repr__"](bare(self))
