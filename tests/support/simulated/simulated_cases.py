@@ -46,7 +46,8 @@ MODES = {
     "kept": MemoryMode(),
     "repeated": MemoryMode(repeats=True),
 }
-EXPERTS = {"gptq": compress.GPTQ(**FAST), "static w8a8": compress.SmoothQuant(activations="static")}
+# Passes that decide about each expert by itself: for others, experts are opened together anyway.
+EXPERTS = {"gptq": compress.GPTQ(**FAST), "static w8a8": compress.RTN(scheme="w8a8", activations="static")}
 
 
 def logits_on(device, passes, folder):
